@@ -1,0 +1,50 @@
+"""Everything that can go wrong, by name.
+
+::
+
+    ShardwiseError
+    ├── CheckpointError          something about a checkpoint or a model's fit to it
+    │   ├── FormatError          a file is not what it claims to be
+    │   ├── CoverageError        checkpoint and model do not cover each other
+    │   ├── PlacementError       a model cannot be sharded, or is sharded, as asked
+    │   ├── StorageError         bytes could not be read or written
+    │   └── DisagreementError    ranks that must agree do not
+    └── ConfigError              an argument or an option that cannot be honoured
+
+Every message names the parameter or the file, the rank where it is not the same everywhere, the cause,
+and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base class of every error shardwise raises on purpose."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint cannot be brought into a model, or a model into a checkpoint."""
+
+
+class FormatError(CheckpointError):
+    """A file's content contradicts its format (truncated, overlapping, unknown dtype, ...)."""
+
+
+class CoverageError(CheckpointError):
+    """Checkpoint and model do not cover each other: missing, unexpected or mismatched tensors."""
+
+
+class PlacementError(CheckpointError):
+    """A model cannot be sharded as asked, or its sharding cannot be understood."""
+
+
+class StorageError(CheckpointError):
+    """Bytes could not be read from, or written to, a storage."""
+
+
+class DisagreementError(CheckpointError):
+    """Ranks that must hold or plan the same thing do not."""
+
+
+class ConfigError(ShardwiseError):
+    """An argument, an option or a configuration value cannot be honoured."""

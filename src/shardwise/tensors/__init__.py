@@ -1,0 +1,8 @@
+"""Which box, which bytes: the arithmetic of N-d index sets, without torch."""
+
+from shardwise.tensors.box import Box
+from shardwise.tensors.byte_range import ByteRange, coalesce
+from shardwise.tensors.dtypes import DType
+from shardwise.tensors.strided import Strided, contiguous_strides, numel
+
+__all__ = ["Box", "ByteRange", "DType", "Strided", "coalesce", "contiguous_strides", "numel"]
