@@ -1,0 +1,92 @@
+# Each environment is made once, and again when what it is made from changes: the files `pinned` and
+# `project` inside it are the stamps. Any Python from 3.11 on will do: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   := .venv
+OLDEST := .venv-oldest
+
+# torch goes in first, alone and by this exact name: an index that serves several builds of one version (CPU,
+# CUDA) then decides which one fits the machine, and nothing that is installed later moves it.
+TORCH := torch==2.13.0
+
+# Tests spawn several processes; one thread for each keeps them from fighting over the cores.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+# A test that hangs in Python fails after pytest-timeout's limit (pyproject.toml). One that hangs in C cannot
+# be interrupted: after this many seconds every thread's traceback is printed and the run ends.
+HARD_LIMIT := -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
+FAST := -m "not slow and not gpu" $(HARD_LIMIT)
+
+# More arguments for pytest or the sweep: make test ARGS="-k tied -x"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format sweep test-oldest test-gpu clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/project ## shardwise on a small model, on this machine, in a minute
+	$(VENV)/bin/shardwise demo
+
+test: $(VENV)/project ## everything a machine without a GPU can prove
+	$(VENV)/bin/python -m pytest $(FAST) $(ARGS)
+
+check: $(VENV)/project ## format, lint, types and imports; takes seconds
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/mypy --no-error-summary
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(VENV)/project ## rewrite the sources as `make check` wants them
+	$(VENV)/bin/ruff check --quiet --fix-only .
+	$(VENV)/bin/ruff format .
+
+sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
+	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
+
+test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported
+	$(OLDEST)/bin/python -m pytest $(FAST) $(ARGS)
+
+test-gpu: $(VENV)/project ## what only a GPU can prove
+	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+clean: ## remove the environments and everything that was made in them
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call environment,FOLDER,REQUIREMENTS): a folder that is there already is kept and brought to the pins,
+# unless it is broken or belongs to another Python.
+define environment
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11 or missing; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "making $(1) from $(2)"
+	@version='import sys; print(sys.version_info[:2])'; \
+	if [ "$$($(1)/bin/python -c "$$version" 2>&1)" = "$$($(PYTHON) -c "$$version")" ]; \
+		then $(PYTHON) -m venv $(1); else $(PYTHON) -m venv --clear $(1); fi
+	@$(1)/bin/python -m pip install $(QUIET) --constraint $(2) $(TORCH)
+	@$(1)/bin/python -m pip install $(QUIET) --no-deps --requirement $(2)
+	@touch $@
+endef
+
+define project
+	@$(@D)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
+	@$(@D)/bin/python -m pip check
+	@touch $@
+endef
+
+QUIET := -qq
+
+$(VENV)/pinned: requirements/pinned.txt
+	$(call environment,$(VENV),$<)
+
+$(OLDEST)/pinned: requirements/oldest.txt
+	$(call environment,$(OLDEST),$<)
+
+$(VENV)/project $(OLDEST)/project: %/project: %/pinned pyproject.toml
+	$(project)

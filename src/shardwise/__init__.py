@@ -1,0 +1,103 @@
+"""Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes.
+
+The names below are loaded when they are first used, so that ``import shardwise`` is quick and
+``shardwise inspect`` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.errors import (
+        CheckpointError,
+        ConfigError,
+        CoverageError,
+        DisagreementError,
+        FormatError,
+        PlacementError,
+        ShardwiseError,
+        StorageError,
+    )
+    from shardwise.models.wrap import (
+        Automatic,
+        Classes,
+        ModelPlan,
+        ModuleListBlocks,
+        NoSplitModules,
+        Sharding,
+        WholeModel,
+    )
+    from shardwise.planning.consent import Ignore, Initialize, Refuse
+    from shardwise.report import LoadReport
+    from shardwise.storage import HubOptions
+    from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.pretrained import from_pretrained
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Automatic": "shardwise.models.wrap",
+    "CheckpointError": "shardwise.errors",
+    "Classes": "shardwise.models.wrap",
+    "ConfigError": "shardwise.errors",
+    "CoverageError": "shardwise.errors",
+    "DisagreementError": "shardwise.errors",
+    "FormatError": "shardwise.errors",
+    "HubOptions": "shardwise.storage",
+    "Ignore": "shardwise.planning.consent",
+    "Initialize": "shardwise.planning.consent",
+    "LoadOptions": "shardwise.verbs.load",
+    "LoadReport": "shardwise.report",
+    "ModelPlan": "shardwise.models.wrap",
+    "ModuleListBlocks": "shardwise.models.wrap",
+    "NoSplitModules": "shardwise.models.wrap",
+    "PlacementError": "shardwise.errors",
+    "Refuse": "shardwise.planning.consent",
+    "Sharding": "shardwise.models.wrap",
+    "ShardwiseError": "shardwise.errors",
+    "StorageError": "shardwise.errors",
+    "WholeModel": "shardwise.models.wrap",
+    "from_pretrained": "shardwise.verbs.pretrained",
+    "load": "shardwise.verbs.load",
+}
+
+__all__ = [
+    "Automatic",
+    "CheckpointError",
+    "Classes",
+    "ConfigError",
+    "CoverageError",
+    "DisagreementError",
+    "FormatError",
+    "HubOptions",
+    "Ignore",
+    "Initialize",
+    "LoadOptions",
+    "LoadReport",
+    "ModelPlan",
+    "ModuleListBlocks",
+    "NoSplitModules",
+    "PlacementError",
+    "Refuse",
+    "Sharding",
+    "ShardwiseError",
+    "StorageError",
+    "WholeModel",
+    "__version__",
+    "from_pretrained",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

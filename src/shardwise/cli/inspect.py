@@ -1,0 +1,273 @@
+"""``shardwise inspect``: what a checkpoint holds, from its headers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from shardwise.errors import FormatError, ShardwiseError
+from shardwise.formats import CheckpointIndex, TensorEntry, open_checkpoint
+from shardwise.report import collapse
+from shardwise.storage import HubOptions, resolve
+from shardwise.storage.names import shown
+
+_CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
+_MAX_CONFIG_BYTES = 10_000_000
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one dtype and shape whose keys differ only in numbers; ``nbytes`` is the bytes of all."""
+
+    pattern: str
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
+@click.option("--each", is_flag=True, help="List every tensor on a line of its own, with its file.")
+@click.option("--match", metavar="GLOB", help="List only tensors whose key matches, as in '*.mlp.*'.")
+@click.option("--weights-name", metavar="FILE", help="The safetensors or index file to open.")
+@click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
+@click.option("--subfolder", default="", help="The folder below PATH that holds the checkpoint.")
+def inspect_command(
+    path: str,
+    *,
+    as_json: bool,
+    with_tensors: bool,
+    each: bool,
+    match: str | None,
+    weights_name: str | None,
+    revision: str | None,
+    subfolder: str,
+) -> None:
+    """Show what the checkpoint at PATH holds.
+
+    PATH is a folder, a safetensors file, an index file, or the name of a repository that is in the cache of
+    the Hugging Face hub. Only headers are read, and nothing is downloaded.
+    """
+    try:
+        place = resolve(
+            path, HubOptions(revision=revision, subfolder=subfolder, local_files_only=True), download=False
+        )
+        config = read_config_facts(place if place.is_dir() else place.parent)
+        named = weights_name or (config.get("transformers_weights") if place.is_dir() else None)
+        index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
+    except ShardwiseError as error:
+        _fail(error)
+    entries = [entry for entry in index.entries.values() if match is None or fnmatchcase(entry.key, match)]
+    if as_json:
+        click.echo(json.dumps(as_json_object(index, config, entries), indent=2))
+        return
+    _print_summary(index, config)
+    if each:
+        _print_entries(entries)
+    elif with_tensors or match is not None:
+        _print_groups(group_tensors(entries))
+
+
+def _fail(error: ShardwiseError) -> NoReturn:
+    click.echo(f"error: {error}", err=True)
+    sys.exit(2)
+
+
+# Facts
+
+
+def read_config_facts(folder: Path) -> dict[str, object]:
+    """What ``config.json`` says at its top level about the model; empty when there is none.
+
+    Raises :class:`FormatError` for a file that is no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
+        # Not our strict parser: transformers writes Infinity into the configurations of state space models.
+        config = json.loads(file.read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{shown(str(file))}: cannot be read ({error}); download or write it again"
+        ) from error
+    if "torch_dtype" in config:  # its name before transformers 5
+        config.setdefault("dtype", config["torch_dtype"])
+    return {name: config[name] for name in _CONFIG_FACTS if name in config}
+
+
+def bytes_per_dtype(entries: Iterable[TensorEntry]) -> dict[str, int]:
+    """The bytes of all tensors of each dtype, most first."""
+    totals: Counter[str] = Counter()
+    for entry in entries:
+        totals[entry.dtype.label] += entry.nbytes
+    return dict(totals.most_common())
+
+
+def group_tensors(entries: Iterable[TensorEntry]) -> list[TensorGroup]:
+    """Tensors that are alike but for the numbers in their keys, such as those of equal layers, together."""
+    alike: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = defaultdict(list)
+    for entry in sorted(entries, key=lambda entry: _natural(entry.key)):
+        alike[entry.dtype.label, entry.shape].append(entry)
+    groups = [
+        TensorGroup(pattern, count, dtype, shape, count * members[0].nbytes)
+        for (dtype, shape), members in alike.items()
+        for pattern, count in collapse(shown(entry.key) for entry in members)
+    ]
+    return sorted(groups, key=lambda group: _natural(group.pattern))
+
+
+def as_json_object(
+    index: CheckpointIndex, config: dict[str, object], entries: Iterable[TensorEntry]
+) -> dict[str, object]:
+    """Everything there is to say; the counts are of the whole checkpoint, ``tensors`` are ``entries``."""
+    return {
+        "root": index.root,
+        "layout": index.layout,
+        "files": [{"name": name, "bytes": nbytes} for name, nbytes in index.files.items()],
+        "tensor_count": len(index.entries),
+        "parameter_count": _parameters(index),
+        "bytes": index.nbytes,
+        "bytes_per_dtype": bytes_per_dtype(index.entries.values()),
+        "config": config,
+        "metadata": dict(index.metadata),
+        "tensors": [
+            {
+                "key": entry.key,
+                "dtype": entry.dtype.label,
+                "shape": list(entry.shape),
+                "bytes": entry.nbytes,
+                "file": entry.file,
+                "start": entry.start,
+                "stop": entry.stop,
+            }
+            for entry in entries
+        ],
+    }
+
+
+def _parameters(index: CheckpointIndex) -> int:
+    return sum(entry.numel for entry in index.entries.values())
+
+
+def _natural(key: str) -> list[tuple[str, int]]:
+    """A sort key that puts layer 2 before layer 10."""
+    parts = _DIGITS.split(shown(key))
+    return [(word, int(number)) for word, number in zip(parts[::2], [*parts[1::2], "0"], strict=True)]
+
+
+# Rendering
+
+
+def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
+    facts = [
+        ("checkpoint", shown(index.root)),
+        ("layout", index.layout),
+        ("tensors", f"{len(index.entries):,}"),
+        ("parameters", f"{_parameters(index):,}"),
+        ("bytes", _in_bytes(index.nbytes)),
+    ]
+    per_dtype = bytes_per_dtype(index.entries.values())
+    facts += [(f"  {dtype}", _in_bytes(nbytes)) for dtype, nbytes in per_dtype.items()]
+    facts += [(name, shown(json.dumps(value))) for name, value in config.items()]
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        click.echo(f"{name:<{width}}  {value}")
+    click.echo()
+    _print_table(
+        [("file", "left"), ("bytes", "right")],
+        [(shown(name), _in_bytes(nbytes)) for name, nbytes in index.files.items()],
+    )
+
+
+def _print_groups(groups: Sequence[TensorGroup]) -> None:
+    rows = [
+        (
+            group.pattern,
+            str(group.shape),
+            group.dtype,
+            f"x{group.count}" if group.count > 1 else "",
+            _in_bytes(group.nbytes),
+        )
+        for group in groups
+    ]
+    columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("count", "right"), ("bytes", "right")]
+    _print_tensors(columns, rows)
+
+
+def _print_entries(entries: Iterable[TensorEntry]) -> None:
+    rows = [
+        (
+            shown(entry.key),
+            str(entry.shape),
+            entry.dtype.label,
+            _in_bytes(entry.nbytes),
+            shown(entry.file),
+        )
+        for entry in sorted(entries, key=lambda entry: _natural(entry.key))
+    ]
+    columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("bytes", "right"), ("file", "left")]
+    _print_tensors(columns, rows)
+
+
+def _print_tensors(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    click.echo()
+    if rows:
+        _print_table(columns, rows)
+    else:
+        click.echo("no tensor matches")
+
+
+def _print_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    """A table for people on a terminal; elsewhere aligned lines that are never wrapped, for grep and awk."""
+    if sys.stdout.isatty():
+        _print_rich_table(columns, rows)
+        return
+    widths = [max(map(len, column)) for column in zip([name for name, _ in columns], *rows, strict=True)]
+    for row in [[name for name, _ in columns], *rows]:
+        cells = [
+            f"{cell:>{width}}" if side == "right" else f"{cell:<{width}}"
+            for cell, width, (_, side) in zip(row, widths, columns, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _print_rich_table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name, side in columns:
+        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
+    for row in rows:
+        # Text, not str: a key may contain what rich takes for markup.
+        table.add_row(*[Text(cell) for cell in row])
+    Console().print(table)
+
+
+def _in_bytes(nbytes: int) -> str:
+    """As in "1.50 GiB"; below 10 KiB exactly, as in "1,234 B"."""
+    if nbytes < 10 * 1024:
+        return f"{nbytes:,} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = min((nbytes.bit_length() - 1) // 10, len(units))
+    return f"{nbytes / 1024**power:,.2f} {units[power - 1]}"

@@ -1,0 +1,42 @@
+"""Expressions: which stored elements make up a box of a parameter. No torch, no files."""
+
+from shardwise.conversion.bindings import Bindings
+from shardwise.conversion.copies import Copy, copies
+from shardwise.conversion.expression import (
+    Concat,
+    Expression,
+    Opaque,
+    Permute,
+    Reshape,
+    Slice,
+    Stack,
+    Stored,
+    concat,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+    stored_leaves,
+    substitute,
+)
+
+__all__ = [
+    "Bindings",
+    "Concat",
+    "Copy",
+    "Expression",
+    "Opaque",
+    "Permute",
+    "Reshape",
+    "Slice",
+    "Stack",
+    "Stored",
+    "concat",
+    "copies",
+    "permute",
+    "reshape",
+    "slice_dim",
+    "stack",
+    "stored_leaves",
+    "substitute",
+]

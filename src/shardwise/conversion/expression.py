@@ -1,0 +1,214 @@
+"""Lazy expressions over stored tensors.
+
+A parameter of a model is an expression whose leaves are tensors of a checkpoint. Structural nodes only move
+elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box of the
+parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.copies.copies`. An
+:class:`Opaque` leaf computes; it is evaluated whole.
+
+Nodes are built by the lower-case functions, which validate and simplify; every node knows its ``shape``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from shardwise.tensors import DType, numel
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the checkpoint, whole."""
+
+    key: str
+    shape: Shape
+    dtype: DType
+
+    def __str__(self) -> str:
+        return self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """One output of an operation that is not a mere movement of elements.
+
+    ``operation`` takes the whole inputs (torch tensors, in the order of ``inputs``) and returns a mapping from
+    output names to whole outputs; ``output`` names the one meant here. All outputs of one operation share the
+    ``operation`` object, by which an executor recognises that it need run only once.
+    """
+
+    label: str
+    output: str
+    shape: Shape
+    inputs: tuple[Stored, ...]
+    operation: Callable[[Sequence[Any]], Mapping[str, Any]] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.label}({', '.join(leaf.key for leaf in self.inputs)})[{self.output}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """The parts one after the other along ``dim``."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"Concat({_summary(self.parts)}, dim={self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The parts, all of one shape, along a new dimension ``dim``."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"Stack({_summary(self.parts)}, dim={self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The indices ``start, start + step, ...`` of ``dim``, ``shape[dim]`` of them."""
+
+    source: Expression
+    dim: int
+    start: int
+    step: int
+    shape: Shape
+
+    def __str__(self) -> str:
+        stop = self.start + self.step * self.shape[self.dim]
+        step = f":{self.step}" if self.step != 1 else ""
+        return f"Slice({self.source}, dim={self.dim}, {self.start}:{stop}{step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """Dimension ``d`` of the result is dimension ``dims[d]`` of the source."""
+
+    source: Expression
+    dims: tuple[int, ...]
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"Permute({self.source}, {self.dims})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The same elements in row-major order under another shape."""
+
+    source: Expression
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"Reshape({self.source}, {self.shape})"
+
+
+Expression: TypeAlias = Stored | Opaque | Concat | Stack | Slice | Permute | Reshape
+
+
+def concat(parts: Sequence[Expression], dim: int) -> Expression:
+    """``torch.cat``: all parts agree in every dimension but ``dim``."""
+    if not parts:
+        raise ValueError("nothing to concatenate")
+    first = parts[0].shape
+    for part in parts:
+        if len(part.shape) != len(first) or any(
+            a != b for d, (a, b) in enumerate(zip(part.shape, first, strict=True)) if d != dim
+        ):
+            raise ValueError(f"cannot concatenate shapes {[p.shape for p in parts]} along {dim}")
+    if len(parts) == 1:
+        return parts[0]
+    size = sum(part.shape[dim] for part in parts)
+    return Concat(tuple(parts), dim, (*first[:dim], size, *first[dim + 1 :]))
+
+
+def stack(parts: Sequence[Expression], dim: int) -> Expression:
+    """``torch.stack``: all parts have the same shape."""
+    if not parts:
+        raise ValueError("nothing to stack")
+    first = parts[0].shape
+    if any(part.shape != first for part in parts):
+        raise ValueError(f"cannot stack different shapes {sorted({p.shape for p in parts})}")
+    shape = (*first[:dim], len(parts), *first[dim:])
+    return reshape(parts[0], shape) if len(parts) == 1 else Stack(tuple(parts), dim, shape)
+
+
+def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1) -> Expression:
+    """``size`` indices of ``dim`` from ``start`` in steps of ``step`` (positive)."""
+    bound = source.shape[dim]
+    if step < 1 or size < 0 or start < 0 or (size and start + step * (size - 1) >= bound):
+        raise ValueError(f"slice {start}, {size} x {step} is outside dimension {dim} of {source.shape}")
+    if start == 0 and size == bound and step == 1:
+        return source
+    return Slice(source, dim, start, step, (*source.shape[:dim], size, *source.shape[dim + 1 :]))
+
+
+def permute(source: Expression, dims: Sequence[int]) -> Expression:
+    """``torch.permute``."""
+    if sorted(dims) != list(range(len(source.shape))):
+        raise ValueError(f"{tuple(dims)} does not permute the dimensions of {source.shape}")
+    if list(dims) == sorted(dims):
+        return source
+    return Permute(source, tuple(dims), tuple(source.shape[d] for d in dims))
+
+
+def reshape(source: Expression, shape: Sequence[int]) -> Expression:
+    """``torch.reshape`` with all sizes given."""
+    shape = tuple(shape)
+    if numel(shape) != numel(source.shape):
+        raise ValueError(f"cannot reshape {source.shape} to {shape}")
+    if isinstance(source, Reshape):
+        source = source.source
+    return source if source.shape == shape else Reshape(source, shape)
+
+
+def stored_leaves(expression: Expression) -> Iterator[Stored]:
+    """Every stored tensor below, in order, inputs of opaque leaves included; repeated where it is used twice."""
+    match expression:
+        case Stored():
+            yield expression
+        case Opaque(inputs=inputs):
+            yield from inputs
+        case Concat(parts=parts) | Stack(parts=parts):
+            for part in parts:
+                yield from stored_leaves(part)
+        case Slice(source=source) | Permute(source=source) | Reshape(source=source):
+            yield from stored_leaves(source)
+
+
+def substitute(expression: Expression, leaves: Mapping[str, Stored]) -> Expression:
+    """The same structural expression over other leaves: ``leaves`` maps the keys in it to what replaces them.
+
+    The replacements have the shapes of what they replace (not checked: callers key their memo by shape).
+    """
+    match expression:
+        case Stored(key=key):
+            return leaves[key]
+        case Concat(parts, dim, shape):
+            return Concat(tuple(substitute(part, leaves) for part in parts), dim, shape)
+        case Stack(parts, dim, shape):
+            return Stack(tuple(substitute(part, leaves) for part in parts), dim, shape)
+        case Slice(source, dim, start, step, shape):
+            return Slice(substitute(source, leaves), dim, start, step, shape)
+        case Permute(source, dims, shape):
+            return Permute(substitute(source, leaves), dims, shape)
+        case Reshape(source, shape):
+            return Reshape(substitute(source, leaves), shape)
+        case Opaque(label=label):
+            raise ValueError(f"an opaque leaf ({label}) is bound to its inputs and cannot be reused")
+
+
+def _summary(parts: Sequence[Expression]) -> str:
+    if len(parts) <= 3:
+        return ", ".join(map(str, parts))
+    return f"{parts[0]}, ... {len(parts) - 2} more ..., {parts[-1]}"

@@ -1,0 +1,66 @@
+"""Proof after the fact: every element written once, nothing on meta, buffers equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.errors import CoverageError, DisagreementError
+from shardwise.execution.world import World
+from shardwise.layout import Kind
+from shardwise.models.view import Held, meta_leftovers
+from shardwise.planning import LoadPlan, Tie
+from shardwise.report import collapse
+
+
+def audit(model: nn.Module, plan: LoadPlan, written: Mapping[str, int]) -> None:
+    """Check that every element of this rank's parameters and persistent buffers was written exactly once.
+
+    ``written`` counts elements by FQN. A plan's copies never write an element twice (see [Note: Regions] in
+    :mod:`shardwise.conversion.copies`), so that equal counts mean full coverage.
+
+    Raises:
+        CoverageError: naming the tensors that were not written in full, or that are still on meta.
+    """
+    wrong: list[str] = []
+    for tensor in plan.layout.saved():
+        if isinstance(plan.fills[tensor.fqn], Tie):
+            continue
+        count = written.get(tensor.fqn, 0)
+        if count != tensor.local_numel:
+            wrong.append(f"{tensor.fqn}: {count} of {tensor.local_numel} elements written")
+    for name in meta_leftovers(model):
+        wrong.append(f"{name}: still on meta")
+    if wrong:
+        shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
+        raise CoverageError(
+            f"the model is not whole after loading:\n  {shown}\n"
+            "A tensor kept as a plain attribute can be registered as a buffer, or computed by buffers=..."
+        )
+
+
+def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
+    """Raise on every rank when a non-persistent buffer differs between ranks. Collective: yes.
+
+    Raises:
+        DisagreementError: naming the buffers.
+    """
+    digests = {item.fqn: _digest(item.local) for item in held if item.kind is Kind.BUFFER}
+    everywhere = world.gather(digests)
+    unequal = [name for name in digests if any(other.get(name) != digests[name] for other in everywhere)]
+    differing = world.gather(unequal)
+    if any(differing):
+        names = sorted({name for found in differing for name in found})
+        raise DisagreementError(
+            f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
+            "callable that computes them"
+        )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    shape = f"{tuple(tensor.shape)} {tensor.dtype}"
+    return hashlib.sha256(shape.encode() + flat.numpy().tobytes()).hexdigest()

@@ -1,0 +1,99 @@
+"""Everything of torch that has an underscore, in one file.
+
+Checked with torch 2.11 and 2.13. What is touched: ``FSDPModule._get_fsdp_state`` and below it the parameter groups
+and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materialised one), and the placements'
+``_split_tensor`` (to learn which indices a rank holds, also of ``_StridedShard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Each sharded parameter with the ``FSDPParam`` that manages it."""
+    return {param.sharded_param: param for group in _param_groups(model) for param in group.fsdp_params}
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
+                yield state._fsdp_param_group
+
+
+def is_offloaded(fsdp_param: Any) -> bool:
+    """Whether the sharded parameter lives on the CPU although the mesh is of another device."""
+    return bool(fsdp_param.offload_to_cpu)
+
+
+def padded_local(fsdp_param: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Fresh memory for this rank's shard, padded as FSDP2's all-gather wants it; returns the unpadded view.
+
+    FSDP2 pads every rank's shard to the size of rank 0's. Allocating the padded memory here spares the copy that
+    ``reset_sharded_param`` makes of an unpadded one. Only the padding is initialised, to zero.
+    """
+    size = fsdp_param.padded_sharded_param_size
+    pin = fsdp_param.pin_memory and torch.accelerator.is_available()
+    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
+    dim = fsdp_param.fsdp_placement.dim
+    held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
+    padded.narrow(dim, held, size[dim] - held).zero_()
+    return padded.narrow(dim, 0, held)
+
+
+def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
+    """Make a materialised sharded parameter, already set on its modules, the one FSDP2 gathers from."""
+    local = parameter._local_tensor  # type: ignore[attr-defined]
+    storage = torch.empty(0, dtype=local.dtype, device=local.device)
+    padded_numel = fsdp_param.padded_sharded_param_size.numel()
+    if local.untyped_storage().nbytes() == padded_numel * local.itemsize:
+        storage.set_(local.untyped_storage(), 0, (padded_numel,), (1,))
+        fsdp_param._sharded_param_data = storage
+    fsdp_param.reset_sharded_param()
+
+
+@lru_cache(maxsize=65536)
+def held_runs(
+    size: int, splits: tuple[tuple[Placement, int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    """The runs (start, count) of indices of one dimension that a rank holds.
+
+    ``splits`` has, for each mesh axis that splits the dimension, in the mesh's order, the placement, the size of
+    the axis, and the rank's coordinate on it.
+    """
+    indices = torch.arange(size)
+    for placement, chunks, coordinate in splits:
+        along: Any = (
+            _StridedShard(0, split_factor=placement.split_factor)
+            if isinstance(placement, _StridedShard)
+            else Shard(0)
+        )
+        parts, _ = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)
+        indices = parts[coordinate]
+    if indices.numel() == 0:
+        return ()
+    breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()
+    edges = [0, *breaks, indices.numel()]
+    starts = indices.tolist() if breaks else [int(indices[0])]
+    return tuple(
+        (starts[first if breaks else 0], stop - first) for first, stop in zip(edges, edges[1:], strict=False)
+    )
+
+
+def splitting_dim(placement: Placement) -> int | None:
+    """The dimension a placement splits; None when it replicates."""
+    if isinstance(placement, (Shard, _StridedShard)):
+        return int(placement.dim)
+    return None

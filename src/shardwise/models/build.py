@@ -1,0 +1,153 @@
+"""A transformers model on meta, as ``from_pretrained`` would build it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from shardwise.errors import ConfigError
+from shardwise.formats import CheckpointIndex
+from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import to_torch
+
+
+def read_config(directory: Path, *, trust_remote_code: bool, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """The model's config with ``overrides`` applied.
+
+    Raises:
+        ConfigError: when there is none, it cannot be read, an override is unknown to it, or the checkpoint is
+            quantised.
+    """
+    try:
+        config, unused = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no usable config in {directory}: {error}") from error
+    if unused:
+        raise ConfigError(f"{type(config).__name__} has no {', '.join(sorted(unused))}; check the keyword arguments")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{directory} holds quantised weights ({config.quantization_config}), which cannot be loaded yet; "
+            "use a checkpoint in a floating dtype"
+        )
+    return config
+
+
+def resolve_class(
+    config: PreTrainedConfig, model_class: Any, directory: Path, *, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The model class and the config it takes.
+
+    ``model_class`` is a model class, an Auto class, or None for the class named by ``config.architectures``.
+
+    Raises:
+        ConfigError: when no class is found, or it is code of the checkpoint's own and there is no consent to run it.
+    """
+    if model_class is None:
+        return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
+    if hasattr(model_class, "_model_mapping"):
+        remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
+        if remote is not None and trust_remote_code:
+            return compat.remote_model_class(remote, str(directory)), config
+        return compat.auto_model_class(config, model_class)
+    if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+        return model_class, config
+    raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
+
+
+def _class_from_config(
+    config: PreTrainedConfig, directory: Path, *, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    names = config.architectures or []
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found, config
+    auto_map = getattr(config, "auto_map", None) or {}
+    for auto_name in ("AutoModelForCausalLM", "AutoModel", *auto_map):
+        if auto_name in auto_map:
+            if not trust_remote_code:
+                raise ConfigError(
+                    f"{directory} brings its own model code ({auto_map[auto_name]}); pass trust_remote_code=True "
+                    "if you have read it and want it run"
+                )
+            return compat.remote_model_class(auto_map[auto_name], str(directory)), config
+    raise ConfigError(
+        f"the config in {directory} names {', '.join(names) or 'no architecture'}, which transformers "
+        f"{transformers.__version__} does not have; pass model_class="
+    )
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, index: CheckpointIndex) -> torch.dtype:
+    """The dtype of the model: the one given, or for "auto" that of the config, or of the first stored floats.
+
+    It is also set on the config and its sub-configs, as ``from_pretrained`` does.
+    """
+    if dtype == "auto":
+        found = getattr(config, "dtype", None) or _stored_dtype(index)
+    else:
+        found = dtype
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r} is not 'auto' or a floating dtype of torch")
+    config.dtype = found
+    for key in config.sub_configs:
+        sub_config = getattr(config, key, None)
+        if sub_config is not None:
+            sub_config.dtype = found
+    return found
+
+
+def _stored_dtype(index: CheckpointIndex) -> torch.dtype:
+    for entry in index.entries.values():
+        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
+            return to_torch(entry.dtype)
+    return torch.get_default_dtype()
+
+
+def build_on_meta(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
+) -> PreTrainedModel:
+    """The model with every tensor on meta and nothing tied, in evaluation mode."""
+    config.name_or_path = str(directory)
+    with compat.building_on_meta(dtype):
+        model = model_class(config)
+        compat.finish_building(model)
+    model.eval()
+    if model.can_generate() and (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[str, str]) -> None:
+    """Give the tensors the model keeps in float32 that dtype, still on meta.
+
+    As in transformers, a tensor made by a conversion follows the first tensor that the conversion makes:
+    ``siblings`` maps its name to that one's. Tensors that are in neither mapping nor checkpoint keep the dtype
+    they were built with.
+    """
+    plan = compat.dtype_plan(model, dtype)
+    if not plan:
+        return
+    for prefix, module in model.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                fqn = f"{prefix}.{name}" if prefix else name
+                if tensor is None or fqn not in siblings or name in module._non_persistent_buffers_set:
+                    continue
+                kept = compat.planned_dtype(plan, siblings[fqn])
+                if kept is not None and kept != tensor.dtype:
+                    registry[name] = _recast(tensor, kept)  # type: ignore[assignment]
+
+
+def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    other = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other

@@ -1,0 +1,244 @@
+"""The one file that knows transformers' unexported functions and attributes.
+
+Checked with transformers 5.17 and 5.23. When a release moves one of these names, this file is what changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as hf_init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import rename_source_key as _rename_source_key
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.monkey_patching import patch_output_recorders
+from transformers.utils import logging as hf_logging
+
+from shardwise.errors import ConfigError
+
+__all__ = ["dot_natural_key"]
+
+_RENAME_PARAMETERS = (
+    "source_key",
+    "weight_renamings",
+    "weight_converters",
+    "base_model_prefix",
+    "meta_state_dict",
+)
+
+
+def check_version() -> None:
+    """Refuse a transformers whose internals are not the ones known here.
+
+    Raises:
+        ConfigError: naming the installed version and those that work.
+    """
+    found = tuple(inspect.signature(_rename_source_key).parameters)[: len(_RENAME_PARAMETERS)]
+    if found != _RENAME_PARAMETERS:
+        raise ConfigError(
+            f"transformers {transformers.__version__} renames checkpoint keys with {found}, not with "
+            f"{_RENAME_PARAMETERS}; use a release from 5.17 to 5.23, or a newer shardwise"
+        )
+
+
+# Conversion rules
+
+
+def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | None) -> list[Any]:
+    """The renames and converters for a model, those of ``key_mapping`` (regex to replacement) first."""
+    check_version()
+    mapping = dict(key_mapping) if key_mapping else None
+    if isinstance(model, PreTrainedModel):
+        return list(get_model_conversion_mapping(model, mapping))
+    return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
+
+
+def split_transforms(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(renames, converters), each in order."""
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    return renamings, [item for item in transforms if isinstance(item, WeightConverter)]
+
+
+def rename_source_key(
+    key: str,
+    renamings: list[Any],
+    converters: list[Any],
+    base_model_prefix: str | None,
+    names: Mapping[str, object],
+) -> tuple[str, str | None]:
+    """The name a key leads to, and the source pattern of the converter that matched."""
+    return _rename_source_key(key, renamings, converters, base_model_prefix, cast("dict[str, Any]", names))
+
+
+def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor]], model: Any) -> dict[str, Any]:
+    """Run a converter on whole tensors, by source pattern; the outcome by full name."""
+    fresh = deepcopy(converter)
+    for pattern, tensors in sources.items():
+        for tensor in tensors:
+            fresh.add_tensor(target, pattern, pattern, tensor)
+    made = fresh.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def base_model_prefix(model: nn.Module) -> str | None:
+    """The prefix by which a head's checkpoint differs from its base model's."""
+    return model.base_model_prefix if isinstance(model, PreTrainedModel) else None
+
+
+def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Regexes of (missing, unexpected) names that the model class passes over on purpose.
+
+    The additions for rotary frequencies and position ids are those of ``_adjust_missing_and_unexpected_keys``.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return (), ()
+    missing = tuple(sorted(model._keys_to_ignore_on_load_missing or ()))
+    unexpected = tuple(sorted(model._keys_to_ignore_on_load_unexpected or ()))
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        unexpected += (r"rotary_emb\.inv_freq",)
+    if any(name.endswith("position_ids") for name in buffers):
+        unexpected += (r"(^|\.)position_ids$",)
+    return missing, unexpected
+
+
+# Building on meta
+
+
+@contextlib.contextmanager
+def building_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """The contexts in which ``from_pretrained`` builds a model: on meta, of this dtype, nothing tied yet."""
+    with contextlib.ExitStack() as stack:
+        for context in PreTrainedModel.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        yield
+
+
+def auto_model_class(config: PreTrainedConfig, auto_class: Any) -> tuple[Any, PreTrainedConfig]:
+    """The class an Auto class stands for with this config, and the config that class takes (as Auto does it).
+
+    Raises:
+        ConfigError: when the Auto class does not know the config.
+    """
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        raise ConfigError(f"{auto_class.__name__} has no model for {type(config).__name__}")
+    found = _get_model_class(config, mapping)
+    text = config.sub_configs.get("text_config")
+    if text is not None and getattr(found, "config_class", None) == text:
+        return found, config.get_text_config()
+    return found, config
+
+
+def remote_model_class(reference: str, name_or_path: str, **hub: Any) -> Any:
+    """The class of a checkpoint that brings its own code. Runs that code: only with the user's consent."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(reference, name_or_path, **hub)
+
+
+def finish_building(model: PreTrainedModel) -> None:
+    """What transformers does right after constructing a model."""
+    patch_output_recorders(model)
+
+
+def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Glob of names to the dtype they are kept in, for a model of ``dtype``."""
+    return dict(model._get_dtype_plan(dtype))
+
+
+def planned_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
+    """The dtype a plan keeps this name in; None when it says nothing of it.
+
+    The matching is transformers' own (``build_glob_alternation``: a search, ``*`` standing for anything).
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    if not plan:
+        return None
+    alternation, by_group, _ = build_glob_alternation(list(plan))
+    found = alternation.search(name)
+    return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
+
+
+def declared_ties(model: nn.Module) -> dict[str, str]:
+    """Name to name it is tied to, as the class and config declare; empty for other modules."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
+    """Tie as ``from_pretrained`` does once it knows which names the checkpoint lacks.
+
+    ``untied`` are declared targets that the checkpoint holds with values of their own: they stay untied.
+    """
+    for name in untied:
+        model.all_tied_weights_keys.pop(name, None)
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
+
+
+def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
+    """Leave on the model what saving reads: the conversions that matched a key."""
+    if isinstance(model, PreTrainedModel):
+        model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
+
+
+def fsdp_plan(model: nn.Module) -> dict[str, str]:
+    """The model's own FSDP plan: module name (with ``*`` for numbers) to style; empty when it has none."""
+    return dict(getattr(model, "_fsdp_plan", None) or {})
+
+
+def no_split_classes(model: nn.Module) -> set[str]:
+    """Class names of blocks that must stay whole."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def mark_sharded(model: nn.Module) -> None:
+    """What generation reads to keep ranks in step (``is_fsdp_managed_module``)."""
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+# Initialising
+
+
+def outermost_pretrained(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """The transformers models in a module that no other of them contains, with their prefixes."""
+    if isinstance(model, PreTrainedModel):
+        return [("", model)]
+    found: list[tuple[str, PreTrainedModel]] = []
+    for prefix, module in model.named_modules():
+        inside = any(prefix.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((prefix, module))
+    return found
+
+
+def forget_initialized(model: nn.Module) -> None:
+    """Remove the marks by which modules pass over ``initialize_weights``."""
+    for module in model.modules():
+        if "_is_hf_initialized" in vars(module):
+            del module._is_hf_initialized
+
+
+def mark_initialized(tensor: torch.Tensor) -> None:
+    """The mark by which transformers' initialisers pass over a tensor."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def run_initializers(model: PreTrainedModel) -> None:
+    """``_init_weights`` for every module, children first, each by the model it belongs to."""
+    with torch.no_grad(), hf_init.guard_torch_init_functions():
+        model.initialize_weights()
+
+
+def progress_bars_enabled() -> bool:
+    """transformers' own switch (``transformers.utils.logging.disable_progress_bar``)."""
+    return bool(hf_logging.is_progress_bar_enabled())

@@ -1,0 +1,200 @@
+"""Looking into a model: every tensor once, where it sits, and which boxes of it this rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+
+from shardwise.errors import PlacementError
+from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
+from shardwise.models import _torch_private
+from shardwise.models.dtypes import from_torch
+from shardwise.tensors import Box, Strided
+
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def canonical(fqn: str) -> str:
+    """A fully qualified name without the parts that wrappers put in (compile, activation checkpointing, FSDP1)."""
+    return _WRAPPERS.sub("", fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a model where a tensor is registered."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(slots=True)
+class Held:
+    """A parameter or buffer of a model with all the places it is registered at."""
+
+    tensor: torch.Tensor
+    kind: Kind
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def fqn(self) -> str:
+        return self.slots[0].fqn
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.fqn for slot in self.slots))
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's own tensor."""
+        return local_tensor(self.tensor)
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Register another tensor at every place."""
+        for slot in self.slots:
+            registry = slot.module._buffers if self.kind is not Kind.PARAMETER else slot.module._parameters
+            registry[slot.name] = tensor  # type: ignore[assignment]
+        self.tensor = tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor; any other tensor itself. Without autograd."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor.detach()
+
+
+def look_inside(model: nn.Module) -> list[Held]:
+    """All parameters and buffers, shared ones once, in the order of the modules.
+
+    FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    held: dict[int, Held] = {}
+    for module, tensor, name, kind, prefix in _registered(model):
+        item = held.setdefault(id(tensor), Held(tensor, kind))
+        item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
+    return list(held.values())
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, parameter, name, Kind.PARAMETER, prefix
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                temporary = name in module._non_persistent_buffers_set
+                yield module, buffer, name, Kind.BUFFER if temporary else Kind.PERSISTENT_BUFFER, prefix
+
+
+def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:
+    """What this rank holds, as data. ``origin_of`` tells where values may come from that no checkpoint holds."""
+    return ModelLayout(tuple(_tensor_layout(item, origin_of(item)) for item in held))
+
+
+def _tensor_layout(item: Held, origin: Origin) -> TensorLayout:
+    tensor = item.tensor
+    return TensorLayout(
+        names=item.names,
+        kind=item.kind,
+        shape=tuple(tensor.shape),
+        dtype=from_torch(tensor.dtype, item.fqn),
+        boxes=local_boxes(tensor, item.fqn),
+        placement=describe_placement(tensor),
+        requires_grad=tensor.requires_grad,
+        origin=origin,
+    )
+
+
+def describe_placement(tensor: torch.Tensor) -> str:
+    """For people: ``Shard(dim=0) on fsdp=8``, or ``whole``."""
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    pairs = zip(tensor.placements, names, mesh.shape, strict=True)
+    return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
+
+
+def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
+    """The boxes of a tensor that this rank holds, and where they lie in its local tensor."""
+    if not isinstance(tensor, DTensor):
+        whole = Box.whole(tuple(tensor.shape))
+        return (LocalBox(whole, Strided(0, whole.sizes, tuple(tensor.stride()))),) if whole.numel else ()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    local = local_tensor(tensor)
+    return boxes_at(
+        tuple(tensor.shape),
+        tensor.placements,
+        tuple(tensor.device_mesh.shape),
+        tuple(coordinate),
+        tuple(local.stride()),
+        fqn,
+    )
+
+
+def boxes_at(
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    local_strides: tuple[int, ...],
+    fqn: str,
+) -> tuple[LocalBox, ...]:
+    """The boxes held at a coordinate of a mesh. Pure but for asking torch's placements.
+
+    Raises:
+        PlacementError: for a placement that is neither a shard nor a replica.
+    """
+    splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
+    for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
+        dim = _torch_private.splitting_dim(placement)
+        if dim is not None:
+            splits[dim].append((placement, size, position))
+        elif not placement.is_replicate():
+            raise PlacementError(f"{fqn} is placed as {placement}, which holds no values of its own")
+    runs = [
+        _torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)
+    ]
+    boxes: list[LocalBox] = []
+    local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
+    for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
+        offsets = tuple(runs[dim][pick][0] for dim, pick in enumerate(picks))
+        sizes = tuple(runs[dim][pick][1] for dim, pick in enumerate(picks))
+        start = sum(local_starts[d][pick] * stride for d, (pick, stride) in enumerate(zip(picks, local_strides, strict=True)))
+        boxes.append(LocalBox(Box(offsets, sizes), Strided(start, sizes, local_strides)))
+    return tuple(boxes)
+
+
+def meta_leftovers(model: nn.Module) -> list[str]:
+    """Names of everything still on meta: parameters, buffers, and tensors kept as plain attributes."""
+    found = [item.fqn for item in look_inside(model) if item.tensor.is_meta]
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if any(tensor.is_meta for tensor in _tensors_in(value)):
+                found.append(canonical(f"{prefix}.{name}" if prefix else name))
+    return found
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (item for item in value if isinstance(item, torch.Tensor))
+    elif isinstance(value, dict):
+        yield from (item for item in value.values() if isinstance(item, torch.Tensor))

@@ -1,0 +1,315 @@
+"""Which modules become FSDP2 groups, and wrapping them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.errors import PlacementError
+from shardwise.models import transformers_compat as compat
+from shardwise.models.view import canonical
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The modules named by the model's own FSDP plan (``_fsdp_plan`` of transformers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoSplitModules:
+    """The modules whose class the model declares in ``_no_split_modules``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleListBlocks:
+    """The members of every outermost ``nn.ModuleList`` that repeats one class at least twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The modules of the classes with these names."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """One group: everything is gathered at once. For small models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Automatic:
+    """The first of :class:`ModelPlan`, :class:`NoSplitModules` and :class:`ModuleListBlocks` that names blocks."""
+
+
+WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | WholeModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded: the mesh, which modules are groups, and FSDP2's own policies.
+
+    ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
+    process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
+    the root group stays gathered until the backward pass, as in FSDP2.
+    """
+
+    mesh: DeviceMesh | None = None
+    wrap: WrapPolicy = field(default_factory=Automatic)
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | int = True
+
+
+def default_mesh() -> DeviceMesh | None:
+    """All ranks of the default process group in one axis; None where no process group exists."""
+    if not dist.is_initialized():
+        return None
+    accelerated = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return dist.init_device_mesh(
+        "cuda" if accelerated else "cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)
+    )
+
+
+def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+    """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
+
+    Parameters without dimensions cannot be sharded by FSDP2. They, and parameters whose dtype differs from that of
+    others registered directly at the same module (FSDP2 wants one dtype per group), stay whole on every rank; see
+    :func:`average_replicated_gradients`.
+
+    Collective: yes (creates process groups the first time a mesh is used).
+
+    Raises:
+        PlacementError: when the policy matches nothing.
+    """
+    mesh = sharding.mesh
+    if mesh is None:
+        raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
+    replicated = _replicated(model)
+    groups = _merge_tied(model, select_blocks(model, sharding.wrap))
+    groups += _islands(model, groups, replicated)
+    shard_size = mesh.size(mesh.ndim - 1)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": sharding.mp_policy,
+        "offload_policy": sharding.offload_policy,
+        "shard_placement_fn": _placement_for(shard_size),
+        "ignored_params": replicated,
+    }
+    modules = dict(model.named_modules())
+    groups.sort(key=lambda names: -max(name.count(".") for name in names))
+    for names in groups:
+        members = [modules[name] for name in names]
+        fully_shard(
+            members if len(members) > 1 else members[0],
+            reshard_after_forward=sharding.reshard_after_forward,
+            **options,
+        )
+    fully_shard(model, **options)
+    compat.mark_sharded(model)
+    return tuple(name for names in groups for name in names)
+
+
+def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    """Names of the modules that become groups of their own, outermost of each match only.
+
+    Raises:
+        PlacementError: when there are none.
+    """
+    match policy:
+        case Automatic():
+            candidates: list[WrapPolicy] = [ModelPlan(), NoSplitModules(), ModuleListBlocks()]
+            for candidate in candidates:
+                if names := _matching(model, candidate):
+                    return names
+            raise PlacementError(
+                f"{type(model).__name__} has no FSDP plan, no _no_split_modules and no nn.ModuleList of blocks; "
+                "pass wrap=Classes(names=(...)), or WholeModel() to gather everything at once"
+            )
+        case WholeModel():
+            return []
+        case _:
+            if names := _matching(model, policy):
+                return names
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise PlacementError(
+                f"{policy} matches nothing in {type(model).__name__}; its modules are of {', '.join(classes)}"
+            )
+
+
+def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    match policy:
+        case ModelPlan():
+            return _planned(model)
+        case NoSplitModules():
+            return _of_classes(model, compat.no_split_classes(model))
+        case Classes(names):
+            return _of_classes(model, names)
+        case ModuleListBlocks():
+            return _list_members(model)
+        case Automatic() | WholeModel():
+            return []
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """Modules the plan frees after use; those it keeps gathered stay in the root group, which is kept too."""
+    plan = compat.fsdp_plan(model)
+    freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
+    names = [name for name, _ in model.named_modules() if name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed]
+    repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
+    return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
+
+
+def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
+    wanted = set(classes)
+    names = [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
+    return names
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
+
+
+def _list_members(model: nn.Module) -> list[str]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            kinds = [type(member) for member in module]
+            if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
+                found += [f"{name}.{index}" if name else str(index) for index in range(len(module))]
+    return found
+
+
+def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
+    """Blocks as groups, such that no parameter is seen by two groups.
+
+    Blocks that share a parameter become one group. A block that shares one with what is outside of all blocks is
+    left to the root group, where the shared parameter then is.
+    """
+    owner = _group_finder(blocks)
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(owner(name))
+    parent = {block: block for block in [*blocks, ""]}
+
+    def find(block: str) -> str:
+        while parent[block] != block:
+            block = parent[block]
+        return block
+
+    for owners in places.values():
+        for other in owners[1:]:
+            first, second = sorted((find(owners[0]), find(other)), key=len)
+            parent[second] = first  # the root, "", is the shortest, so that it absorbs
+    groups: dict[str, list[str]] = {}
+    for block in blocks:
+        groups.setdefault(find(block), []).append(block)
+    groups.pop("", None)
+    return list(groups.values())
+
+
+def _group_finder(blocks: Iterable[str]) -> Callable[[str], str]:
+    """A function from a parameter's name to the innermost block it is in ("" for the root)."""
+    known = set(blocks)
+
+    def owner(name: str) -> str:
+        path = name.rpartition(".")[0]
+        while path and path not in known:
+            path = path.rpartition(".")[0]
+        return path
+
+    return owner
+
+
+def _replicated(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters FSDP2 cannot take: 0-d ones, and those of a minority dtype among a module's own trainable ones."""
+    found = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.ndim > 0]
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in own:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        if len(sizes) > 1:
+            main = max(sizes, key=lambda dtype: sizes[dtype])
+            found.update(parameter for parameter in own if parameter.dtype != main)
+    return found
+
+
+def _islands(model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]) -> list[list[str]]:
+    """Modules whose own dtype is not that of the group they would be in: each becomes a group (float32 norms, say)."""
+    owner = _group_finder(name for names in groups for name in names)
+    leader = {name: names[0] for names in groups for name in names} | {"": ""}
+    shared = {id(p) for p, count in _owner_counts(model).items() if count > 1}
+    sizes: dict[str, dict[torch.dtype, int]] = {}
+    homes: list[tuple[str, str, torch.dtype]] = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
+        if not own:
+            continue
+        group = leader[owner(f"{name}.x")]
+        for parameter in own:
+            counts = sizes.setdefault(group, {})
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+        if name and not any(id(parameter) in shared for parameter in own):
+            homes.append((name, group, own[0].dtype))
+    main = {group: max(counts, key=lambda dtype: counts[dtype]) for group, counts in sizes.items()}
+    blocks = {name for names in groups for name in names}
+    return [[name] for name, group, dtype in homes if dtype != main[group] and name not in blocks]
+
+
+def _owner_counts(model: nn.Module) -> dict[nn.Parameter, int]:
+    counts: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        counts[parameter] = counts.get(parameter, 0) + 1
+    return counts
+
+
+def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard | None]:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        """Stacked experts fewer than ranks: the first dimension that splits evenly, so that no rank stays empty."""
+        if parameter.ndim < 3 or parameter.shape[0] >= shard_size:
+            return None
+        even = (dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shard_size == 0)
+        dim = next(even, None)
+        return None if dim is None else Shard(dim)
+
+    return placement
+
+
+def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
+
+    To be called once the parameters are materialised (the hooks belong to the parameter objects). Returns their
+    names. Afterwards every backward pass is a collective for each of them that is trained.
+    """
+    groups = mesh.get_all_groups()
+
+    def average(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            for group in groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(mesh.size())
+
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            names.append(canonical(name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+    return tuple(names)
+
+
+def group_names(model: nn.Module) -> list[str]:
+    """Names of the modules that are FSDP2 groups, root excluded."""
+    return [canonical(name) for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]

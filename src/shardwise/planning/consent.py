@@ -1,0 +1,52 @@
+"""What the user agrees to when checkpoint and model do not cover each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """An error that names every tensor concerned."""
+
+    def covers(self, name: str) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Initialize:
+    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
+
+    only: tuple[str, ...]
+
+    def covers(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.only)
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Leave unread the checkpoint keys that match one of the globs ``only`` (default: all)."""
+
+    only: tuple[str, ...] = ("*",)
+
+    def covers(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.only)
+
+
+OnMissing: TypeAlias = Refuse | Initialize
+OnUnexpected: TypeAlias = Refuse | Ignore
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """All consents of one load; by default everything is refused.
+
+    ``missing`` is for tensors of the model that the checkpoint lacks, ``mismatched`` for those it holds in another
+    shape, ``unexpected`` for keys that lead to nothing in the model.
+    """
+
+    missing: OnMissing = field(default_factory=Refuse)
+    mismatched: OnMissing = field(default_factory=Refuse)
+    unexpected: OnUnexpected = field(default_factory=Refuse)

@@ -1,0 +1,6 @@
+"""What happened, as plain data, and how names are put into words."""
+
+from shardwise.report.load_report import LoadReport
+from shardwise.report.names import collapse
+
+__all__ = ["LoadReport", "collapse"]

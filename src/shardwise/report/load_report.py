@@ -1,0 +1,97 @@
+"""What a load did, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.report.names import collapse
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The facts of one load, as seen by one rank. Sizes in bytes, times in seconds.
+
+    ``tied`` maps each tied name to the name that holds the values; ``cast`` maps a name to
+    ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
+    consent or because the model ignores them on purpose; ``replicated`` are parameters that are whole on every
+    rank of a sharded model.
+    """
+
+    checkpoint: str
+    rank: int
+    world_size: int
+    parameters: int
+    """Elements of all parameters of the model, tied ones once."""
+    checkpoint_bytes: int
+    read_bytes: int
+    """Bytes this rank read from the checkpoint's tensors, over-read of strided boxes included."""
+    placed_bytes: int
+    """Bytes of parameters and persistent buffers that this rank holds."""
+    files_opened: int
+    reads: int
+    """Read system calls (or requests) of this rank."""
+    seconds: Mapping[str, float]
+    """Seconds by phase, in order: index, plan, materialize, read, fill, audit."""
+    loaded: int
+    """Tensors filled from the checkpoint."""
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    initialized: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    ignored_keys: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
+        lines = [
+            f"loaded {self.checkpoint}",
+            f"  rank {self.rank} of {self.world_size}: read {_size(self.read_bytes)} of "
+            f"{_size(self.checkpoint_bytes)} ({_size(int(rate))}/s, {self.reads} reads, "
+            f"{self.files_opened} files), holds {_size(self.placed_bytes)}",
+            f"  {self.loaded} tensors, {self.parameters:,} parameters",
+            "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
+        ]
+        lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
+        lines += _listing("initialized", self.initialized)
+        lines += _listing("recomputed", self.recomputed)
+        lines += _listing("kept", self.kept)
+        for pair in dict.fromkeys(self.cast.values()):
+            names = [name for name, cast in self.cast.items() if cast == pair]
+            lines += _listing(f"{pair[0]}→{pair[1]}", names)
+        lines += _listing("opaque", self.opaque)
+        lines += _listing("replicated", self.replicated)
+        lines += _listing("ignored", self.ignored_keys)
+        return "\n".join(lines)
+
+
+def _listing(word: str, names: tuple[str, ...] | list[str]) -> list[str]:
+    groups = collapse(names)
+    shown = [f"  {word:<11} {pattern}" + (f" x{count}" if count > 1 else "") for pattern, count in groups[:6]]
+    if len(groups) > 6:
+        shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[6:])} more")
+    return shown
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")

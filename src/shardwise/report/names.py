@@ -1,0 +1,44 @@
+"""Many tensor names in few words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Names that differ only in numbers, as one pattern with the number of names behind it.
+
+    ``layers.0.up, layers.1.up, layers.3.up`` become ``("layers.{0..1,3}.up", 3)``. The order is that of the first
+    name of each pattern. Names in which two or more numbers vary keep a ``*`` for each.
+    """
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        tokens = _DIGITS.split(name)
+        groups.setdefault(tuple(tokens[::2]), []).append(tokens[1::2])
+    return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
+
+
+def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:
+    columns = [sorted(set(column), key=int) for column in zip(*numbers, strict=True)]
+    varying = sum(len(column) > 1 for column in columns)
+    parts = [words[0]]
+    for column, word in zip(columns, words[1:], strict=True):
+        if len(column) == 1:
+            parts.append(column[0])
+        else:
+            parts.append("{" + _runs([int(number) for number in column]) + "}" if varying == 1 else "*")
+        parts.append(word)
+    return "".join(parts)
+
+
+def _runs(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)

@@ -1,0 +1,8 @@
+"""Give me these bytes: files read by range, from a folder, from memory, or fetched from the hub first."""
+
+from shardwise.storage.hub import HubOptions, is_local, resolve
+from shardwise.storage.local import LocalReader
+from shardwise.storage.memory import MemoryReader
+from shardwise.storage.reader import StorageReader
+
+__all__ = ["HubOptions", "LocalReader", "MemoryReader", "StorageReader", "is_local", "resolve"]

@@ -1,0 +1,62 @@
+"""The whole contract of a storage that is read: give me these bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+
+@runtime_checkable
+class StorageReader(Protocol):
+    """A folder of files whose bytes can be asked for by range.
+
+    Files are named relative to the root, "/"-separated; a name that could lead out of the root is refused
+    with a :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes
+    and positions count bytes. Every method may be called from several threads at once.
+
+    A file that is not there is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`; every
+    other failure (permission, truncated file, I/O error, reader closed) is one with another cause or none.
+    """
+
+    @property
+    def root(self) -> str:
+        """Where the files are, for messages."""
+        ...
+
+    def list(self) -> list[str]:
+        """The names of all files below the root, sorted."""
+        ...
+
+    def size(self, file: str) -> int:
+        """The file's size in bytes."""
+        ...
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` exactly with the bytes from ``start`` on.
+
+        ``buffer`` is writable and C-contiguous, of any format. A file that ends too early is a StorageError;
+        what the buffer holds then is undefined.
+        """
+        ...
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order."""
+        ...
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        """The bytes ``start <= i < stop``."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held open. Reading afterwards is a StorageError; closing twice is not."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

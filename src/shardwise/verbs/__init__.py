@@ -1,0 +1,1 @@
+"""What users call: one page each, read top to bottom."""

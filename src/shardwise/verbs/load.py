@@ -1,0 +1,354 @@
+"""``load``: a checkpoint into a model, each rank reading only its own bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings, Opaque, stored_leaves
+from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.execution.audit import audit, require_equal_buffers
+from shardwise.execution.materialize import materialize
+from shardwise.execution.place import Destination, Placer, opaque_bytes
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.twins import unequal_twins
+from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.layout import Kind, ModelLayout, Origin
+from shardwise.models import initialize
+from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import to_torch
+from shardwise.models.initialize import BufferRules
+from shardwise.models.rules import bind
+from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.planning import Consent, Init, LoadPlan, ModelRules, OnMissing, OnUnexpected, Read, Recompute, Refuse, Tie, Keep, plan_load
+from shardwise.report import LoadReport
+from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
+
+Source: TypeAlias = str | os.PathLike[str] | StorageReader
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a load is carried out; none of it changes which values are loaded, but for ``seed``.
+
+    Attributes:
+        seed: for tensors that are initialised, together with their FQN.
+        budget_bytes: host memory, beyond the shards, that one rank may use for staging and for conversions that
+            compute.
+        device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that load together; None is the default group, or this process alone.
+    """
+
+    seed: int = 0
+    budget_bytes: int = 256 << 20
+    device: torch.device | None = None
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 4096:
+            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Source,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    buffers: BufferRules | None = None,
+    on_missing: OnMissing = Refuse(),  # noqa: B008 - frozen
+    on_mismatched: OnMissing = Refuse(),  # noqa: B008
+    on_unexpected: OnUnexpected = Refuse(),  # noqa: B008
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    options: LoadOptions = LoadOptions(),  # noqa: B008
+) -> LoadReport:
+    """Fill a model from a checkpoint of safetensors files, bitwise as transformers would.
+
+    The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
+    Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
+    dtype and ``requires_grad``.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: this rank's shards, and ``options.budget_bytes``.
+
+    Args:
+        model: the model, in the same state on every rank.
+        checkpoint: a directory, a safetensors file, an index file, a hub id, or a storage reader.
+        key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
+            non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
+        on_missing: what to do about tensors the checkpoint lacks.
+        on_mismatched: what to do about tensors stored in another shape.
+        on_unexpected: what to do about keys that lead to nothing in the model.
+        hub: revision, cache and token, for a hub id.
+        options: seed, memory budget, device, progress, process group.
+
+    Raises:
+        CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
+        FormatError: the checkpoint's files contradict their format.
+        StorageError: bytes could not be read; some tensors may have been written.
+        PlacementError: the model's sharding cannot be understood.
+
+    Every error is the same on every rank.
+    """
+    world = World.current(options.process_group)
+    clock = Clock()
+    consent = Consent(on_missing, on_mismatched, on_unexpected)
+    with clock.phase("index"):
+        source = open_source(world, checkpoint, hub)
+    with source.reader:
+        with clock.phase("plan"):
+            transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
+            held = world.together(lambda: look_inside(model))
+            layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
+            bindings = world.together(lambda: bind(model, source.index, layout, transforms))
+            world.together(lambda: tie_declared(model, held, bindings))
+        request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
+        report = carry_out(world, model, request, clock)
+    compat.record_conversions(model, transforms)
+    return report
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A checkpoint whose headers have been read, and this rank's reader of its bytes."""
+
+    index: CheckpointIndex
+    reader: StorageReader
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """All that a load needs beside the model."""
+
+    source: OpenSource
+    bindings: Bindings
+    consent: Consent
+    buffers: BufferRules
+    options: LoadOptions
+
+
+@dataclass
+class Clock:
+    """Seconds by phase, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def open_source(
+    world: World, checkpoint: Source, hub: HubOptions, *, weights_name: str | None = None, extra: Sequence[str] = ()
+) -> OpenSource:
+    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    if isinstance(checkpoint, StorageReader):
+        reader = checkpoint
+        index = world.from_first(lambda: open_checkpoint(reader, weights_name=weights_name, extra_files=extra))
+        return OpenSource(index, reader)
+    path = resolve_everywhere(world, checkpoint, hub)
+    index = world.from_first(lambda: open_checkpoint(path, weights_name=weights_name, extra_files=extra))
+    root = path if path.is_dir() else path.parent
+    return OpenSource(index, world.together(lambda: LocalReader(root)))
+
+
+def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
+    """A local path on every rank; a hub repository is downloaded by one rank of each machine. Collective: yes."""
+    if is_local(name_or_path):
+        return world.together(lambda: resolve(name_or_path, hub))
+    downloads = world.is_first_on_host()
+    found = world.together(lambda: resolve(name_or_path, hub) if downloads else None)
+    return world.together(lambda: found or resolve(name_or_path, hub, download=False))
+
+
+def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
+
+    Raises:
+        PlacementError: when the model is already sharded, so that it is too late.
+    """
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in compat.declared_ties(model).items()
+        if target in by_name and source in by_name and by_name[target] is not by_name[source]
+        and not (bindings.offers.get(target) and bindings.offers.get(source))
+    }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise PlacementError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    compat.tie(model, set(by_name) - set(bindings.offers), set())
+
+
+def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock) -> LoadReport:
+    """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size."""
+    options, source = request.options, request.source
+    with clock.phase("plan"):
+        held = world.together(lambda: look_inside(model))
+        computed = world.together(
+            lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+        )
+        plan = world.together(lambda: make_plan(model, held, computed, request))
+        world.require_equal(plan.digest, "the plan of the load")
+        programs = world.together(lambda: initialize.programs_for(model, held, plan.names(Init)))
+    by_name = {item.fqn: item for item in held}
+    placed_bytes = plan.layout.local_nbytes
+    with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+        with clock.phase("read"):
+            require_equal_twins(world, plan, placer)
+        with clock.phase("materialize"):
+            world.together(lambda: materialize(model, held, options.device))
+        with clock.phase("read"):
+            world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
+    written = dict(placer.written)
+    with clock.phase("fill"):
+        world.together(lambda: fill(model, held, plan, programs, computed, options, written))
+    with clock.phase("audit"):
+        world.together(lambda: audit(model, plan, written))
+        require_equal_buffers(world, held)
+        world.together(lambda: mark_loaded(model, held))
+    return make_report(world, model, plan, request, placer, clock)
+
+
+def make_plan(
+    model: nn.Module,
+    held: Sequence[Held],
+    computed: Mapping[str, tuple[Origin, torch.Tensor | None]],
+    request: LoadRequest,
+) -> LoadPlan:
+    """The plan, with opaque conversions checked against the budget."""
+    origin_of = initialize.initial_origin(model)
+    layout = layout_of(held, lambda item: computed[item.fqn][0] if item.kind is Kind.BUFFER else origin_of(item))
+    rules = ModelRules(*compat.ignore_patterns(model))
+    plan = plan_load(request.source.index, layout, request.bindings, rules, request.consent)
+    for name, read in plan.reads().items():
+        leaf = read.expression
+        if isinstance(leaf, Opaque) and 2 * opaque_bytes(leaf) > request.options.budget_bytes:
+            raise CoverageError(
+                f"{name} is computed by {leaf.label} from {len(leaf.inputs)} whole tensors, which needs "
+                f"{2 * opaque_bytes(leaf):,} bytes; the budget is {request.options.budget_bytes:,}: raise "
+                "budget_bytes"
+            )
+    return plan
+
+
+def destinations(index: CheckpointIndex, plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+    """What to read into where, in the order in which it is stored."""
+    reads = plan.reads()
+    return [
+        Destination(name, reads[name].expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        for name in sorted(reads, key=lambda name: _place_in_files(index, reads[name]))
+    ]
+
+
+def _place_in_files(index: CheckpointIndex, read: Read) -> tuple[str, int]:
+    entry = index.entries[next(stored_leaves(read.expression)).key]
+    return entry.file, entry.start
+
+
+def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
+    """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
+    unequal = world.together(lambda: unequal_twins(plan, placer, world.rank, world.size))
+    names = sorted({name for found in world.gather(unequal) for name in found})
+    if names:
+        raise CoverageError(
+            f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
+            "names; set tie_word_embeddings=False in the config, or untie the model before sharding it"
+        )
+
+
+def fill(
+    model: nn.Module,
+    held: Sequence[Held],
+    plan: LoadPlan,
+    programs: Mapping[str, initialize.Program],
+    computed: Mapping[str, tuple[Origin, torch.Tensor | None]],
+    options: LoadOptions,
+    written: dict[str, int],
+) -> None:
+    """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
+    for item in held:
+        tensor = plan.layout.by_name[item.fqn]
+        if item.fqn in programs:
+            program = programs[item.fqn]
+            if not program.is_elementwise or not program.steps:
+                whole = initialize.initialize_whole(
+                    model, held, item, seed=options.seed, budget_bytes=options.budget_bytes
+                )
+                program = initialize.program_of(whole)
+            initialize.fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
+            written[item.fqn] = tensor.local_numel
+        elif item.kind is Kind.BUFFER:
+            value = computed[item.fqn][1]
+            if value is not None:
+                item.local.copy_(value)
+
+
+def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
+    """Leave the marks by which a later ``initialize_weights`` passes over what is loaded."""
+    if isinstance(model, PreTrainedModel):
+        for item in held:
+            compat.mark_initialized(item.tensor)
+
+
+def make_report(
+    world: World, model: nn.Module, plan: LoadPlan, request: LoadRequest, placer: Placer, clock: Clock
+) -> LoadReport:
+    index, reads = request.source.index, plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+    }
+    order = ("index", "plan", "materialize", "read", "fill", "audit")
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return LoadReport(
+        checkpoint=index.root,
+        rank=world.rank,
+        world_size=world.size,
+        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is Kind.PARAMETER),
+        checkpoint_bytes=index.nbytes,
+        read_bytes=placer.read_bytes,
+        placed_bytes=plan.layout.local_nbytes,
+        files_opened=getattr(request.source.reader, "files_opened", 0),
+        reads=getattr(request.source.reader, "reads", 0),
+        seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
+        loaded=len(reads),
+        tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        initialized=plan.names(Init),
+        recomputed=plan.names(Recompute),
+        kept=plan.names(Keep),
+        cast={name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        ignored_keys=plan.ignored_keys,
+        missing_keys=plan.missing_keys,
+        unexpected_keys=plan.unexpected_keys,
+        mismatched_keys=plan.mismatched_keys,
+        opaque=tuple(name for name, read in reads.items() if isinstance(read.expression, Opaque)),
+        replicated=tuple(
+            item.fqn
+            for item in plan.layout.tensors
+            if sharded and item.kind is Kind.PARAMETER and item.placement == "whole"
+        ),
+    )

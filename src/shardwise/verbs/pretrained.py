@@ -1,0 +1,245 @@
+"""``from_pretrained``: a transformers model built on meta, wrapped, and loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from typing_extensions import TypedDict
+
+from shardwise.conversion import Bindings
+from shardwise.errors import ConfigError
+from shardwise.execution.place import Placer
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.twins import are_equal
+from shardwise.execution.world import World
+from shardwise.layout import ModelLayout, Origin
+from shardwise.models import build, wrap
+from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import to_torch
+from shardwise.models.initialize import BufferRules
+from shardwise.models.rules import bind
+from shardwise.models.view import layout_of, look_inside
+from shardwise.models.wrap import Sharding
+from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.report import LoadReport
+from shardwise.storage import HubOptions
+from shardwise.verbs.load import (
+    Clock,
+    LoadOptions,
+    LoadRequest,
+    OpenSource,
+    carry_out,
+    open_source,
+    resolve_everywhere,
+)
+
+
+class PretrainedOptions(TypedDict, total=False):
+    """Keyword arguments of :func:`from_pretrained`, each optional.
+
+    Attributes:
+        model_class: a model class or an Auto class; by default the class named by the config.
+        config: a config to use instead of the checkpoint's.
+        config_overrides: attributes of the checkpoint's config to replace.
+        dtype: "auto" (the config's, else the stored one), or a floating dtype or its name.
+        sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
+        trust_remote_code: run model code that the checkpoint brings along.
+        key_mapping, buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
+            :func:`~shardwise.verbs.load.load`.
+    """
+
+    model_class: Any
+    config: PreTrainedConfig
+    config_overrides: Mapping[str, Any]
+    dtype: str | torch.dtype
+    sharding: Sharding
+    trust_remote_code: bool
+    key_mapping: Mapping[str, str]
+    buffers: BufferRules
+    on_missing: OnMissing
+    on_mismatched: OnMissing
+    on_unexpected: OnUnexpected
+    hub: HubOptions
+    options: LoadOptions
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[False] = False,
+    **keywords: Unpack[PretrainedOptions],
+) -> PreTrainedModel: ...
+
+
+@overload
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: Literal[True],
+    **keywords: Unpack[PretrainedOptions],
+) -> tuple[PreTrainedModel, LoadReport]: ...
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    output_loading_info: bool = False,
+    **keywords: Unpack[PretrainedOptions],
+) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
+    """A transformers model from a local directory or a hub id, sharded by FSDP2 and loaded.
+
+    Every rank builds the model on meta, ties what the checkpoint says is tied, wraps blocks with ``fully_shard``
+    over the mesh (all ranks of the default process group when none is given; no sharding when there is no process
+    group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
+    the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
+
+    Keyword arguments: see :class:`PretrainedOptions`.
+
+    Collective: yes, over all ranks of the mesh.
+    Memory: this rank's shards and ``options.budget_bytes``.
+
+    Raises:
+        ConfigError: the config or an argument cannot be honoured.
+        PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
+        CoverageError, FormatError, StorageError: as for :func:`~shardwise.verbs.load.load`.
+    """
+    options = keywords.get("options", LoadOptions())
+    world = World.current(options.process_group)
+    clock = Clock()
+    hub = keywords.get("hub", HubOptions())
+    with clock.phase("index"):
+        directory = resolve_everywhere(world, name_or_path, hub)
+        config = world.together(lambda: _config(directory, keywords))
+        source = open_source(
+            world,
+            directory,
+            HubOptions(),
+            weights_name=getattr(config, "transformers_weights", None),
+            extra=getattr(type(config), "extra_files", ()),
+        )
+    with source.reader:
+        with clock.phase("plan"):
+            built = world.together(lambda: _build(directory, config, source, keywords))
+            untied = _decide_ties(world, built, source, options)
+            sharding = _sharding(keywords.get("sharding", Sharding()))
+            world.together(lambda: _finish(built, untied, sharding))
+        request = LoadRequest(
+            source=source,
+            bindings=_without_ties(built),
+            consent=Consent(
+                keywords.get("on_missing", Refuse()),
+                keywords.get("on_mismatched", Refuse()),
+                keywords.get("on_unexpected", Refuse()),
+            ),
+            buffers=keywords.get("buffers", {}),
+            options=options,
+        )
+        report = carry_out(world, built.model, request, clock)
+    compat.record_conversions(built.model, built.transforms)
+    if sharding.mesh is not None:
+        wrap.average_replicated_gradients(built.model, sharding.mesh)
+    return (built.model, report) if output_loading_info else built.model
+
+
+@dataclass
+class _Built:
+    """A model on meta, and what the checkpoint offers for it. ``equal_ties`` are stored twice with equal values."""
+
+    model: PreTrainedModel
+    transforms: list[Any]
+    layout: ModelLayout
+    bindings: Bindings
+    equal_ties: frozenset[str] = frozenset()
+
+
+def _config(directory: Path, keywords: PretrainedOptions) -> PreTrainedConfig:
+    given = keywords.get("config")
+    overrides = keywords.get("config_overrides", {})
+    if given is not None:
+        if overrides:
+            raise ConfigError("config_overrides change the checkpoint's config; with config= change that config itself")
+        return type(given).from_dict(given.to_dict())
+    folder = directory if directory.is_dir() else directory.parent
+    return build.read_config(
+        folder, trust_remote_code=keywords.get("trust_remote_code", False), overrides=overrides
+    )
+
+
+def _build(
+    directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions
+) -> _Built:
+    trust = keywords.get("trust_remote_code", False)
+    folder = directory if directory.is_dir() else directory.parent
+    model_class, config = build.resolve_class(
+        config, keywords.get("model_class"), folder, trust_remote_code=trust
+    )
+    dtype = build.resolve_dtype(keywords.get("dtype", "auto"), config, source.index)
+    model = build.build_on_meta(model_class, config, dtype, folder)
+    transforms = compat.conversion_transforms(model, keywords.get("key_mapping"))
+    layout = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
+    plan = compat.dtype_plan(model, dtype)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return compat.planned_dtype(plan, name) or to_torch(layout.by_name[name].dtype)
+
+    bindings = bind(model, source.index, layout, transforms, dtype_of)
+    build.keep_dtypes(model, dtype, bindings.leaders)
+    return _Built(model, transforms, layout, bindings)
+
+
+def _decide_ties(world: World, built: _Built, source: OpenSource, options: LoadOptions) -> set[str]:
+    """Declared ties that stay untied because both names are stored, with different values. Collective: yes."""
+    offers = built.bindings.offers
+    both = {
+        target: origin
+        for target, origin in compat.declared_ties(built.model).items()
+        if offers.get(target) and offers.get(origin)
+    }
+    if not both:
+        return set()
+
+    def differing() -> set[str]:
+        with ProgressBar("Comparing ties", 0, enabled=False) as bar:
+            placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+            return {
+                target
+                for target, origin in both.items()
+                if not are_equal(
+                    offers[target][0],
+                    offers[origin][0],
+                    built.layout.by_name[target].dtype,
+                    placer,
+                    world.rank,
+                    world.size,
+                )
+            }
+
+    untied = set().union(*world.gather(world.together(differing)))
+    built.equal_ties = frozenset(set(both) - untied)
+    return untied
+
+
+def _without_ties(built: _Built) -> Bindings:
+    """What the checkpoint offers, less the second copies of tied tensors, which have been found equal."""
+    offers = {name: found for name, found in built.bindings.offers.items() if name not in built.equal_ties}
+    return replace(built.bindings, offers=offers)
+
+
+def _finish(built: _Built, untied: set[str], sharding: Sharding) -> None:
+    """Tie and wrap, still on meta."""
+    saved = {name for tensor in built.layout.saved() for name in tensor.names}
+    offered = set(built.bindings.offers) - built.equal_ties
+    compat.tie(built.model, saved - offered, untied)
+    if sharding.mesh is not None:
+        wrap.wrap(built.model, sharding)
+
+
+def _sharding(given: Sharding) -> Sharding:
+    return given if given.mesh is not None else replace(given, mesh=wrap.default_mesh())

@@ -1,0 +1,199 @@
+"""The headers of sound files: what safetensors writes is read back, in few reads and in no time."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.formats import parse_header, read_header
+from shardwise.formats import safetensors as header_module
+from shardwise.storage import LocalReader, MemoryReader
+from shardwise.tensors import ByteRange, DType
+from tests.formats.building import file_of, file_with, tensor
+
+NUMPY = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "u2",
+    "I16": "i2",
+    "U32": "u4",
+    "I32": "i4",
+    "U64": "u8",
+    "I64": "i8",
+    "F16": "f2",
+    "F32": "f4",
+    "F64": "f8",
+}
+
+arrays = st.builds(
+    lambda label, shape, seed: (
+        label,
+        np.frombuffer(
+            np.random.default_rng(seed)
+            .integers(0, 2, math.prod(shape) * np.dtype(NUMPY[label]).itemsize, dtype="u1")
+            .tobytes(),
+            NUMPY[label],
+        ).reshape(shape),
+    ),
+    st.sampled_from(sorted(NUMPY)),
+    st.lists(st.integers(0, 4), max_size=4),
+    st.integers(0, 999),
+)
+
+
+@given(
+    tensors=st.dictionaries(st.text(min_size=1, max_size=12), arrays, max_size=8),
+    metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+)
+def test_what_safetensors_writes_is_found_where_it_is(
+    tensors: dict[str, tuple[str, np.ndarray]], metadata: dict[str, str] | None
+) -> None:
+    tensors.pop("__metadata__", None)
+    # Not empty metadata: for that and no tensors, safetensors 0.8 writes `{},"__metadata__":{}}`.
+    content = safetensors.numpy.save({key: array for key, (_, array) in tensors.items()}, metadata or None)
+    with MemoryReader({"f": content}) as reader:
+        header = read_header(reader, "f")
+        assert header.metadata == (metadata or {})
+        assert {entry.key for entry in header.entries} == set(tensors)
+        for entry in header.entries:
+            label, array = tensors[entry.key]
+            assert (entry.dtype.label, entry.shape) == (label, array.shape)
+            assert (entry.numel, entry.nbytes) == (array.size, array.nbytes)
+            assert reader.read("f", entry.range.start, entry.range.stop) == array.tobytes()
+
+
+def test_what_torch_writes_is_found_where_it_is(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    dtypes = {
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "C64": torch.complex64,
+        "F32": torch.float32,
+    }
+    bits = torch.arange(3 * 16, dtype=torch.uint8)
+    tensors = {label: bits.view(dtype).reshape(3, -1) for label, dtype in dtypes.items()}
+    save_file({**tensors, "scalar": torch.tensor(7)}, tmp_path / "f", {"format": "pt"})
+    with LocalReader(tmp_path) as reader:
+        header = read_header(reader, "f")
+        entries = {entry.key: entry for entry in header.entries}
+        assert entries.keys() == {*dtypes, "scalar"}
+        assert entries["scalar"].shape == ()
+        assert reader.read("f", entries["scalar"].start, entries["scalar"].stop) == bytes([7] + [0] * 7)
+        for label in dtypes:
+            assert entries[label].dtype is DType[label]
+            assert entries[label].shape == tuple(tensors[label].shape)
+            assert reader.read("f", entries[label].start, entries[label].stop) == bytes(range(48))
+
+
+def test_everything_in_a_header() -> None:
+    content = file_of(
+        {
+            "b": tensor("F32", [2, 3], 4, 28),
+            "__metadata__": {"format": "pt"},
+            "a": tensor("BF16", [2], 0, 4),
+        },
+        bytes(28),
+    )
+    header = read_header(MemoryReader({"f": content}), "f")
+    data_start = len(content) - 28
+    assert (header.file, header.file_nbytes, header.data_start) == ("f", len(content), data_start)
+    assert header.metadata == {"format": "pt"}
+    assert [entry.key for entry in header.entries] == ["a", "b"]  # in the order of their bytes
+    first, second = header.entries
+    assert (first.dtype, first.shape, first.file) == (DType.BF16, (2,), "f")
+    assert second.range == ByteRange(data_start + 4, data_start + 28)
+    assert pickle.loads(pickle.dumps(header)) == header
+
+
+@pytest.mark.parametrize(
+    ("header", "data_nbytes"),
+    [
+        pytest.param({}, 0, id="no tensors"),
+        pytest.param({"__metadata__": None}, 0, id="metadata null"),
+        pytest.param({"__metadata__": {"a": "b"}}, 0, id="metadata only"),
+        pytest.param({"a": tensor("F32", [0, 3], 0, 0)}, 0, id="zero-size tensor"),
+        pytest.param(
+            {
+                "z2": tensor("F32", [0], 4, 4),
+                "a": tensor("U8", [4], 0, 4),
+                "z1": tensor("F64", [2, 0], 0, 0),
+                "b": tensor("U8", [1], 4, 5),
+            },
+            5,
+            id="zero-size tensors at every border",
+        ),
+        pytest.param({"a": tensor("F32", [], 0, 4)}, 4, id="scalar"),
+        pytest.param({"a": tensor("F4", [3, 2], 0, 3)}, 3, id="half a byte per element"),
+        pytest.param({"a": tensor("F6_E2M3", [4], 0, 3)}, 3, id="six bits per element"),
+        pytest.param({"a": {**tensor("U8", [1], 0, 1), "note": [1.5]}}, 1, id="field of a newer version"),
+        pytest.param({"": tensor("U8", [1], 0, 1)}, 1, id="empty key"),
+        pytest.param(b'  {"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}} \n\n', 1, id="padding"),
+        pytest.param({"schön/🙂": tensor("U8", [1], 0, 1)}, 1, id="not ASCII"),
+    ],
+)
+def test_unusual_and_legal(header: object, data_nbytes: int) -> None:
+    content = file_of(header, bytes(data_nbytes))
+    theirs = {key: (info["dtype"], info["shape"]) for key, info in safetensors.deserialize(content)}
+    ours = {entry.key: entry for entry in read_header(MemoryReader({"f": content}), "f").entries}
+    assert {key: (entry.dtype.label, list(entry.shape)) for key, entry in ours.items()} == theirs
+    assert sum(entry.nbytes for entry in ours.values()) == data_nbytes
+
+
+@pytest.mark.parametrize("label", [dtype.label for dtype in DType])
+def test_every_dtype_is_one_that_safetensors_knows(label: str) -> None:
+    nbytes = DType[label].bits  # of eight elements
+    content = file_of({"a": tensor(label, [8], 0, nbytes)}, bytes(nbytes))
+    ((_, theirs),) = safetensors.deserialize(content)
+    (ours,) = read_header(MemoryReader({"f": content}), "f").entries
+    assert theirs["dtype"] == ours.dtype.label == label
+    assert ours.nbytes == nbytes
+
+
+def test_a_short_header_takes_one_read_and_a_long_one_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, "_FIRST_READ_BYTES", 512)
+    short = file_with("a")
+    long = file_with(*[f"tensor.number.{number}" for number in range(100)])
+    reader = MemoryReader({"short": short, "long": long})
+    assert len(read_header(reader, "short").entries) == 1
+    assert (reader.reads, reader.bytes_read) == (1, len(short))
+    header = read_header(reader, "long")
+    assert len(header.entries) == 100
+    assert (reader.reads, reader.bytes_read) == (3, len(short) + header.data_start)
+
+
+@pytest.mark.parametrize("first_read", [8, 9, 40, 77, 78, 79, 80])
+def test_the_border_of_the_first_read_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, first_read: int
+) -> None:
+    content = file_with("abc")
+    expected = read_header(MemoryReader({"f": content}), "f")
+    monkeypatch.setattr(header_module, "_FIRST_READ_BYTES", first_read)
+    assert read_header(MemoryReader({"f": content}), "f") == expected
+
+
+def test_forty_thousand_tensors_take_a_moment() -> None:
+    fields = {
+        f"model.layers.{number}.mlp.experts.up_proj.weight": tensor(
+            "BF16", [64, 8], number * 1024, (number + 1) * 1024
+        )
+        for number in range(40_000)
+    }
+    text = json.dumps(fields).encode()
+    start = time.process_time()
+    header = parse_header("f", 8 + len(text) + 40_000 * 1024, text)
+    assert time.process_time() - start < 2  # 0.3 s on an idle machine; quadratic would be minutes
+    assert len(header.entries) == 40_000

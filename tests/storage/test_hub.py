@@ -1,0 +1,285 @@
+"""From a name to a folder, without a network: local paths, and a hub cache built by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from shardwise.errors import StorageError
+from shardwise.storage import HubOptions, is_local, resolve
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A hub cache that holds one snapshot of org/name, made of links as the real one."""
+    repository = tmp_path / "cache" / "models--org--name"
+    files = {"config.json": b"{}", "model.safetensors": b"weights", "sub/model.safetensors": b"other weights"}
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, (name, content) in enumerate(files.items()):
+        (repository / "blobs" / f"b{number}").write_bytes(content)
+        link = repository / "snapshots" / COMMIT / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(repository / "blobs" / f"b{number}")
+    return tmp_path / "cache"
+
+
+def offline(cache: Path, **options: str) -> HubOptions:
+    return HubOptions(cache_dir=str(cache), local_files_only=True, **options)
+
+
+def test_a_directory_is_returned_as_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve(tmp_path) == tmp_path
+
+
+def test_a_file_is_returned_as_is(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    assert resolve(tmp_path / "x.safetensors") == tmp_path / "x.safetensors"
+
+
+def test_a_subfolder_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "sub" / "deeper").mkdir(parents=True)
+    assert resolve(tmp_path, HubOptions(subfolder="sub/deeper")) == tmp_path / "sub" / "deeper"
+    with pytest.raises(StorageError, match="absent: no such directory"):
+        resolve(tmp_path, HubOptions(subfolder="absent"))
+
+
+def test_a_file_has_no_subfolder(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    with pytest.raises(StorageError, match="subfolder='sub' has no place"):
+        resolve(tmp_path / "x", HubOptions(subfolder="sub"))
+
+
+@pytest.mark.parametrize("subfolder", ["..", "../other", "/etc", "a/../../b"])
+def test_a_subfolder_that_climbs_out_is_refused(tmp_path: Path, subfolder: str) -> None:
+    with pytest.raises(StorageError, match="subfolder .* is refused"):
+        resolve(tmp_path, HubOptions(subfolder=subfolder))
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    assert resolve("~/models") == tmp_path / "models"
+
+
+@pytest.mark.parametrize("path", ["./absent", "../absent", "/absent/x", "~/absent", "a/b/c", "org/name/"])
+def test_what_looks_like_a_path_never_goes_to_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    assert is_local(path)
+    with pytest.raises(StorageError, match="no such directory"):
+        resolve(path)
+
+
+def test_a_path_object_never_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(StorageError, match="org/name: no such directory"):
+        resolve(Path("org/name"))
+
+
+def test_names_of_repositories_are_not_local_unless_a_folder_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_local("org/name")
+    assert not is_local("gpt2")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert is_local("org/name")
+    assert resolve("org/name") == Path("org/name")
+
+
+def test_a_cached_snapshot_is_found(cache: Path) -> None:
+    folder = resolve("org/name", offline(cache))
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert resolve("org/name", offline(cache, revision="main")) == folder
+    assert resolve("org/name", offline(cache, revision=COMMIT)) == folder
+
+
+def test_ranks_that_must_not_download_take_the_cache(cache: Path) -> None:
+    folder = resolve("org/name", HubOptions(cache_dir=str(cache)), download=False)
+    assert folder.name == COMMIT
+
+
+def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
+    folder = resolve("org/name", offline(cache, subfolder="sub"))
+    assert (folder / "model.safetensors").read_bytes() == b"other weights"
+    with pytest.raises(StorageError, match="org/name .*no folder 'absent'"):
+        resolve("org/name", offline(cache, subfolder="absent"))
+
+
+def test_not_cached_and_local_files_only(cache: Path) -> None:
+    with pytest.raises(StorageError, match=r"org/other at revision main: not in the cache") as caught:
+        resolve("org/other", offline(cache))
+    assert "local_files_only" in str(caught.value)
+    assert str(cache) in str(caught.value)
+
+
+def test_not_cached_and_hub_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match=r"org/other at revision main: not in the cache.*HF_HUB_OFFLINE"):
+        resolve("org/other", HubOptions(cache_dir=str(cache)))
+
+
+def test_not_cached_on_a_rank_that_must_not_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(StorageError, match=r"org/other .*another rank of this node"):
+        resolve("org/other", HubOptions(cache_dir=str(cache)), download=False)
+
+
+def test_a_revision_that_is_not_cached_is_named(cache: Path) -> None:
+    with pytest.raises(StorageError, match="org/name at revision v2: not in the cache"):
+        resolve("org/name", offline(cache, revision="v2"))
+
+
+def test_a_name_that_no_repository_can_have(cache: Path) -> None:
+    with pytest.raises(StorageError, match="neither a directory here nor a possible name"):
+        resolve("not a name!", offline(cache))
+
+
+def test_a_snapshot_that_lacks_only_extras_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    folder = cache / "models--org--name" / "snapshots" / COMMIT
+
+    def download(repo_id: str, *, allow_patterns: list[str], **options: object) -> str:
+        calls.append(allow_patterns)
+        if "*.txt" in allow_patterns:
+            error = errors.LocalEntryNotFoundError("README.txt is missing")
+            error.snapshot_path = str(folder)  # as IncompleteSnapshotError has it
+            raise error
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("org/name", offline(cache)) == folder
+    assert "*.safetensors" in calls[1]
+
+
+def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "modeling_x.py",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+        "original/model.safetensors",
+        "fp16/model.safetensors",
+        "fp16/config.json",
+        "fp16/deeper/model.safetensors",
+    ]
+    with _hub_that_has(repository, tmp_path, monkeypatch) as options_seen:
+        folder = resolve("org/name", HubOptions(revision="v1", token="secret"))
+        assert sorted(path.name for path in folder.rglob("*")) == [
+            "chat_template.jinja",
+            "config.json",
+            "merges.txt",
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "tokenizer.json",
+            "tokenizer.model",
+        ]
+    assert {
+        "revision": "v1",
+        "token": "secret",
+        "cache_dir": None,
+        "local_files_only": False,
+    } == options_seen[0]
+
+
+def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = ["model.safetensors", "fp16/model.safetensors", "fp16/x.py", "fp16/deeper/model.safetensors"]
+    with _hub_that_has(repository, tmp_path, monkeypatch):
+        folder = resolve("org/name", HubOptions(subfolder="fp16"))
+    assert folder == tmp_path / "fp16"
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == [
+        "fp16/model.safetensors"
+    ]
+
+
+def test_consolidated_files_are_taken_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _hub_that_has(["params.json", "consolidated.safetensors"], tmp_path, monkeypatch):
+        folder = resolve("org/name")
+    assert (folder / "consolidated.safetensors").exists()
+
+
+@contextmanager
+def _hub_that_has(
+    repository: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[dict[str, object]]]:
+    """A snapshot_download that writes empty files, filtered by the real rules."""
+    seen: list[dict[str, object]] = []
+
+    def download(
+        repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: object
+    ) -> str:
+        seen.append(options)
+        for name in huggingface_hub.utils.filter_repo_objects(
+            repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    yield seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("GatedRepoError", "gated; accept the terms at https://huggingface.co/org/name"),
+        ("RepositoryNotFoundError", "not found on the Hugging Face hub"),
+        ("RevisionNotFoundError", "no such revision"),
+        ("LocalTokenNotFoundError", "could not be downloaded"),
+        ("HfHubHTTPError", "could not be downloaded"),
+    ],
+)
+def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        error_class = getattr(errors, kind)
+        error = error_class.__new__(error_class)  # the constructors want an HTTP response
+        error.args = ("refused",)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(StorageError) as caught:
+        resolve("org/name", HubOptions(revision="v3"))
+    assert words in str(caught.value)
+    assert "org/name at revision v3" in str(caught.value)
+    assert isinstance(caught.value.__cause__, getattr(errors, kind))
+
+
+def test_a_connection_error_of_an_unknown_class_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransportError(Exception):
+        pass
+
+    def refuse(*arguments: object, **options: object) -> str:
+        raise TransportError("proxy says no")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(StorageError, match="org/name .*TransportError: proxy says no"):
+        resolve("org/name")
+
+
+def test_local_paths_need_no_hub_library(tmp_path: Path) -> None:
+    program = (
+        "import sys; from shardwise.storage import resolve; resolve(sys.argv[1]); "
+        "assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

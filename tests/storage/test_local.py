@@ -1,0 +1,261 @@
+"""What is special about local files: system calls that do less than asked, descriptors, links, permissions."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import StorageError
+from shardwise.storage import LocalReader, local
+
+CONTENT = bytes(range(251)) * 60
+preadv = os.preadv
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def write(folder: Path, count: int) -> list[str]:
+    names = [f"f{number:03}" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(bytes([number]) * 100)
+    return names
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 4096])
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    calls = 0
+
+    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        return preadv(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    buffers = [bytearray(size) for size in (3, 0, 1000, 5, 250, 2000)]
+    with LocalReader(tmp_path) as reader:
+        reader.read_vectored("a", 17, [memoryview(buffer) for buffer in buffers])
+        assert reader.reads == calls
+    assert b"".join(buffers) == CONTENT[17 : 17 + 3258]
+    assert calls >= 3258 / most
+
+
+def test_one_call_never_asks_for_more_than_linux_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    asked: list[tuple[int, int]] = []
+
+    def spy(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        asked.append((len(buffers), sum(buffer.nbytes for buffer in buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", spy)
+    monkeypatch.setattr(local, "_CALL_BYTES", 1000)
+    monkeypatch.setattr(local, "_CALL_BUFFERS", 8)
+    buffers = [bytearray(3) for _ in range(500)] + [bytearray(5000)]
+    with LocalReader(tmp_path) as reader:
+        reader.read_vectored("a", 0, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == CONTENT[:6500]
+    assert max(count for count, _ in asked) == 8
+    assert max(nbytes for _, nbytes in asked) == 1000
+
+
+def test_the_limits_are_those_of_linux() -> None:
+    assert os.sysconf("SC_IOV_MAX") >= local._CALL_BUFFERS
+    assert local._CALL_BYTES == 2**31 - 4096
+
+
+def test_an_interrupted_call_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    interruptions = [InterruptedError(errno.EINTR, "interrupted")] * 3
+
+    def interrupted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if interruptions:
+            raise interruptions.pop()
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", interrupted)
+    with LocalReader(tmp_path) as reader:
+        assert reader.read("a", 5, 500) == CONTENT[5:500]
+    assert not interruptions
+
+
+def test_an_input_output_error_names_file_and_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+
+    def broken(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with LocalReader(tmp_path) as reader, pytest.raises(StorageError, match=r"a in .* byte 40 .*errno 5"):
+        reader.read("a", 40, 50)
+
+
+def test_permission_denied_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+
+    def denied(*arguments: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with LocalReader(tmp_path) as reader:
+        monkeypatch.setattr(os, "open", denied)
+        for ask in (lambda: reader.size("a"), lambda: reader.read("a", 0, 1)):
+            with pytest.raises(StorageError, match=r"a in .*permission denied; make it readable") as caught:
+                ask()
+            assert isinstance(caught.value.__cause__, PermissionError)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader:
+        assert reader.size("a") == len(CONTENT)
+        os.truncate(tmp_path / "a", 1000)
+        with pytest.raises(StorageError, match=r"a in .* bytes 500\.\.2000 .* ends at byte 1000"):
+            reader.read_into("a", 500, memoryview(bytearray(1500)))
+
+
+def test_the_root_must_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    for root in (tmp_path / "absent", tmp_path / "a"):
+        with pytest.raises(StorageError, match="no such directory"):
+            LocalReader(root)
+
+
+def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "a").write_bytes(b"1")
+    monkeypatch.chdir(tmp_path)
+    with LocalReader("here") as reader:
+        monkeypatch.chdir("/")
+        assert reader.read("a", 0, 1) == b"1"
+        assert reader.root == str(tmp_path / "here")
+
+
+def test_folders_and_pipes_are_not_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with LocalReader(tmp_path) as reader:
+        before = open_descriptors()
+        for name in ("folder", "pipe"):
+            with pytest.raises(StorageError, match=f"{name} in .*not a regular file"):
+                reader.size(name)
+        assert open_descriptors() == before
+        assert reader.list() == []
+
+
+def test_links_are_followed_out_of_the_root(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "b10b").write_bytes(CONTENT)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/b10b")
+    with LocalReader(tmp_path / "snapshot") as reader:
+        assert reader.list() == ["model.safetensors"]
+        assert reader.size("model.safetensors") == len(CONTENT)
+        assert reader.read("model.safetensors", 3, 9) == CONTENT[3:9]
+
+
+def test_a_link_to_nothing_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("../blobs/pruned")
+    with LocalReader(tmp_path) as reader:
+        assert reader.list() == []
+        with pytest.raises(StorageError, match=r"link to \.\./blobs/pruned, which is not there") as caught:
+            reader.size("a")
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_hidden_folders_are_not_listed_but_hidden_files_are(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"")
+    (tmp_path / ".metadata").write_bytes(b"")
+    with LocalReader(tmp_path) as reader:
+        assert reader.list() == [".metadata"]
+
+
+def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    with LocalReader(tmp_path) as reader, pytest.raises(StorageError, match=r"\\ud800.*cannot be encoded"):
+        reader.size("\ud800")
+
+
+def test_files_are_opened_once_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader:
+        for _ in range(5):
+            reader.read("a", 0, 100)
+        assert (reader.files_opened, reader.reads, reader.bytes_read) == (1, 5, 500)
+
+
+def test_descriptors_are_bounded_and_closed(tmp_path: Path) -> None:
+    names = write(tmp_path, 50)
+    before = open_descriptors()
+    with LocalReader(tmp_path, max_open_files=4) as reader:
+        for _ in range(2):
+            for number, name in enumerate(names):
+                assert reader.read(name, 0, 100) == bytes([number]) * 100
+                assert open_descriptors() <= before + 4
+        assert reader.files_opened == 100
+    assert open_descriptors() == before
+
+
+def test_the_longest_unused_descriptor_goes_first(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with LocalReader(tmp_path, max_open_files=2) as reader:
+        for name in ("f000", "f001", "f000", "f002", "f000"):
+            reader.size(name)
+        assert reader.files_opened == 3
+        reader.size("f001")
+        assert reader.files_opened == 4
+
+
+def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader, reader._descriptor("a") as descriptor:
+        assert not os.get_inheritable(descriptor)
+
+
+def test_a_descriptor_in_use_survives_eviction_and_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = write(tmp_path, 4)
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            started.set()
+            assert go_on.wait(10)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    before = open_descriptors()
+    reader = LocalReader(tmp_path, max_open_files=1)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, names[0], 0, 100)
+        assert started.wait(10)
+        for name in names[1:]:
+            reader.read(name, 0, 100)  # evicts what is idle
+        reader.close()
+        go_on.set()
+        assert reading.result(10) == bytes(100)
+    assert open_descriptors() == before
+
+
+def test_many_threads_and_few_descriptors(tmp_path: Path) -> None:
+    names = write(tmp_path, 16)
+    before = open_descriptors()
+    with LocalReader(tmp_path, max_open_files=2) as reader, ThreadPoolExecutor(8) as pool:
+        jobs = [number % 16 for number in range(800)]
+        results = list(pool.map(lambda number: reader.read(names[number], 0, 100), jobs))
+        assert results == [bytes([number]) * 100 for number in jobs]
+        assert (reader.reads, reader.bytes_read) == (800, 80000)
+        assert open_descriptors() <= before + 2
+    assert open_descriptors() == before

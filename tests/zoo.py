@@ -1,0 +1,903 @@
+"""Tiny random models of every architecture in the installed transformers.
+
+A loader is only trustworthy when it has been tried on every architecture, and no test machine can download
+155 checkpoints. This module makes them instead: it takes the default configuration of an architecture, shrinks
+it until the model has a few ten thousand parameters, builds the model on the CPU and fills every stored tensor
+with distinct random values, so that a weight which lands in the wrong place is always seen.
+
+    for specimen in causal_lm_specimens():
+        model = build(specimen)
+        save_original(model, directory)      # as on the hub: reverse conversion, several files
+        save_internal(model, directory)      # the model's own state_dict names
+
+How a configuration is shrunk (`tiny_config`), in this order:
+
+1. ``SIZES`` maps field names to small values. It is applied to the default instance of the configuration class
+   and to its sub-configurations; features that are off by default (0, None, -1) stay off.
+2. Lists with one entry per layer (``layer_types``, ``mlp_layer_types``, ...) are cut to the fewest layers that
+   still show each entry, and the layer count follows.
+3. Token ids are moved into the small vocabulary; ``mrope_section`` and the factor lists of rotary embeddings are
+   resized.
+4. ``OVERRIDES`` holds what remains: a few fields for each architecture whose rules the table cannot know.
+
+Everything else is derived by the configuration class itself, so that its own rules stay consistent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MAX_PARAMETERS = 3_000_000
+
+
+class CannotShrink(Exception):
+    """No tiny configuration of an architecture could be made."""
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One architecture of the zoo: a configuration (``model_type``) and the model class built from it."""
+
+    name: str
+    model_type: str
+    class_name: str
+    family: str  # "causal-lm" | "vision-language" | "encoder" | "other"
+
+
+# --------------------------------------------------------------------------------------------- small values
+
+VOCAB = 112
+HIDDEN = 64  # 4 heads of 16 where the head size follows from the width
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 24  # 4 * 24 != 64: projections are not square where the architecture allows it
+TOWER_HIDDEN = 48  # width of vision and audio towers: 4 heads of 12
+LAYERS = 2
+EXPERTS = 4
+
+# Field name -> small value, for configurations of text models.
+SIZES: dict[str, int] = {
+    # vocabularies and positions
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "max_seq_len": 64,
+    "context_length": 64,
+    "max_target_positions": 64,
+    "max_source_positions": 20,
+    "original_max_position_embeddings": 32,
+    "type_vocab_size": 2,
+    # widths
+    "hidden_size": HIDDEN,
+    "d_model": HIDDEN,
+    "n_embd": HIDDEN,
+    "emb_dim": HIDDEN,
+    "embed_dim": HIDDEN,
+    "embedding_dim": HIDDEN,
+    "dim": HIDDEN,
+    "embedding_size": 40,
+    "word_embed_proj_dim": 40,
+    "input_embedding_size": 40,
+    "output_embedding_size": 56,
+    "intermediate_size": 88,
+    "dense_intermediate_size": 72,
+    "intermediate_size_mlp": 104,
+    "ffn_hidden_size": 88,
+    "ffn_dim": 88,
+    "d_inner": 88,
+    "n_inner": 88,
+    "dff": 88,
+    "dim_ff": 88,
+    "feed_forward_size": 88,
+    "mlp_dim": 88,
+    "moe_intermediate_size": 40,
+    "expert_ffn_hidden_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "shared_intermediate_size": 56,
+    "shared_experts_intermediate_size": 56,
+    "moe_shared_expert_intermediate_size": 56,
+    "decoder_ffn_dim": 88,
+    "encoder_ffn_dim": 72,
+    "lru_width": 80,
+    "backbone_hidden_size": 72,
+    "hidden_size_global": HIDDEN,
+    "router_hidden_size": 28,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": VOCAB,
+    "pronunciation_embed_dim": 24,
+    "pronunciation_vocab_size": 50,
+    "shape_embed_dim": 20,
+    "shape_vocab_size": 60,
+    "encoder_hash_byte_group_vocab": 50,
+    "ext_pw_out_channel": 40,
+    "depthwise_separable_out_channel": 40,
+    "nemo_conv_channels": 24,
+    "output_channels": 24,
+    "adapter_rank": 12,
+    # attention heads
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "n_heads": HEADS,
+    "num_heads": HEADS,
+    "attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_attention_heads": HEADS,
+    "num_encoder_attention_heads": HEADS,
+    "num_decoder_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_kv_heads": KV_HEADS,
+    "kv_n_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "dim_head": HEAD_DIM,
+    "d_head": HEAD_DIM,
+    "kv_channels": HEAD_DIM,
+    "attention_head_size": HEAD_DIM,
+    "rotary_dim": 8,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "d_rel": 6,
+    "rel_extent": 16,
+    # latent attention
+    "q_lora_rank": 40,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "index_head_dim": 12,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "o_lora_rank": 12,
+    "o_groups": 2,
+    # windows
+    "sliding_window": 6,
+    "sliding_window_size": 6,
+    "attention_window_size": 6,
+    "window_size": 6,
+    "local_attention": 6,
+    "attention_chunk_size": 6,
+    # layers
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "num_encoder_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "num_blocks": LAYERS,
+    "depth": LAYERS,
+    # experts
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "moe_k": 2,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "zero_expert_num": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_end_index": 1,
+    # linear attention and state space layers
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "mamba_d_state": 12,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "mamba_dt_rank": 6,
+    "state_size": 12,
+    "ssm_state_size": 12,
+    "time_step_rank": 6,
+    "chunk_size": 8,
+    # towers, and what joins them to a language model
+    "image_size": 16,
+    "max_img_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "num_mel_bins": 16,
+    "n_mel_bins": 16,
+    "mel_vocab_size": 16,
+    "feature_size": 16,
+    "num_filters": 4,
+    "codebook_size": 32,
+    "codebook_dim": 12,
+    "upsample_groups": 4,
+    "vector_quantization_hidden_dimension": 12,
+    "decoder_dim": 48,
+    "downsample_hidden_size": 24,
+    "out_hidden_size": HIDDEN,
+    "output_dim": HIDDEN,
+    "text_hidden_size": HIDDEN,
+    "thinker_hidden_size": HIDDEN,
+    "condition_dim": HIDDEN,
+    "audio_hidden_size": TOWER_HIDDEN,
+    "hidden_dim": TOWER_HIDDEN,
+    "projection_dim": 40,
+    "project_dim": 40,
+    "projection_intermediate_size": 72,
+    "projector_hidden_size": 72,
+    "share_expert_dim": 56,
+    "additional_vocab_size": 8,
+    "latent_dim": 12,
+    "audio_prompt_dim": 40,
+    "frequency_embedding_size": 16,
+    "loss_weighting_hidden_size": 12,
+    "duration_delta_embedding_dim": 12,
+    "num_code_groups": 3,
+    "num_queries": 10,
+    "group_detr": 2,
+    "num_detection_tokens": 10,
+    "decoder_hidden_size": 40,
+    "decoder_intermediate_size": 72,
+    "decoder_num_hidden_layers": LAYERS,
+    "decoder_num_attention_heads": HEADS,
+    "fusion_hidden_size": 24,
+    "encoder_hidden_dim": HIDDEN,
+    "fpn_hidden_size": HIDDEN,
+    "iou_head_hidden_dim": 40,
+    "memory_attention_hidden_size": HIDDEN,
+    "memory_attention_num_layers": LAYERS,
+    "memory_attention_feed_forward_hidden_size": 88,
+    "memory_encoder_hidden_size": HIDDEN,
+    "memory_encoder_output_channels": 12,
+    "mask_downsampler_embed_dim": HIDDEN,
+    "memory_fuser_embed_dim": HIDDEN,
+    "memory_fuser_intermediate_dim": 88,
+    "max_image_size": 32,
+    "horizon_length": 12,
+    "output_quantile_len": 16,
+    "auxiliary_channels": 24,
+    "num_depth_bins": 16,
+    "num_global_layers": 1,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "global_pointer_head_size": 12,
+    "x4_feat_dim": 16,
+    "num_prototypes": 8,
+}
+
+# Field name -> small value, for fields that hold a list.
+LISTS: dict[str, list[int]] = {
+    "deepstack_visual_indexes": [0, 1],
+    "global_attn_indexes": [1],
+    "intermediate_layers_indices": [0, 1],
+    "vision_feature_layer": [1, 0],
+    "downsample_channels": [28, 36],
+    "image_size": [16, 16],
+    "hidden_sizes": [8, 16, 24, 32],
+    "encoder_in_channels": [16, 24, 32],
+    "decoder_in_channels": [HIDDEN, HIDDEN, HIDDEN],
+    "neck_hidden_sizes": [12, 16, 20, 24],
+    "depths": [1, 1, 2, 1],
+    "stem_channels": [3, 6, 8],
+    "stage_in_channels": [8, 12, 16, 24],
+    "stage_mid_channels": [6, 6, 8, 8],
+    "stage_out_channels": [12, 16, 24, 32],
+    "stage_num_blocks": [1, 1, 2, 1],
+    "stage_numb_of_layers": [1, 1, 1, 1],
+    "upsample_rates": [2, 2],
+    "upsampling_ratios": [2, 2],
+}
+
+# What differs in vision and audio towers.
+TOWER_SIZES: dict[str, int] = {
+    "hidden_size": TOWER_HIDDEN,
+    "d_model": TOWER_HIDDEN,
+    "embed_dim": TOWER_HIDDEN,
+    "intermediate_size": 72,
+    "num_key_value_heads": HEADS,
+}
+
+# Fields that a configuration derives from others when they are None, and that are set here nevertheless.
+FREE_WHEN_DERIVED = {"num_key_value_heads", "head_dim", "num_kv_heads"}
+
+# Lists that have one entry per layer even where no field holds the number of layers.
+PER_LAYER_NAMES = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layers")
+
+HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+
+# Arguments without which the default configuration of a model_type cannot be made at all.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "conditional_detr": {"backbone_config": {"model_type": "resnet", "out_features": ["stage3", "stage4"]}},
+    "deformable_detr": {"backbone_config": {"model_type": "resnet", "out_features": ["stage3", "stage4"]}},
+    "detr": {"backbone_config": {"model_type": "resnet", "out_features": ["stage3", "stage4"]}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
+
+# Field values that no table of names can know, by the model_type of the (sub-)configuration they belong to, or by
+# "parent_model_type.field" where the same configuration differs from parent to parent.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {"use_cache": False},
+    "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "cosmos3_edge_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [4, 4, 4],
+            "mrope_interleaved": True,
+        },
+    },
+    "esm": {"vocab_size": VOCAB},
+    "nemotron_h_omni.vision_config": {"video_temporal_patch_size": 2},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+    },
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6}},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [40, 28],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]},
+    },
+    "glm5_next_text": {"index_kpool": 2},
+    "gradium_phonon_tts": {"num_key_value_heads": HEADS},
+    "lw_detr_vit": {
+        "image_size": 32,
+        "num_windows": 4,
+        "num_hidden_layers": 3,
+        "window_block_indices": [0, 2],
+        "out_indices": [1, 2, 3],
+    },
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "mllama_vision_model": {"vision_output_dim": 3 * TOWER_HIDDEN},
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": HEADS},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": HEADS},
+    "nemotron3_diarization_audio": {"num_key_value_heads": HEADS},
+    "swin": {"embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 3, 4], "window_size": 2},
+    "segformer": {"num_attention_heads": [1, 2, 3, 4]},
+    "t5gemma2_encoder.text_config": {"dropout_rate": 0.0},
+    "tipsv2_dpt.backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "tipsv2_vision_model": {"hidden_size": HIDDEN},
+    "vibevoice_acoustic_tokenizer_encoder": {"depths": [1, 1, 2], "downsampling_ratios": [2, 2]},
+    "qwen3_omni_moe.talker_config": {"spatial_merge_size": 2},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 56},
+    "sapiens2": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads_per_layer": [HEADS, KV_HEADS, HEADS],
+        "num_first_full_attention_layers": 1,
+        "num_last_full_attention_layers": 1,
+        "num_key_value_attention_heads": 2,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]},
+        },
+    },
+    "dbrx.attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": TOWER_HIDDEN, "adapter_out_dim": HIDDEN},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": TOWER_HIDDEN,
+        "adapter_out_dim": HIDDEN,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_hidden_layers": LAYERS,
+    },
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 28,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 16,
+    },
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_d_head": 12},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [88] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_unified_assistant.text_config": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "helium": {"head_dim": 16},
+    "jamba": {
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+    },
+    "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "laguna": {
+        "num_attention_heads_per_layer": [4, 6],
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "llama4_text": {"moe_layers": [1]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
+    "minimax_m3_vl_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "nemotron_h": {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen4_exp_text": {
+        "eos_token_id": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 24,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 12,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 48,
+        "ngram_vocab_size_base": 20,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 3,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [24, 40]},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": HYBRID},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": HYBRID},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+# ------------------------------------------------------------------------------------------- configurations
+
+
+def _stored(config: PreTrainedConfig, name: str) -> Any:
+    """A configuration's own value, also where the values of its layers differ."""
+    return vars(config).get(type(config).attribute_map.get(name, name))
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None
+
+
+def _layer_lists(config: PreTrainedConfig) -> dict[str, list]:
+    """The lists of a configuration that have one entry per layer."""
+    count = getattr(config, "num_hidden_layers", 0)
+    lists = {}
+    for field in dataclasses.fields(config):
+        value = _stored(config, field.name)
+        if isinstance(value, (list, tuple)) and field.name not in LISTS and not field.name.startswith("mtp_"):
+            per_layer = len(value) == count > LAYERS or field.name in PER_LAYER_NAMES
+            if value and per_layer and list(value) != list(range(len(value))):
+                lists[field.name] = list(value)
+    return lists
+
+
+def _representative_layers(lists: dict[str, list]) -> list[int]:
+    """Indices of the fewest layers (at least two) that show each entry of each list."""
+    count = min(map(len, lists.values()))
+    wanted = {(name, repr(entry)) for name, entries in lists.items() for entry in entries[:count]}
+    chosen: list[int] = []
+    while wanted or len(chosen) < min(LAYERS, count):
+        rest = [i for i in range(count) if i not in chosen]
+        gain = {i: sum((name, repr(entries[i])) in wanted for name, entries in lists.items()) for i in rest}
+        best = max(rest, key=lambda i: gain[i])
+        chosen.append(best)
+        wanted -= {(name, repr(entries[best])) for name, entries in lists.items()}
+    return sorted(chosen)
+
+
+def _is_tower(key: str) -> bool:
+    return any(word in key for word in ("vision", "audio", "visual", "image", "speech", "sam_"))
+
+
+def _shrunk_fields(config: PreTrainedConfig, key: str) -> dict[str, Any]:
+    """Constructor arguments of a small configuration like the given default one."""
+    from transformers import PreTrainedConfig
+
+    sizes = SIZES | TOWER_SIZES if _is_tower(key) else SIZES
+    latent_attention = bool(_stored(config, "kv_lora_rank"))
+    arguments: dict[str, Any] = {}
+    token_ids = iter(range(VOCAB - 2, 8, -1))
+    for field in dataclasses.fields(config):
+        name, value = field.name, _stored(config, field.name)
+        derived = _default_of(field) is None
+        if isinstance(value, PreTrainedConfig):
+            arguments[name] = shrink(value, parent=config.model_type, key=name)
+        elif isinstance(value, bool) or not field.init:
+            continue
+        elif name.endswith(("token_id", "token_index")) or name == "eos_token_ids":
+            if isinstance(value, int) and value >= VOCAB - 40:
+                arguments[name] = next(token_ids)
+            elif isinstance(value, (list, tuple)):
+                arguments[name] = [next(token_ids) for _ in value]
+        elif isinstance(value, (list, tuple)) and name in LISTS:
+            arguments[name] = LISTS[name]
+        elif name in FREE_WHEN_DERIVED and (value is None or (isinstance(value, int) and value > 0)):
+            if not latent_attention:
+                arguments[name] = sizes[name]
+            elif name != "head_dim":
+                arguments[name] = HEADS
+            elif not derived:
+                arguments[name] = sizes["qk_rope_head_dim"]
+        elif derived:
+            continue
+        elif isinstance(value, int) and value > 0 and name in sizes:
+            arguments[name] = sizes[name]
+        elif value != _default_of(field):
+            arguments[name] = value
+    if _stored(config, "depths") and _stored(config, "_out_indices"):
+        arguments["out_indices"] = list(_stored(config, "_out_indices"))
+    lists = _layer_lists(config)
+    if lists:
+        layers = _representative_layers(lists)
+        for name, entries in lists.items():
+            kept = [entries[i] for i in layers]
+            arguments[name] = [sizes.get(name, e) if type(e) is int and e > 1 else e for e in kept]
+        count_field = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        if count_field in {field.name for field in dataclasses.fields(config)}:
+            arguments[count_field] = len(layers)
+    return arguments
+
+
+def _repair_rope(config: PreTrainedConfig) -> None:
+    """Give the lists inside rotary parameters the lengths that the small heads need."""
+    rope = _stored(config, "rope_parameters")
+    hidden, heads = _stored(config, "hidden_size"), _stored(config, "num_attention_heads")
+    if not isinstance(rope, dict) or not hidden or not heads:
+        return
+    head_dim = _stored(config, "head_dim") or hidden // heads
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        half = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+        if parameters.get("mrope_section") and sum(parameters["mrope_section"]) != half:
+            third = half // 3
+            parameters["mrope_section"] = [half - 2 * third, third, third]
+        for name in ("short_factor", "long_factor"):
+            if parameters.get(name):
+                parameters[name] = parameters[name][:1] * half
+
+
+def shrink(config: PreTrainedConfig, *, parent: str = "", key: str = "") -> PreTrainedConfig:
+    """A small configuration of the same class; ``key`` is its field in the ``parent`` model_type, if any."""
+    cls = type(config)
+    arguments = _shrunk_fields(config, key)
+    arguments |= OVERRIDES.get(config.model_type, {}) | OVERRIDES.get(f"{parent}.{key}", {})
+    small = cls(**arguments)
+    _repair_rope(small)
+    return small
+
+
+def _quiet(function):  # noqa: ANN001, ANN202
+    """Decorator: no log lines and no warnings from transformers while the function runs."""
+
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with silenced():
+            return function(*args, **kwargs)
+
+    return quiet
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """No log lines, progress bars or warnings from transformers inside; its settings are restored after."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def model_class(specimen: Specimen) -> type[PreTrainedModel]:
+    """The class of a specimen, imported now."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    if hasattr(transformers, specimen.class_name):
+        return getattr(transformers, specimen.class_name)
+    package = f"transformers.models.{model_type_to_module_name(specimen.model_type)}"
+    module = importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
+    return getattr(module, specimen.class_name)
+
+
+def tiny_config(specimen: Specimen) -> PreTrainedConfig:
+    """The small configuration to build a specimen from; raises `CannotShrink` where there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with silenced():
+        try:
+            config_class = CONFIG_MAPPING[specimen.model_type]
+            config = shrink(config_class(**DEFAULTS.get(specimen.model_type, {})))
+            wanted = model_class(specimen).config_class
+            if not isinstance(config, wanted):
+                parts = [part for part in vars(config).values() if isinstance(part, wanted)]
+                config = parts[0] if parts else config
+            return config
+        except Exception as error:
+            raise CannotShrink(f"{specimen.name}: {type(error).__name__}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+def build(
+    specimen: Specimen,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:
+    """A CPU model whose stored tensors all hold distinct random values, fixed by the seed and their names."""
+    config = tiny_config(specimen) if config is None else config
+    size = sum(parameter.numel() for parameter in meta_model(specimen, dtype=dtype, config=config).parameters())
+    if size > MAX_PARAMETERS:
+        raise CannotShrink(f"{specimen.name}: {size:,} parameters")
+    with silenced():
+        model = model_class(specimen)._from_config(config, dtype=dtype)
+    fill(model, seed=seed)
+    return model.eval()
+
+
+def meta_model(
+    specimen: Specimen, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """The same model without storage, on the meta device."""
+    config = tiny_config(specimen) if config is None else config
+    with silenced(), torch.device("meta"):
+        try:
+            return model_class(specimen)._from_config(config, dtype=dtype)
+        except Exception as error:
+            raise CannotShrink(f"{specimen.name}: {type(error).__name__}: {error}") from error
+
+
+# Integer buffers of indices, and what they index: token -> expert tables.
+INDEX_TABLES = {"tid2eid": EXPERTS}
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, *, seed: int = 0) -> None:
+    """Random values into all that a checkpoint of the model stores; tied tensors are filled once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        tensor.copy_(_random_like(name, tensor, generator))
+
+
+def _random_like(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.dtype == torch.bool:
+        return torch.randint(0, 2, tensor.shape, generator=generator).bool()
+    if not tensor.is_floating_point():
+        # Indices, sizes or counters: no larger than what the model itself put there, which stays valid.
+        if name.rpartition(".")[2] in INDEX_TABLES or not tensor.any():
+            return torch.randint(0, INDEX_TABLES.get(name.rpartition(".")[2], 2), tensor.shape, generator=generator)
+        fraction = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 2 + 0.5
+        return (tensor * fraction).ceil().to(tensor.dtype)
+    noise = torch.randn(tensor.shape, generator=generator) * 0.1
+    return noise + 1.0 if tensor.ndim == 1 and name.endswith("weight") else noise
+
+
+def sample_inputs(model: PreTrainedModel, *, batch: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
+    """Inputs of a causal language model with which ``model(**inputs)`` runs."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.get_text_config().vocab_size
+    codebooks = getattr(model.config, "num_codebooks", None) or 1
+    rows = batch * codebooks if model.config.model_type.startswith("musicgen") else batch
+    ids = torch.randint(3, min(vocab, VOCAB) - 60, (rows, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_original(model: PreTrainedModel, directory: str | Path, *, max_shard_size: str = "100KB") -> None:
+    """A checkpoint as on the hub: names and layout before conversion, several files with an index."""
+    with silenced():
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+
+
+def save_internal(model: PreTrainedModel, directory: str | Path, *, files: int = 2) -> None:
+    """A checkpoint under the model's own names, tied tensors once, in ``files`` files with an index."""
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with silenced():
+        model.config.save_pretrained(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().clone().contiguous()
+    names = sorted(tensors)
+    per_file = math.ceil(len(names) / files)
+    weight_map: dict[str, str] = {}
+    for number in range(files):
+        part = names[number * per_file : (number + 1) * per_file]
+        filename = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / filename, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, filename)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+# --------------------------------------------------------------------------------------------------- the zoo
+
+
+def causal_lm_specimens() -> list[Specimen]:
+    """Every causal language model of the installed transformers, by name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    specimens = []
+    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        class_names = [class_name] if isinstance(class_name, str) else list(class_name)
+        specimens.append(Specimen(model_type, model_type, class_names[0], "causal-lm"))
+    return sorted(specimens, key=lambda specimen: specimen.name)
+
+
+# Where to look for the class of a model_type, best first: what people load, then the bare model.
+HEAD_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+    "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
+    "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    "MODEL_FOR_DECISION_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+FAMILY_OF_MAPPING = {
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "vision-language",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "encoder",
+    "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES": "encoder",
+    "MODEL_FOR_IMAGE_MAPPING_NAMES": "encoder",
+}
+
+
+def _class_names(mapping: dict[str, Any], model_type: str) -> list[str]:
+    names = mapping.get(model_type, [])
+    return [names] if isinstance(names, str) else list(names)
+
+
+def registry_keys() -> list[str]:
+    """The keys (model types and class names) of transformers' registry of weight conversions."""
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("")  # builds the cache
+    return sorted(conversion_mapping._checkpoint_conversion_mapping_cache)
+
+
+def _specimen_of_key(key: str, mappings: dict[str, dict[str, Any]]) -> Specimen | None:
+    """The model in which a registry key is met first: a head class of a model_type, or the class itself."""
+    import transformers
+
+    for name in HEAD_MAPPINGS:
+        for class_name in _class_names(mappings.get(name, {}), key)[:1]:
+            return Specimen(f"{key}:{class_name}", key, class_name, _family(mappings, key, class_name))
+    for mapping in reversed(mappings.values()):
+        for model_type in mapping:
+            if key in _class_names(mapping, model_type):
+                return Specimen(f"{model_type}:{key}", model_type, key, _family(mappings, model_type, key))
+    config_class = getattr(getattr(transformers, key, None), "config_class", None)
+    if config_class is None:
+        return None  # no class of its own: part of another model
+    return Specimen(f"{config_class.model_type}:{key}", config_class.model_type, key, "other")
+
+
+def _family(mappings: dict[str, dict[str, Any]], model_type: str, class_name: str) -> str:
+    for name, family in FAMILY_OF_MAPPING.items():
+        if class_name in _class_names(mappings.get(name, {}), model_type):
+            return family
+    return "other"
+
+
+def converter_specimens() -> list[Specimen]:
+    """A model for each key of the conversion registry that names no causal language model, by name.
+
+    Keys of parts that have no class of their own in the automatic mappings are met in the model that holds them.
+    """
+    from transformers.models.auto import modeling_auto
+
+    mappings = {
+        name: mapping
+        for name, mapping in vars(modeling_auto).items()
+        if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_")
+    }
+    causal = {specimen.model_type for specimen in causal_lm_specimens()}
+    with silenced():
+        found = {_specimen_of_key(key, mappings) for key in registry_keys() if key not in causal}
+    return sorted(found - {None}, key=lambda specimen: specimen.name)
+
+
+def registry_coverage(specimens: list[Specimen]) -> dict[str, list[str]]:
+    """Registry key -> names of the specimens whose weight conversions use it; keys that none uses stay empty."""
+    coverage: dict[str, list[str]] = {key: [] for key in registry_keys()}
+    for specimen in specimens:
+        try:
+            keys = conversion_keys(meta_model(specimen))
+        except CannotShrink:
+            continue
+        for key in keys:
+            coverage[key].append(specimen.name)
+    return coverage
+
+
+def conversion_keys(model: PreTrainedModel) -> set[str]:
+    """The registry keys that ``get_model_conversion_mapping`` looks up and finds for a model and its parts."""
+    from transformers import conversion_mapping
+
+    found: set[str] = set()
+    lookup = conversion_mapping.get_checkpoint_conversion_mapping
+
+    def recording(key: str) -> Any:
+        conversions = lookup(key)
+        if conversions is not None:
+            found.add(key)
+        return conversions
+
+    conversion_mapping.get_checkpoint_conversion_mapping = recording
+    try:
+        conversion_mapping.get_model_conversion_mapping(model)
+    finally:
+        conversion_mapping.get_checkpoint_conversion_mapping = lookup
+    return found
