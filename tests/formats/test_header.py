@@ -13,12 +13,12 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.formats.building import file_of, file_with, tensor
 
 from shardwise.formats import parse_header, read_header
 from shardwise.formats import safetensors as header_module
 from shardwise.storage import LocalReader, MemoryReader
 from shardwise.tensors import ByteRange, DType
-from tests.formats.building import file_of, file_with, tensor
 
 NUMPY = {
     "BOOL": "?",
@@ -85,7 +85,7 @@ def test_what_torch_writes_is_found_where_it_is(tmp_path: Path) -> None:
         "F32": torch.float32,
     }
     bits = torch.arange(3 * 16, dtype=torch.uint8)
-    tensors = {label: bits.view(dtype).reshape(3, -1) for label, dtype in dtypes.items()}
+    tensors = {label: bits.clone().view(dtype).reshape(3, -1) for label, dtype in dtypes.items()}
     save_file({**tensors, "scalar": torch.tensor(7)}, tmp_path / "f", {"format": "pt"})
     with LocalReader(tmp_path) as reader:
         header = read_header(reader, "f")
@@ -176,9 +176,7 @@ def test_a_short_header_takes_one_read_and_a_long_one_two(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("first_read", [8, 9, 40, 77, 78, 79, 80])
-def test_the_border_of_the_first_read_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch, first_read: int
-) -> None:
+def test_the_border_of_the_first_read_does_not_matter(monkeypatch: pytest.MonkeyPatch, first_read: int) -> None:
     content = file_with("abc")
     expected = read_header(MemoryReader({"f": content}), "f")
     monkeypatch.setattr(header_module, "_FIRST_READ_BYTES", first_read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import struct
@@ -11,12 +12,12 @@ import pytest
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.formats.building import file_of, file_with, tensor
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats import FileHeader, parse_header, read_header
 from shardwise.formats.safetensors import MAX_HEADER_BYTES
 from shardwise.storage import MemoryReader
-from tests.formats.building import file_of, file_with, tensor
 
 ONE = b'"data_offsets":[0,1]'
 
@@ -38,15 +39,15 @@ def refusal(content: bytes) -> str:
         (
             {"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 8, 12)},
             bytes(12),
-            "4 bytes from byte 126 on, between tensor a and tensor b, belong to no tensor",
+            "4 bytes from byte 133 on, between tensor a and tensor b, belong to no tensor",
         ),
         ({"a": tensor("U8", [4], 4, 8)}, bytes(8), "4 bytes .* between the header and tensor a"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(9), "the last 5 bytes, from byte .* belong to no tensor"),
         ({}, bytes(3), "the last 3 bytes"),
         ({"a": tensor("U8", [4], 0, 4)}, bytes(3), "tensor a reaches to byte 72, .* 71 bytes: 1 are missing"),
-        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "tensor b .* inside tensor a"),
-        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 0, 4)}, bytes(4), "tensor b .* inside tensor a"),
-        ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 2, 2)}, bytes(4), "tensor z .* inside tensor a"),
+        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "b .* inside tensor a"),
+        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 0, 4)}, bytes(4), "b .* inside tensor a"),
+        ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 2, 2)}, bytes(4), "z .* inside tensor a"),
         ({"a": tensor("U8", [4], 0, 4), "z": tensor("U8", [0], 9, 9)}, bytes(4), "tensor z reaches to byte"),
         # data_offsets
         ({"a": tensor("U8", [4], 4, 0)}, bytes(4), r"tensor a has the data_offsets \[4, 0\]"),
@@ -112,7 +113,7 @@ def refusal(content: bytes) -> str:
         (b'{"a":' + b"[" * 100_000, b"", "nested too deeply"),
         (b'{"a":' * 100_000, b"", "nested too deeply"),
         (b'{"a":{"dtype":"U8","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,1]}}', b"1", "JSON"),
-        (b'{"a":{"dtype":"U8","shape":[1],%b},"a":{"dtype":"U8","shape":[1],%b}}' % (ONE, ONE), b"1", "a .*twice"),
+        (b'{"a":{"dtype":"U8",%b},"a":{"dtype":"U8",%b}}' % (ONE, ONE), b"1", "the key a occurs twice"),
         (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],%b}}' % ONE, b"1", "dtype occurs twice"),
         (b'{"__metadata__":{"a":"1","a":"2"}}', b"", "the key a occurs twice"),
     ],
@@ -297,7 +298,7 @@ def test_arbitrary_bytes_are_refused_or_consistent(content: bytes) -> None:
 def tilings(draw: st.DrawFn) -> tuple[dict[str, object], int]:
     """Byte ranges that often, but not always, tile a few bytes."""
     cuts = sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=5)))
-    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges = list(itertools.pairwise(cuts))
     if draw(st.booleans()):
         where = draw(st.integers(0, len(ranges) - 1))
         start, stop = ranges[where]

@@ -105,9 +105,14 @@ def test_a_cached_snapshot_is_found(cache: Path) -> None:
     assert resolve("org/name", offline(cache, revision=COMMIT)) == folder
 
 
-def test_ranks_that_must_not_download_take_the_cache(cache: Path) -> None:
+def test_ranks_that_must_not_download_take_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve("org/name", HubOptions(cache_dir=str(cache)), download=False)
     assert folder.name == COMMIT
+    with _hub_that_has(["model.safetensors"], cache, monkeypatch) as options_seen:
+        resolve("org/name", HubOptions(), download=False)
+        resolve("org/name", HubOptions(local_files_only=True))
+        resolve("org/name", HubOptions())
+    assert [options["local_files_only"] for options in options_seen] == [True, True, False]
 
 
 def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
@@ -192,12 +197,8 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "tokenizer.json",
             "tokenizer.model",
         ]
-    assert {
-        "revision": "v1",
-        "token": "secret",
-        "cache_dir": None,
-        "local_files_only": False,
-    } == options_seen[0]
+    expected = {"revision": "v1", "token": "secret", "cache_dir": None, "local_files_only": False}
+    assert options_seen == [expected]
 
 
 def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +206,7 @@ def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
     with _hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name", HubOptions(subfolder="fp16"))
     assert folder == tmp_path / "fp16"
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == [
-        "fp16/model.safetensors"
-    ]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["fp16/model.safetensors"]
 
 
 def test_consolidated_files_are_taken_where_there_are_no_others(
@@ -225,9 +224,7 @@ def _hub_that_has(
     """A snapshot_download that writes empty files, filtered by the real rules."""
     seen: list[dict[str, object]] = []
 
-    def download(
-        repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: object
-    ) -> str:
+    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: object) -> str:
         seen.append(options)
         for name in huggingface_hub.utils.filter_repo_objects(
             repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns

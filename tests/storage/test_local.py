@@ -1,4 +1,4 @@
-"""What is special about local files: system calls that do less than asked, descriptors, links, permissions."""
+"""What is special about local files: calls that do less than asked, descriptors, links, permissions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls >= 3258 / most
 
 
-def test_one_call_never_asks_for_more_than_linux_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
     asked: list[tuple[int, int]] = []
 
@@ -89,9 +87,7 @@ def test_an_interrupted_call_is_repeated(tmp_path: Path, monkeypatch: pytest.Mon
     assert not interruptions
 
 
-def test_an_input_output_error_names_file_and_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_output_error_names_file_and_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
 
     def broken(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -223,9 +219,7 @@ def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
         assert not os.get_inheritable(descriptor)
 
 
-def test_a_descriptor_in_use_survives_eviction_and_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descriptor_in_use_survives_eviction_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = write(tmp_path, 4)
     started, go_on = threading.Event(), threading.Event()
 

@@ -81,9 +81,7 @@ def test_reads_nothing_for_no_buffers(make_reader: MakeReader) -> None:
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 10241), (10239, 2), (10240, 1), (99999, 1)])
-def test_a_range_past_the_end_names_file_and_numbers(
-    make_reader: MakeReader, start: int, nbytes: int
-) -> None:
+def test_a_range_past_the_end_names_file_and_numbers(make_reader: MakeReader, start: int, nbytes: int) -> None:
     with make_reader({"weights": CONTENT}) as reader:
         with pytest.raises(StorageError, match=rf"weights .*bytes {start}\.\.{start + nbytes} .*truncated"):
             reader.read_into("weights", start, memoryview(bytearray(nbytes)))

@@ -59,5 +59,10 @@ def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     assert isinstance(tensor, DTensor)
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )

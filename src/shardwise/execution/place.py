@@ -106,9 +106,9 @@ class Placer:
         run, outer_sizes, outer_strides = _runs(source)
         gap = (outer_strides[-1] - run) * itemsize if outer_strides else 0
         if gap <= _GAP_BYTES:
-            self._read(leaf, source.offset, memoryview(staging.numpy()))
+            self._read(leaf, source.offset, _memory(staging))
             return torch.as_strided(values, source.sizes, source.strides)
-        memory = memoryview(staging.numpy())
+        memory = _memory(staging)
         width = run * itemsize
         for number, offset in enumerate(_offsets(source.offset, outer_sizes, outer_strides)):
             self._read(leaf, offset, memory[number * width : (number + 1) * width])
@@ -172,4 +172,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,))
-    return memoryview(flat.numpy())
+    return _memory(flat)
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)

@@ -1,4 +1,4 @@
-"""Tensors stored under several names: are the values the same?"""
+"""Whether tensors stored under several names have the same values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def unequal_twins(plan: LoadPlan, placer: Placer, rank: int, size: int) -> list[
     return unequal
 
 
-def are_equal(
-    first: Expression, second: Expression, dtype: DType, placer: Placer, rank: int, size: int
-) -> bool:
+def are_equal(first: Expression, second: Expression, dtype: DType, placer: Placer, rank: int, size: int) -> bool:
     """Whether two expressions have bitwise the same values as ``dtype``, in this rank's part of the rows.
 
     Rows are dealt to the ``size`` ranks in blocks, so that all ranks together read each expression once.

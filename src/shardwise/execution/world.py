@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -68,10 +68,10 @@ class World:
                 failure = error
         box: list[Any] = [(value, None if failure is None else _Failure.of(failure))]
         dist.broadcast_object_list(box, src=self._global_rank(0), group=self.group)
-        value, outcome = box[0]
+        shared, outcome = box[0]
         if outcome is not None:
             raise outcome.to_error() from failure
-        return value  # type: ignore[return-value]
+        return cast(T, shared)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value (picklable), by rank. Collective: yes."""

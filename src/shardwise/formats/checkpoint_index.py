@@ -132,7 +132,7 @@ class _Selection:
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
     faults = _Faults(reader.root)
     selection = _select(reader, weights_name, faults)
-    extras = [name for name in extra_files if name not in selection.files and _is_there(reader, name)]
+    extras = [name for name in extra_files if _is_there(reader, name)]
     headers = _read_headers(reader, sorted({*selection.files, *extras}), faults)
     entries = _merge_entries(headers, faults)
     _check_weight_map(selection.weight_map, headers, faults)
@@ -272,9 +272,7 @@ def _weight_map(reader: StorageReader, name: str, value: object, faults: _Faults
         _refuse_index(reader, name, "its weight_map is empty")
     for key, file in value.items():
         if not isinstance(file, str):
-            faults.add(
-                f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string"
-            )
+            faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
     mapped = {key: file for key, file in value.items() if isinstance(file, str)}
     unsafe = {file: why for file in mapped.values() if (why := _why_not_opened(file)) is not None}
     for file, why in sorted(unsafe.items()):

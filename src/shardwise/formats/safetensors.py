@@ -177,13 +177,9 @@ def _check_size(file: str, key: str, dtype: DType, shape: Sequence[int], nbytes:
     for size in shape:
         bits *= size
         if bits > _MAX_BITS:
-            _refuse(
-                file, f"tensor {shown(key)} of shape {_shown_value(list(shape))} has more than 2**64 bits"
-            )
+            _refuse(file, f"tensor {shown(key)} of shape {_shown_value(list(shape))} has more than 2**64 bits")
     if bits % 8:
-        _refuse(
-            file, f"tensor {shown(key)} of {dtype.label} {_shown_value(list(shape))} does not end at a byte"
-        )
+        _refuse(file, f"tensor {shown(key)} of {dtype.label} {_shown_value(list(shape))} does not end at a byte")
     if bits // 8 != nbytes:
         _refuse(
             file,

@@ -32,9 +32,7 @@ def parse_object(text: bytes, *, what: str) -> dict[str, object]:
 
 
 def _fault(what: str, cause: str) -> FormatError:
-    return FormatError(
-        f"{what}: {cause}; the file is damaged or of another format: download or write it again"
-    )
+    return FormatError(f"{what}: {cause}; the file is damaged or of another format: download or write it again")
 
 
 def _object_of_distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -7,6 +7,7 @@ and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materia
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -65,9 +66,7 @@ def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
 
 
 @lru_cache(maxsize=65536)
-def held_runs(
-    size: int, splits: tuple[tuple[Placement, int, int], ...]
-) -> tuple[tuple[int, int], ...]:
+def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[tuple[int, int], ...]:
     """The runs (start, count) of indices of one dimension that a rank holds.
 
     ``splits`` has, for each mesh axis that splits the dimension, in the mesh's order, the placement, the size of
@@ -87,9 +86,7 @@ def held_runs(
     breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()
     edges = [0, *breaks, indices.numel()]
     starts = indices.tolist() if breaks else [int(indices[0])]
-    return tuple(
-        (starts[first if breaks else 0], stop - first) for first, stop in zip(edges, edges[1:], strict=False)
-    )
+    return tuple((starts[first if breaks else 0], stop - first) for first, stop in itertools.pairwise(edges))
 
 
 def splitting_dim(placement: Placement) -> int | None:

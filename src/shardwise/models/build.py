@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from shardwise.conversion import Stored
 from shardwise.errors import ConfigError
-from shardwise.formats import CheckpointIndex
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
 
@@ -31,13 +31,15 @@ def read_config(directory: Path, *, trust_remote_code: bool, overrides: Mapping[
     except (OSError, ValueError) as error:
         raise ConfigError(f"no usable config in {directory}: {error}") from error
     if unused:
-        raise ConfigError(f"{type(config).__name__} has no {', '.join(sorted(unused))}; check the keyword arguments")
+        raise ConfigError(
+            f"{type(config).__name__} has no {', '.join(sorted(unused))}; check the keyword arguments"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{directory} holds quantised weights ({config.quantization_config}), which cannot be loaded yet; "
             "use a checkpoint in a floating dtype"
         )
-    return config
+    return cast(PreTrainedConfig, config)
 
 
 def resolve_class(
@@ -48,7 +50,7 @@ def resolve_class(
     ``model_class`` is a model class, an Auto class, or None for the class named by ``config.architectures``.
 
     Raises:
-        ConfigError: when no class is found, or it is code of the checkpoint's own and there is no consent to run it.
+        ConfigError: when no class is found, or it is the checkpoint's own code and there is no consent to run it.
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
@@ -85,13 +87,13 @@ def _class_from_config(
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, index: CheckpointIndex) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[Stored]) -> torch.dtype:
     """The dtype of the model: the one given, or for "auto" that of the config, or of the first stored floats.
 
     It is also set on the config and its sub-configs, as ``from_pretrained`` does.
     """
     if dtype == "auto":
-        found = getattr(config, "dtype", None) or _stored_dtype(index)
+        found = getattr(config, "dtype", None) or _stored_dtype(stored)
     else:
         found = dtype
     if isinstance(found, str):
@@ -106,10 +108,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, index: Che
     return found
 
 
-def _stored_dtype(index: CheckpointIndex) -> torch.dtype:
-    for entry in index.entries.values():
-        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
-            return to_torch(entry.dtype)
+def _stored_dtype(stored: Iterable[Stored]) -> torch.dtype:
+    for leaf in stored:
+        if leaf.dtype.kind == "float" and leaf.dtype.bits >= 16:
+            return to_torch(leaf.dtype)
     return torch.get_default_dtype()
 
 
@@ -145,7 +147,7 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
                     continue
                 kept = compat.planned_dtype(plan, siblings[fqn])
                 if kept is not None and kept != tensor.dtype:
-                    registry[name] = _recast(tensor, kept)  # type: ignore[assignment]
+                    registry[name] = _recast(tensor, kept)
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

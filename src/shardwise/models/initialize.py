@@ -72,8 +72,8 @@ class Programmed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> Programmed:
-        made: Programmed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, tuple(shape), dtype=program.dtype, device="cpu", requires_grad=False
+        made: Programmed = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=program.dtype, device=torch.device("cpu")
         )
         made.program = program
         made.rows = rows
@@ -85,8 +85,12 @@ class Programmed(torch.Tensor):
         return cls(program, shape, (0, shape[0] if shape else 1))
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
         target = args[0] if args and isinstance(args[0], Programmed) else None
@@ -179,7 +183,9 @@ def fill_from_program(
     for item in boxes:
         for start, flat, where in _pieces(program.shape, item):
             block = _block(program, start, seed, fqn)
-            target = torch.as_strided(local, item.local.sizes, item.local.strides, local.storage_offset() + item.local.offset)
+            target = torch.as_strided(
+                local, item.local.sizes, item.local.strides, local.storage_offset() + item.local.offset
+            )
             if isinstance(where, slice):
                 target.view(-1)[where] = block[flat].to(local.device)
             else:
@@ -237,8 +243,8 @@ def _seed_of(seed: int, fqn: str, block: int) -> int:
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module, held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """For the time of the block, ``chosen`` tensors by FQN, and for all others meta tensors marked as initialised."""
+def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta."""
     originals = [item.tensor for item in held]
     try:
         for item in held:
@@ -276,9 +282,11 @@ def programs_for(model: nn.Module, held: Sequence[Held], names: Collection[str])
     if not names:
         return {}
     chosen = {
-        item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype) for item in held if item.fqn in names
+        item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype)
+        for item in held
+        if item.fqn in names
     }
-    with _own_random_state(0), stand_ins(model, held, chosen):
+    with _own_random_state(0), stand_ins(held, chosen):
         try:
             run_initializers(model, held, names)
         except (RuntimeError, NotImplementedError):
@@ -293,7 +301,9 @@ def program_of(whole: torch.Tensor) -> Program:
     return Program(tuple(whole.shape), whole.dtype, [step])
 
 
-def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed: int, budget_bytes: int) -> torch.Tensor:
+def initialize_whole(
+    model: nn.Module, held: Sequence[Held], item: Held, *, seed: int, budget_bytes: int
+) -> torch.Tensor:
     """One tensor initialised whole on the CPU, for initialisers that are not element by element.
 
     Raises:
@@ -307,7 +317,7 @@ def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed
         )
     whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
     version = whole._version
-    with _own_random_state(_seed_of(seed, item.fqn, 0)), stand_ins(model, held, {item.fqn: whole}):
+    with _own_random_state(_seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
         run_initializers(model, held, {item.fqn})
     if whole._version == version:
         raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
@@ -343,7 +353,7 @@ def recompute_buffers(
             outcome[item.fqn] = Origin.NOWHERE, None
     versions = {name: tensor._version for name, tensor in chosen.items()}
     if chosen:
-        with _own_random_state(seed), stand_ins(model, held, chosen):
+        with _own_random_state(seed), stand_ins(held, chosen):
             run_initializers(model, held, chosen)
             for item in buffers:
                 if item.fqn in chosen:

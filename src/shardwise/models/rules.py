@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from torch import nn
 
 from shardwise.conversion import Bindings, Expression, Opaque, Stored, substitute
-from shardwise.formats import CheckpointIndex
 from shardwise.layout import ModelLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
@@ -77,20 +75,20 @@ def assign_keys(
 
 def bind(
     model: nn.Module,
-    index: CheckpointIndex,
+    stored: Mapping[str, Stored],
     layout: ModelLayout,
     transforms: Sequence[Any],
     dtype_of: Callable[[str], torch.dtype] | None = None,
 ) -> Bindings:
     """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
 
+    ``stored`` are the checkpoint's tensors by key.
     ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
     default is that tensor's dtype in ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     prefix = compat.base_model_prefix(model)
-    assignment = assign_keys(list(index.entries), names, transforms, prefix)
-    stored = {key: Stored(key, entry.shape, entry.dtype) for key, entry in index.entries.items()}
+    assignment = assign_keys(list(stored), names, transforms, prefix)
     offers: dict[str, list[Expression]] = {}
     faults: list[str] = []
     unmatched = dict(assignment.unmatched)
@@ -105,7 +103,9 @@ def bind(
             continue
         try:
             made = tracer.trace(conversion)
-        except Exception as error:  # whatever a converter raises is a fault of this checkpoint, told with the others
+        except (
+            Exception
+        ) as error:  # whatever a converter raises is a fault of this checkpoint, told with the others
             keys = conversion.keys
             several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             faults.append(f"{conversion.target} from {keys[0]}{several}: {conversion.converter}: {error}")
@@ -179,9 +179,7 @@ class _Tracer:
     def reuse(
         self, made: dict[str, Expression], first: Conversion, conversion: Conversion
     ) -> dict[str, Expression] | None:
-        leaves = {
-            old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)
-        }
+        leaves = {old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)}
         here = conversion.target.split(".")
         renamed: dict[str, Expression] = {}
         for name, expression in made.items():

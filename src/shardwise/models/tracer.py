@@ -29,18 +29,22 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
-        made: Recorded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, expression.shape, dtype=dtype, device="cpu", requires_grad=False
+        made: Recorded = torch.Tensor._make_wrapper_subclass(
+            cls, expression.shape, dtype=dtype, device=torch.device("cpu")
         )
         made.expression = expression
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Recorded({self.expression})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -81,9 +85,7 @@ def _unsqueeze(tensor: Recorded, dim: int) -> Recorded:
 def _squeeze(tensor: Recorded, dims: int | Sequence[int] | None = None) -> Recorded:
     chosen = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {_dim(tensor, dim) for dim in chosen if tensor.shape[dim] == 1}
-    return _same(
-        tensor, reshape(tensor.expression, [size for d, size in enumerate(tensor.shape) if d not in gone])
-    )
+    return _same(tensor, reshape(tensor.expression, [size for d, size in enumerate(tensor.shape) if d not in gone]))
 
 
 def _permute(tensor: Recorded, dims: Sequence[int]) -> Recorded:

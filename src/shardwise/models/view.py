@@ -166,15 +166,16 @@ def boxes_at(
             splits[dim].append((placement, size, position))
         elif not placement.is_replicate():
             raise PlacementError(f"{fqn} is placed as {placement}, which holds no values of its own")
-    runs = [
-        _torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)
-    ]
+    runs = [_torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
     for picks in itertools.product(*(range(len(dim_runs)) for dim_runs in runs)):
         offsets = tuple(runs[dim][pick][0] for dim, pick in enumerate(picks))
         sizes = tuple(runs[dim][pick][1] for dim, pick in enumerate(picks))
-        start = sum(local_starts[d][pick] * stride for d, (pick, stride) in enumerate(zip(picks, local_strides, strict=True)))
+        start = sum(
+            local_starts[d][pick] * stride
+            for d, (pick, stride) in enumerate(zip(picks, local_strides, strict=True))
+        )
         boxes.append(LocalBox(Box(offsets, sizes), Strided(start, sizes, local_strides)))
     return tuple(boxes)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -75,9 +75,7 @@ def default_mesh() -> DeviceMesh | None:
     if not dist.is_initialized():
         return None
     accelerated = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    return dist.init_device_mesh(
-        "cuda" if accelerated else "cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)
-    )
+    return init_device_mesh("cuda" if accelerated else "cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
 def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
@@ -165,7 +163,9 @@ def _planned(model: nn.Module) -> list[str]:
     """Modules the plan frees after use; those it keeps gathered stay in the root group, which is kept too."""
     plan = compat.fsdp_plan(model)
     freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
-    names = [name for name, _ in model.named_modules() if name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed]
+    names = [
+        name for name, _ in model.named_modules() if name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed
+    ]
     repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
 
@@ -247,7 +247,7 @@ def _replicated(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _islands(model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]) -> list[list[str]]:
-    """Modules whose own dtype is not that of the group they would be in: each becomes a group (float32 norms, say)."""
+    """Modules of another dtype than the group they would be in (float32 norms, say): each becomes a group."""
     owner = _group_finder(name for names in groups for name in names)
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
     shared = {id(p) for p, count in _owner_counts(model).items() if count > 1}

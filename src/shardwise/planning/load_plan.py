@@ -15,7 +15,6 @@ from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, ModelLayout, Origin, TensorLayout
 from shardwise.planning.consent import Consent
 from shardwise.planning.faults import Fault, Faults
-from shardwise.tensors import DType
 from shardwise.tensors.dtypes import casts_safely
 
 
@@ -109,6 +108,11 @@ class LoadPlan:
                 case _:
                     assert_never(fill)
         return summary.hexdigest()
+
+
+def stored_tensors(index: CheckpointIndex) -> dict[str, Stored]:
+    """The checkpoint's tensors as leaves of expressions, by key, in file order."""
+    return {key: Stored(key, entry.shape, entry.dtype) for key, entry in index.entries.items()}
 
 
 def plan_load(
@@ -229,9 +233,7 @@ class _Planner:
     def describe(self, offer: Expression) -> str:
         if isinstance(offer, Stored):
             entry = self.index.entries[offer.key]
-            return f"{offer.shape} {offer.dtype.label} in {entry.file}" + (
-                f" as {offer.key}" if offer.key else ""
-            )
+            return f"{offer.shape} {offer.dtype.label} in {entry.file}" + (f" as {offer.key}" if offer.key else "")
         return f"{offer.shape} as {offer}"
 
     def check_unexpected(self) -> None:
@@ -249,4 +251,3 @@ class _Planner:
 def _keys(expression: Expression) -> str:
     keys = list(dict.fromkeys(leaf.key for leaf in stored_leaves(expression)))
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
-

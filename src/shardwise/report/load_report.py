@@ -59,12 +59,12 @@ class LoadReport:
 
     def __str__(self) -> str:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
+        read = f"{_size(self.read_bytes)} of {_size(self.checkpoint_bytes)}"
+        effort = f"{self.reads} reads, {self.files_opened} files"
         lines = [
             f"loaded {self.checkpoint}",
-            f"  rank {self.rank} of {self.world_size}: read {_size(self.read_bytes)} of "
-            f"{_size(self.checkpoint_bytes)} ({_size(int(rate))}/s, {self.reads} reads, "
-            f"{self.files_opened} files), holds {_size(self.placed_bytes)}",
-            f"  {self.loaded} tensors, {self.parameters:,} parameters",
+            f"  rank {self.rank} of {self.world_size}: read {read} ({_size(int(rate))}/s, {effort})",
+            f"  holds {_size(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]

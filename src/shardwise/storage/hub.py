@@ -193,9 +193,7 @@ def _why_not_cached(options: HubOptions, error: Exception, *, download: bool) ->
     elif constants.HF_HUB_OFFLINE:
         remedy = "downloading is off (HF_HUB_OFFLINE is set): unset it, or download the repository first"
     elif not download:
-        remedy = (
-            "another rank of this node should have downloaded it: see its error, and use one cache for both"
-        )
+        remedy = "another rank of this node should have downloaded it: see its error, and use one cache for both"
     else:
         cause = error.__cause__ or error
         remedy = f"the hub could not be reached ({cause}): check the connection, or download it first"

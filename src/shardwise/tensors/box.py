@@ -33,8 +33,7 @@ class Box:
     def is_within(self, shape: Sequence[int]) -> bool:
         """Whether every index of the box is an index of a tensor of this shape."""
         return len(shape) == len(self.sizes) and all(
-            offset + size <= bound
-            for offset, size, bound in zip(self.offsets, self.sizes, shape, strict=True)
+            offset + size <= bound for offset, size, bound in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:

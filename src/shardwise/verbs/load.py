@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,27 @@ from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import Kind, ModelLayout, Origin
+from shardwise.layout import Kind, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
-from shardwise.models.dtypes import to_torch
 from shardwise.models.initialize import BufferRules
 from shardwise.models.rules import bind
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning import Consent, Init, LoadPlan, ModelRules, OnMissing, OnUnexpected, Read, Recompute, Refuse, Tie, Keep, plan_load
+from shardwise.planning import (
+    Consent,
+    Init,
+    Keep,
+    LoadPlan,
+    ModelRules,
+    OnMissing,
+    OnUnexpected,
+    Read,
+    Recompute,
+    Refuse,
+    Tie,
+    plan_load,
+    stored_tensors,
+)
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
 
@@ -73,7 +86,7 @@ def load(
     on_mismatched: OnMissing = Refuse(),  # noqa: B008
     on_unexpected: OnUnexpected = Refuse(),  # noqa: B008
     hub: HubOptions = HubOptions(),  # noqa: B008
-    options: LoadOptions = LoadOptions(),  # noqa: B008
+    options: LoadOptions = LoadOptions(),
 ) -> LoadReport:
     """Fill a model from a checkpoint of safetensors files, bitwise as transformers would.
 
@@ -114,7 +127,7 @@ def load(
             transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
             held = world.together(lambda: look_inside(model))
             layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
-            bindings = world.together(lambda: bind(model, source.index, layout, transforms))
+            bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
             world.together(lambda: tie_declared(model, held, bindings))
         request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
         report = carry_out(world, model, request, clock)
@@ -155,7 +168,12 @@ class Clock:
 
 
 def open_source(
-    world: World, checkpoint: Source, hub: HubOptions, *, weights_name: str | None = None, extra: Sequence[str] = ()
+    world: World,
+    checkpoint: Source,
+    hub: HubOptions,
+    *,
+    weights_name: str | None = None,
+    extra: Sequence[str] = (),
 ) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
@@ -187,7 +205,9 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
     loose = {
         target: source
         for target, source in compat.declared_ties(model).items()
-        if target in by_name and source in by_name and by_name[target] is not by_name[source]
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
         and not (bindings.offers.get(target) and bindings.offers.get(source))
     }
     if not loose:

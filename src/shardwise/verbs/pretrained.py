@@ -26,7 +26,7 @@ from shardwise.models.initialize import BufferRules
 from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.wrap import Sharding
-from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse, stored_tensors
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions
 from shardwise.verbs.load import (
@@ -164,7 +164,9 @@ def _config(directory: Path, keywords: PretrainedOptions) -> PreTrainedConfig:
     overrides = keywords.get("config_overrides", {})
     if given is not None:
         if overrides:
-            raise ConfigError("config_overrides change the checkpoint's config; with config= change that config itself")
+            raise ConfigError(
+                "config_overrides change the checkpoint's config; with config= change that config itself"
+            )
         return type(given).from_dict(given.to_dict())
     folder = directory if directory.is_dir() else directory.parent
     return build.read_config(
@@ -172,15 +174,12 @@ def _config(directory: Path, keywords: PretrainedOptions) -> PreTrainedConfig:
     )
 
 
-def _build(
-    directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions
-) -> _Built:
+def _build(directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions) -> _Built:
     trust = keywords.get("trust_remote_code", False)
     folder = directory if directory.is_dir() else directory.parent
-    model_class, config = build.resolve_class(
-        config, keywords.get("model_class"), folder, trust_remote_code=trust
-    )
-    dtype = build.resolve_dtype(keywords.get("dtype", "auto"), config, source.index)
+    model_class, config = build.resolve_class(config, keywords.get("model_class"), folder, trust_remote_code=trust)
+    stored = stored_tensors(source.index)
+    dtype = build.resolve_dtype(keywords.get("dtype", "auto"), config, stored.values())
     model = build.build_on_meta(model_class, config, dtype, folder)
     transforms = compat.conversion_transforms(model, keywords.get("key_mapping"))
     layout = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
@@ -189,7 +188,7 @@ def _build(
     def dtype_of(name: str) -> torch.dtype:
         return compat.planned_dtype(plan, name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, source.index, layout, transforms, dtype_of)
+    bindings = bind(model, stored, layout, transforms, dtype_of)
     build.keep_dtypes(model, dtype, bindings.leaders)
     return _Built(model, transforms, layout, bindings)
 

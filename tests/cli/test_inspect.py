@@ -1,0 +1,276 @@
+"""What `inspect` prints, for people and for programs, and that it does so without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.formats.building import file_of, index_of, tensor
+
+from shardwise.cli import inspect
+from shardwise.cli.inspect import group_tensors, inspect_command
+from shardwise.formats import open_checkpoint
+
+
+def layer(number: int, start: int) -> dict[str, object]:
+    return {
+        f"model.layers.{number}.mlp.up_proj.weight": tensor("BF16", [4, 8], start, start + 64),
+        f"model.layers.{number}.norm.weight": tensor("F32", [8], start + 64, start + 96),
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Twelve equal layers in one file, the embedding in another."""
+    layers: dict[str, object] = {}
+    for number in range(12):
+        layers |= layer(number, number * 96)
+    (tmp_path / "layers.safetensors").write_bytes(file_of(layers, bytes(12 * 96)))
+    embedding = {"__metadata__": {"format": "pt"}, "model.embed.weight": tensor("BF16", [1000, 8], 0, 16000)}
+    (tmp_path / "embed.safetensors").write_bytes(file_of(embedding, bytes(16000)))
+    weight_map = {"model.embed.weight": "embed.safetensors"}
+    weight_map |= dict.fromkeys(layers, "layers.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index_of(weight_map))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True, "other": 1}))
+    return tmp_path
+
+
+# click before 8.2 mixes stderr into stdout unless told not to.
+MIXES = "mix_stderr" in signature(CliRunner).parameters
+RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
+
+
+def run(*arguments: str | Path) -> Result:
+    return RUNNER.invoke(inspect_command, [str(argument) for argument in arguments])
+
+
+def lines(result: Result) -> list[list[str]]:
+    assert result.exit_code == 0, result.output
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_the_summary(checkpoint: Path) -> None:
+    printed = lines(run(checkpoint))
+    for line in (
+        ["layout", "indexed"],
+        ["tensors", "25"],
+        ["parameters", "8,480"],
+        ["bytes", "16.75", "KiB"],
+        ["BF16", "16.38", "KiB"],
+        ["F32", "384", "B"],
+        ["architectures", '["LlamaForCausalLM"]'],
+        ["model_type", '"llama"'],
+        ["dtype", '"bfloat16"'],
+        ["tie_word_embeddings", "true"],
+    ):
+        assert line in printed
+    assert any(line[:1] == ["embed.safetensors"] for line in printed)
+    assert not any("up_proj" in word for line in printed for word in line)
+    assert not any("other" in line for line in printed)
+
+
+def test_equal_layers_are_one_line(checkpoint: Path) -> None:
+    printed = lines(run(checkpoint, "--tensors"))
+    pattern = "model.layers.{0..11}.mlp.up_proj.weight"
+    assert [pattern, "(4,", "8)", "BF16", "x12", "768", "B"] in printed
+    assert ["model.embed.weight", "(1000,", "8)", "BF16", "15.62", "KiB"] in printed
+    assert len([line for line in printed if line and line[0].startswith("model.")]) == 3
+
+
+def test_each_tensor_has_its_file_in_natural_order(checkpoint: Path) -> None:
+    printed = lines(run(checkpoint, "--each", "--match", "*.norm.*"))
+    rows = [line for line in printed if line and line[0].startswith("model.")]
+    assert [row[0] for row in rows] == [f"model.layers.{number}.norm.weight" for number in range(12)]
+    assert rows[0][1:] == ["(8,)", "F32", "32", "B", "layers.safetensors"]
+
+
+def test_match_narrows_the_list_and_nothing_else(checkpoint: Path) -> None:
+    printed = lines(run(checkpoint, "--match", "*.up_proj.*"))
+    assert [line[0] for line in printed if line and line[0].startswith("model.")] == [
+        "model.layers.{0..11}.mlp.up_proj.weight"
+    ]
+    assert ["tensors", "25"] in printed
+    assert ["no", "tensor", "matches"] in lines(run(checkpoint, "--match", "nothing*"))
+
+
+def test_tensors_of_other_shape_or_dtype_are_other_groups(tmp_path: Path) -> None:
+    header = {
+        "l.0.w": tensor("U8", [2], 0, 2),
+        "l.1.w": tensor("U8", [2], 2, 4),
+        "l.2.w": tensor("U8", [3], 4, 7),
+        "l.3.w": tensor("I8", [2], 7, 9),
+        "l.4.w": tensor("U8", [2], 9, 11),
+    }
+    (tmp_path / "f.safetensors").write_bytes(file_of(header, bytes(11)))
+    groups = group_tensors(open_checkpoint(tmp_path).entries.values())
+    assert sorted((group.pattern, group.dtype, group.shape, group.nbytes) for group in groups) == [
+        ("l.2.w", "U8", (3,), 3),
+        ("l.3.w", "I8", (2,), 2),
+        ("l.{0..1,4}.w", "U8", (2,), 6),
+    ]
+    assert sum(group.count for group in groups) == 5
+
+
+def test_json_has_everything_in_one_object(checkpoint: Path) -> None:
+    result = run(checkpoint, "--json")
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert facts["layout"] == "indexed"
+    assert facts["root"] == str(checkpoint)
+    assert {file["name"]: file["bytes"] for file in facts["files"]} == {
+        name: (checkpoint / name).stat().st_size for name in ("embed.safetensors", "layers.safetensors")
+    }
+    assert (facts["tensor_count"], facts["parameter_count"], facts["bytes"]) == (25, 8480, 17152)
+    assert facts["bytes_per_dtype"] == {"BF16": 16768, "F32": 384}
+    assert facts["config"] == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    }
+    assert facts["metadata"] == {"format": "pt", "total_size": "1"}
+    assert len(facts["tensors"]) == 25
+    (embedding,) = [entry for entry in facts["tensors"] if entry["key"] == "model.embed.weight"]
+    size = (checkpoint / "embed.safetensors").stat().st_size
+    assert embedding == {
+        "key": "model.embed.weight",
+        "dtype": "BF16",
+        "shape": [1000, 8],
+        "bytes": 16000,
+        "file": "embed.safetensors",
+        "start": size - 16000,
+        "stop": size,
+    }
+
+
+def test_json_of_matching_tensors(checkpoint: Path) -> None:
+    facts = json.loads(run(checkpoint, "--json", "--match", "*embed*").stdout)
+    assert [entry["key"] for entry in facts["tensors"]] == ["model.embed.weight"]
+    assert facts["tensor_count"] == 25
+
+
+def test_a_single_file_and_a_named_file(checkpoint: Path) -> None:
+    assert ["tensors", "1"] in lines(run(checkpoint / "embed.safetensors"))
+    assert ["tensors", "1"] in lines(run(checkpoint, "--weights-name", "embed.safetensors"))
+
+
+def test_the_file_that_the_configuration_names(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"transformers_weights": "embed.safetensors"}')
+    assert ["tensors", "1"] in lines(run(checkpoint))
+
+
+def test_a_subfolder(checkpoint: Path) -> None:
+    assert ["tensors", "25"] in lines(run(checkpoint.parent, "--subfolder", checkpoint.name))
+
+
+def test_without_a_configuration(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    printed = lines(run(checkpoint))
+    assert ["tensors", "25"] in printed
+    assert not any(line[:1] == ["model_type"] for line in printed)
+
+
+def test_infinity_in_a_configuration_is_fine(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+    assert ["model_type", '"mamba2"'] in lines(run(checkpoint))
+
+
+def error_line(result: Result) -> str:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("config", [b"", b"[]", b"\xff", b"{", b"[" * 100_000])
+def test_a_damaged_configuration_is_named(checkpoint: Path, config: bytes) -> None:
+    (checkpoint / "config.json").write_bytes(config)
+    assert "config.json: cannot be read" in error_line(run(checkpoint))
+
+
+def test_errors_are_one_line_and_exit_code_two(checkpoint: Path) -> None:
+    assert "no such directory" in error_line(run(checkpoint / "absent"))
+    assert "weights_name" in error_line(run(checkpoint, "--weights-name", "absent.safetensors"))
+    (checkpoint / "model.safetensors.index.json").write_bytes(b"{}")
+    assert "no object named weight_map" in error_line(run(checkpoint))
+
+
+def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(repo_id: str, *, local_files_only: bool, **options: object) -> str:
+        assert local_files_only
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert "org/name at revision v2: not in the cache" in error_line(run("org/name", "--revision", "v2"))
+
+
+def test_many_faults_are_a_list(checkpoint: Path) -> None:
+    (checkpoint / "layers.safetensors").write_bytes(b"")
+    (checkpoint / "embed.safetensors").unlink()
+    result = run(checkpoint)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "layers.safetensors: the file is empty" in result.stderr
+    assert "embed.safetensors" in result.stderr
+
+
+def test_hostile_names_are_printed_harmlessly(tmp_path: Path) -> None:
+    header = {
+        "\x1b[2J": tensor("U8", [1], 0, 1),
+        "[red]x[/red]": tensor("U8", [1], 1, 2),
+        "9" * 10_000: tensor("U8", [1], 2, 3),
+    }
+    (tmp_path / "f.safetensors").write_bytes(file_of(header, bytes(3)))
+    for option in ("--tensors", "--each"):
+        result = run(tmp_path, option)
+        assert result.exit_code == 0
+        assert "\x1b" not in result.stdout
+        assert "[red]x[/red]" in result.stdout
+
+
+def test_a_terminal_gets_a_table(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("[red]x[/red]", "1 B")]
+    inspect._print_rich_table([("key", "left"), ("bytes", "right")], rows)
+    printed = capsys.readouterr().out
+    assert "[red]x[/red]" in printed
+    assert "─" in printed
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (10239, "10,239 B"),
+        (10240, "10.00 KiB"),
+        (2**20 - 1, "1,024.00 KiB"),
+        (2**20, "1.00 MiB"),
+        (3 * 2**29, "1.50 GiB"),
+        (2**50, "1,024.00 TiB"),
+    ],
+)
+def test_bytes_in_words(nbytes: int, text: str) -> None:
+    assert inspect._in_bytes(nbytes) == text
+
+
+def test_it_runs_in_a_process_without_torch(checkpoint: Path) -> None:
+    program = (
+        "import sys; from shardwise.cli.inspect import inspect_command; "
+        "inspect_command(sys.argv[1:], standalone_mode=False); "
+        "loaded = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    command = [sys.executable, "-c", program, str(checkpoint), "--tensors"]
+    printed = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert "model.layers.{0..11}.norm.weight" in printed

@@ -1,0 +1,467 @@
+"""Which files make up a checkpoint, and everything that can be wrong with them, said at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tests.formats.building import file_of, file_with, index_of, tensor
+
+from shardwise.errors import CheckpointError, FormatError, StorageError
+from shardwise.formats import CheckpointIndex, checkpoint_index, open_checkpoint
+from shardwise.storage import MemoryReader
+from shardwise.tensors import DType
+
+
+def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:
+    return open_checkpoint(MemoryReader(files), **options)  # type: ignore[arg-type]
+
+
+def refusal(files: Mapping[str, bytes], **options: object) -> str:
+    with pytest.raises(FormatError) as caught:
+        opened(files, **options)
+    return str(caught.value)
+
+
+A, B, C = file_with("a"), file_with("b"), file_with("c")
+
+
+# Which files
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "layout"),
+    [
+        ({"model.safetensors": A}, ["model.safetensors"], "single file"),
+        ({"foo.safetensors": A}, ["foo.safetensors"], "single file"),
+        (
+            {"model.safetensors": A, "model.safetensors.index.json": index_of({"b": "b.safetensors"})},
+            ["model.safetensors"],
+            "single file",
+        ),
+        (
+            {
+                "x.safetensors": A,
+                "y.safetensors": B,
+                "z.safetensors": C,
+                "model.safetensors.index.json": index_of({"a": "x.safetensors", "b": "y.safetensors"}),
+                "other.safetensors.index.json": b"not opened",
+            },
+            ["x.safetensors", "y.safetensors"],
+            "indexed",
+        ),
+        (
+            {
+                "x.safetensors": A,
+                "y.safetensors": B,
+                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
+            },
+            ["x.safetensors"],
+            "indexed",
+        ),
+        (
+            {
+                "x.safetensors": A,
+                "consolidated.safetensors": B,
+                "consolidated.safetensors.index.json": b"not opened",
+                "adapter_model.safetensors.index.json": b"not opened",
+                "odd.safetensors.index.json": index_of({"a": "x.safetensors"}),
+            },
+            ["x.safetensors"],
+            "indexed",
+        ),
+        (
+            {
+                "model.safetensors-00001-of-00003.safetensors": A,
+                "model.safetensors-00002-of-00003.safetensors": B,
+                "model.safetensors-00003-of-00003.safetensors": C,
+            },
+            [f"model.safetensors-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
+            "several files without an index",
+        ),
+        (
+            {"m-00000-of-00002.safetensors": A, "m-00001-of-00002.safetensors": B},
+            ["m-00000-of-00002.safetensors", "m-00001-of-00002.safetensors"],
+            "several files without an index",
+        ),
+        (
+            {"foo.safetensors": A, "adapter_model.safetensors": A, "consolidated.safetensors": A},
+            ["foo.safetensors"],
+            "single file",
+        ),
+        (
+            {"consolidated.safetensors": A, "adapter_model.safetensors": A},
+            ["consolidated.safetensors"],
+            "single file",
+        ),
+        ({"foo.safetensors": A, "sub/model.safetensors": A}, ["foo.safetensors"], "single file"),
+        (
+            {"sub/x.safetensors": A, "model.safetensors.index.json": index_of({"a": "sub/x.safetensors"})},
+            ["sub/x.safetensors"],
+            "indexed",
+        ),
+    ],
+)
+def test_the_files_that_count(files: dict[str, bytes], chosen: list[str], layout: str) -> None:
+    index = opened(files)
+    assert list(index.files) == chosen
+    assert index.files == {name: len(files[name]) for name in chosen}
+    assert index.layout == layout
+    assert index.root == "<memory>"
+
+
+def test_weights_name_comes_first() -> None:
+    files = {
+        "model.safetensors": A,
+        "ema.safetensors": B,
+        "sub/ema.safetensors": C,
+        "ema.safetensors.index.json": index_of({"a": "model.safetensors", "b": "ema.safetensors"}),
+    }
+    assert set(opened(files).entries) == {"a"}
+    assert set(opened(files, weights_name="ema.safetensors").entries) == {"b"}
+    assert set(opened(files, weights_name="sub/ema.safetensors").entries) == {"c"}
+    assert set(opened(files, weights_name="ema.safetensors.index.json").entries) == {"a", "b"}
+
+
+def test_files_of_a_named_index_are_relative_to_the_folder_as_in_transformers() -> None:
+    files = {"x.safetensors": A, "sub/my.safetensors.index.json": index_of({"a": "x.safetensors"})}
+    assert list(opened(files, weights_name="sub/my.safetensors.index.json").files) == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["ema.safetensors", "ema.safetensors.index.json"])
+def test_weights_name_that_is_not_there(name: str) -> None:
+    assert f"{name} in <memory>: no such file, but it is asked for by name" in refusal(
+        {"model.safetensors": A}, weights_name=name
+    )
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "model.safetensors.index", "config.json"])
+def test_weights_name_of_another_kind(name: str) -> None:
+    message = refusal({"model.safetensors": A, name: b""}, weights_name=name)
+    assert f"{name} in <memory>: this layout is not supported for loading" in message
+
+
+def test_weights_name_that_climbs_out(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(A)
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(CheckpointError, match="refused as a file name"):
+        open_checkpoint(tmp_path / "sub", weights_name="../model.safetensors")
+
+
+def test_extra_files_are_read_where_they_are() -> None:
+    files = {"model.safetensors": A, "mtp.safetensors": B}
+    index = opened(files, extra_files=["mtp.safetensors", "absent.safetensors", "model.safetensors"])
+    assert list(index.files) == ["model.safetensors", "mtp.safetensors"]
+    assert set(index.entries) == {"a", "b"}
+    assert set(opened(files).entries) == {"a"}
+
+
+def test_several_other_indexes_cannot_be_decided() -> None:
+    message = refusal({"x.safetensors.index.json": b"", "y.safetensors.index.json": b"", "a.safetensors": A})
+    assert "x.safetensors.index.json, y.safetensors.index.json" in message
+    assert "weights_name" in message
+
+
+def test_a_path_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(A)
+    (tmp_path / "y.safetensors").write_bytes(B)
+    (tmp_path / "my.safetensors.index.json").write_bytes(index_of({"b": "y.safetensors"}))
+    index = open_checkpoint(tmp_path / "x.safetensors")
+    assert (index.root, list(index.files)) == (str(tmp_path), ["x.safetensors"])
+    assert set(open_checkpoint(tmp_path / "my.safetensors.index.json").entries) == {"b"}
+    with pytest.raises(FormatError, match=r"x\.safetensors: is a file, so weights_name"):
+        open_checkpoint(tmp_path / "x.safetensors", weights_name="y.safetensors")
+
+
+def test_a_path_to_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin in .*this layout is not supported for loading"):
+        open_checkpoint(tmp_path / "pytorch_model.bin")
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="absent: no such directory"):
+        open_checkpoint(tmp_path / "absent")
+
+
+# What is in them
+
+
+def test_entries_are_in_file_order_with_their_places() -> None:
+    files = {
+        "b.safetensors": file_of(
+            {"y": tensor("F32", [2], 4, 12), "x": tensor("BF16", [2], 0, 4)}, bytes(range(12))
+        ),
+        "a.safetensors": file_with("z", nbytes=3),
+        "model.safetensors.index.json": index_of(
+            {"x": "b.safetensors", "y": "b.safetensors", "z": "a.safetensors"}
+        ),
+    }
+    index = opened(files)
+    assert list(index.entries) == ["z", "x", "y"]
+    assert index.nbytes == 15
+    entry = index.entries["y"]
+    assert (entry.key, entry.file, entry.dtype, entry.shape) == ("y", "b.safetensors", DType.F32, (2,))
+    assert files["b.safetensors"][entry.start : entry.stop] == bytes(range(4, 12))
+
+
+def test_a_key_that_the_index_leaves_out_is_included() -> None:
+    files = {
+        "x.safetensors": file_with("a", "left.out"),
+        "model.safetensors.index.json": index_of({"a": "x.safetensors"}),
+    }
+    assert set(opened(files).entries) == {"a", "left.out"}
+
+
+def test_metadata_of_headers_and_index_is_text() -> None:
+    files = {
+        "x.safetensors": file_of(
+            {
+                "__metadata__": {"format": "pt", "who": "x", "total_size": "header"},
+                "k": tensor("U8", [0], 0, 0),
+            }
+        ),
+        "y.safetensors": file_of({"__metadata__": {"who": "y", "only": "y"}, "l": tensor("U8", [0], 0, 0)}),
+        "model.safetensors.index.json": json.dumps(
+            {
+                "metadata": {"total_size": 8, "nested": {"a": [1]}, "text": "as it is"},
+                "weight_map": {"k": "x.safetensors", "l": "y.safetensors"},
+            }
+        ).encode(),
+    }
+    assert opened(files).metadata == {
+        "format": "pt",
+        "who": "x",  # the first file's
+        "only": "y",
+        "total_size": "8",  # the index's
+        "nested": '{"a": [1]}',
+        "text": "as it is",
+    }
+
+
+@pytest.mark.parametrize("metadata", [None, [], "text", 3])
+def test_an_index_without_metadata_is_fine(metadata: object) -> None:
+    index_file = json.dumps({"metadata": metadata, "weight_map": {"a": "x.safetensors"}}).encode()
+    index = opened({"x.safetensors": A, "model.safetensors.index.json": index_file})
+    assert set(index.entries) == {"a"}
+    assert index.metadata == {}
+
+
+def test_an_index_travels_between_ranks() -> None:
+    index = opened({"model.safetensors": file_with("a", "b")})
+    assert pickle.loads(pickle.dumps(index)) == index
+
+
+def test_the_reader_that_is_passed_stays_open() -> None:
+    reader = MemoryReader({"model.safetensors": A})
+    open_checkpoint(reader)
+    assert reader.size("model.safetensors") == len(A)
+
+
+# Nothing there
+
+
+def test_nothing_there_says_what_was_looked_for_and_what_is_there() -> None:
+    message = refusal({"config.json": b"", "README.md": b""})
+    assert "<memory>: no weights found" in message
+    assert "model.safetensors, model.safetensors.index.json" in message
+    assert "README.md, config.json" in message
+    assert "not supported" not in message
+    assert "adapter" not in message
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="files there: none"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["pytorch_model.bin"], "pytorch_model.bin: this layout is not supported for loading"),
+        ([".metadata", "__0_0.distcp"], "(torch.distributed.checkpoint): this layout is not supported for"),
+        (["adapter_model.safetensors"], "There is an adapter without its base model"),
+        (["adapter_model.bin"], "There is an adapter without its base model"),
+    ],
+)
+def test_nothing_there_but_something_else(names: list[str], words: str) -> None:
+    assert words in refusal(dict.fromkeys(names, b""))
+
+
+def test_a_folder_of_thousands_of_files_is_listed_in_part() -> None:
+    message = refusal({f"{number:04}.txt": b"" for number in range(1000)})
+    assert "0019.txt, ... and 980 more" in message
+    assert "0020.txt" not in message
+
+
+# Index files that lie
+
+
+@pytest.mark.parametrize(
+    ("index_file", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "a JSON list, not an object"),
+        (b"{}", "no object named weight_map"),
+        (b'{"weight_map": ["x.safetensors"]}', "no object named weight_map"),
+        (b'{"weight_map": {}}', "weight_map is empty"),
+        (b'{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "the key a occurs twice"),
+        (b'{"weight_map": {"a": "x.safetensors"}, "weight_map": {}}', "the key weight_map occurs twice"),
+        (b'{"weight_map": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"weight_map": {"\xff": "x.safetensors"}}', "invalid UTF-8 at byte 17"),
+        (b'{"weight_map": {"a": 1}}', "a: 1, not a string"),
+        (b'{"weight_map": {"a": null}}', "a: None, not a string"),
+        (b'{"weight_map": {"a": ["x.safetensors"]}}', "a: ['x.safetensors'], not a string"),
+        (index_of({"a": "/etc/x.safetensors"}), "/etc/x.safetensors: it is absolute"),
+        (index_of({"a": "../x.safetensors"}), "../x.safetensors: it climbs out"),
+        (index_of({"a": "sub/../../x.safetensors"}), "sub/../../x.safetensors: it climbs out"),
+        (index_of({"a": "..\\x.safetensors"}), "it contains a backslash"),
+        (index_of({"a": "C:x.safetensors"}), "it starts with a drive letter"),
+        (index_of({"a": "\0.safetensors"}), "it contains a NUL character"),
+        (index_of({"a": ""}), "it does not end in .safetensors"),
+        (index_of({"a": "pytorch_model.bin"}), "pytorch_model.bin: it does not end in .safetensors"),
+        (index_of({"a": "\ud800.safetensors"}), "\\ud800"),
+        (index_of({"a": "absent.safetensors"}), "absent.safetensors in <memory>: no such file"),
+        (index_of({"b": "x.safetensors"}), "b: not in x.safetensors"),
+    ],
+)
+def test_an_index_that_lies(index_file: bytes, words: str) -> None:
+    message = refusal({"x.safetensors": A, "model.safetensors.index.json": index_file})
+    assert words in message
+    assert "safetensors" in message
+    assert "<memory>" in message
+
+
+def test_an_index_that_climbs_out_of_a_real_folder_opens_nothing(tmp_path: Path) -> None:
+    (tmp_path / "secret.safetensors").write_bytes(A)
+    (tmp_path / "model").mkdir()
+    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors")):
+        (tmp_path / "model" / "model.safetensors.index.json").write_bytes(index_of({"a": name}))
+        with pytest.raises(FormatError, match=r"file names refused in model\.safetensors\.index\.json: 1"):
+            open_checkpoint(tmp_path / "model")
+
+
+def test_a_huge_index_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_index, "MAX_INDEX_BYTES", 50)
+    reader = MemoryReader({"x.safetensors": A, "model.safetensors.index.json": b" " * 51})
+    with pytest.raises(FormatError, match="has 51 bytes, 50 is the limit"):
+        open_checkpoint(reader)
+    assert reader.reads == 0
+
+
+# Files that do not fit together
+
+
+def test_a_key_in_two_files_names_both() -> None:
+    message = refusal({"x.safetensors": file_with("a", "b"), "y.safetensors": file_with("b", "c")})
+    assert "keys held by two files: 1" in message
+    assert "b: in x.safetensors and in y.safetensors" in message
+
+
+def test_a_key_in_an_extra_file_as_well() -> None:
+    message = refusal({"model.safetensors": A, "extra.safetensors": A}, extra_files=["extra.safetensors"])
+    assert "a: in extra.safetensors and in model.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["m-00001-of-00003", "m-00003-of-00003"], "2 of 3 are there, missing are the numbers 2"),
+        (["m-00001-of-00003", "m-00002-of-00003"], "2 of 3 are there, missing are the numbers 3"),
+        (["m-00002-of-00003", "m-00003-of-00003"], "2 of 3 are there, missing are the numbers 1"),
+        (["m-00000-of-00003", "m-00002-of-00003"], "2 of 3 are there, missing are the numbers 1"),
+        (["m-00001-of-999999999"], "1 of 999999999 are there, missing are the numbers 2, 3"),
+    ],
+)
+def test_a_numbered_file_that_is_missing_where_no_index_would_tell(names: list[str], words: str) -> None:
+    message = refusal({f"{name}.safetensors": file_with(name) for name in names})
+    assert "incomplete sets of numbered files: 1" in message
+    assert words in message
+
+
+def test_all_faults_are_said_at_once() -> None:
+    message = refusal(
+        {
+            "model.safetensors.index.json": index_of(
+                {
+                    "a": "x.safetensors",
+                    "gone": "x.safetensors",
+                    "b": "absent.safetensors",
+                    "c": "damaged.safetensors",
+                    "d": "../out.safetensors",
+                    "e": 5,
+                    "f": "y.safetensors",
+                }
+            ),
+            "x.safetensors": file_with("a"),
+            "y.safetensors": file_with("f", "a"),
+            "damaged.safetensors": file_with("c")[:-1],
+        }
+    )
+    for words in (
+        "gone: not in x.safetensors",
+        "absent.safetensors in <memory>: no such file",
+        "damaged.safetensors: tensor c reaches to byte",
+        "../out.safetensors: it climbs out",
+        "e: 5, not a string",
+        "a: in x.safetensors and in y.safetensors",
+    ):
+        assert words in message
+    # A damaged file's keys are not reported again as missing from it.
+    assert "c: not in damaged" not in message
+
+
+def test_at_most_twenty_of_each_kind_are_listed() -> None:
+    message = refusal(
+        {
+            "x.safetensors": A,
+            "model.safetensors.index.json": index_of({f"k{n:03}": "x.safetensors" for n in range(100)}),
+        }
+    )
+    assert "keys not in the file the index names: 100" in message
+    assert "k019: not in" in message
+    assert "k020: not in" not in message
+    assert "... and 80 more" in message
+
+
+def test_bytes_that_cannot_be_read_are_no_fault_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in {"x.safetensors": A, "y.safetensors": B}.items():
+        (tmp_path / name).write_bytes(content)
+    real_open = os.open
+
+    def denied(path: str, *arguments: int) -> int:
+        if path.endswith("y.safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real_open(path, *arguments)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(StorageError, match=r"files that could not be read: 1\n.*y\.safetensors .*permission"):
+        open_checkpoint(tmp_path)
+    # With a fault besides, everything is in one FormatError.
+    (tmp_path / "x.safetensors").write_bytes(A[:-1])
+    with pytest.raises(FormatError, match=r"(?s)x\.safetensors: tensor a .*y\.safetensors .*permission"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_link_of_the_hub_cache_to_a_pruned_blob_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").symlink_to("../../blobs/pruned")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index_of({"a": "x.safetensors"}))
+    with pytest.raises(FormatError, match=r"missing files: 1\n.*link to \.\./\.\./blobs/pruned"):
+        open_checkpoint(tmp_path)
+
+
+def test_formats_import_no_torch() -> None:
+    program = (
+        "import sys, shardwise.formats; "
+        "assert not {'huggingface_hub', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

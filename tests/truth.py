@@ -1,0 +1,119 @@
+"""Checkpoints of tiny models with the truth about them, and the comparison that every rank makes."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests import zoo
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise.models.view import canonical
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYOUTS = {"original": zoo.save_original, "internal": zoo.save_internal}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint on disk, and the file with what a normal load makes of it."""
+
+    specimen: zoo.Specimen
+    directory: str
+    dtype: str
+    truth: str
+
+    def __str__(self) -> str:
+        return f"{self.specimen.name} {Path(self.directory).name} {self.dtype}"
+
+
+def prepare(specimen: zoo.Specimen, folder: Path, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Case]:
+    """Save a tiny model in every layout, and for each dtype the outcome of transformers' own loader.
+
+    Where that loader is known not to give back what was saved (``getattr(zoo, "KNOWN_UPSTREAM", {"zaya": ""})``), the truth is what was saved.
+    """
+    model = zoo.build(specimen)
+    cases: list[Case] = []
+    for layout, save in LAYOUTS.items():
+        directory = folder / specimen.name.replace(":", "-") / layout
+        directory.mkdir(parents=True)
+        save(model, directory)
+        for dtype in dtypes:
+            reference = type(model).from_pretrained(directory, dtype=DTYPES[dtype])
+            if specimen.name in getattr(zoo, "KNOWN_UPSTREAM", {"zaya": ""}):
+                for name, value in model.state_dict().items():
+                    reference.state_dict(keep_vars=True)[name].data.copy_(value)
+            truth = directory.parent / f"{layout}-{dtype}.pt"
+            torch.save(snapshot(reference), truth)
+            cases.append(Case(specimen, str(directory), dtype, str(truth)))
+    return cases
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Whole values of all parameters and buffers by name, and which names share a tensor."""
+    tensors = {**dict(named(model))}
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {
+        "values": {name: whole(tensor) for name, tensor in tensors.items()},
+        "ties": sorted(sorted(names) for names in groups.values()),
+    }
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return [(canonical(name), tensor) for name, tensor in [*parameters, *buffers]]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global value, gathered by torch itself (collective for a DTensor)."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def differences(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:
+    """What is not bitwise the same in two snapshots."""
+    faults: list[str] = []
+    values, expected = found["values"], truth["values"]
+    faults += [f"only one has {name}" for name in sorted(values.keys() ^ expected.keys())]
+    for name in values.keys() & expected.keys():
+        one, other = values[name], expected[name]
+        if one.dtype != other.dtype:
+            faults.append(f"{name} is {one.dtype}, not {other.dtype}")
+        elif one.shape != other.shape or not torch.equal(_bits(one), _bits(other)):
+            faults.append(f"{name} has other values")
+    if found["ties"] != truth["ties"]:
+        faults.append("other tensors are tied")
+    return faults
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def load_and_compare(case: Case) -> list[str]:
+    """Run on every rank: load a case and compare it, gathered, with the truth. The faults found."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = shardwise.from_pretrained(
+            case.directory,
+            model_class=zoo.model_class(case.specimen),
+            dtype=DTYPES[case.dtype],
+            output_loading_info=True,
+        )
+    except Exception:
+        return [traceback.format_exc()]
+    faults = differences(snapshot(model), torch.load(case.truth, weights_only=True))
+    if report.read_bytes > 2 * report.checkpoint_bytes:
+        faults.append(f"read {report.read_bytes} bytes of {report.checkpoint_bytes}")
+    return faults
