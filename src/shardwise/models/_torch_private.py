@@ -7,6 +7,7 @@ and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materia
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,6 +18,29 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module had before ``fully_shard`` put one of its own in front (FSDP class, FSDPModule, class)."""
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
+@contextlib.contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """For the time of the block, sharded modules have their original classes.
+
+    transformers takes a model for a user's own code when its class is not defined in transformers, looks rules up
+    by class name, and treats the two kinds differently. The class ``fully_shard`` makes has torch's module and
+    another name, so without this a sharded model loses its conversions and some of its initialisers.
+    """
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, _ in sharded:
+        module.__class__ = original_class(module)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:

@@ -24,6 +24,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError
+from shardwise.models._torch_private import original_classes
 
 __all__ = ["dot_natural_key"]
 
@@ -58,7 +59,8 @@ def conversion_transforms(model: nn.Module, key_mapping: Mapping[str, str] | Non
     check_version()
     mapping = dict(key_mapping) if key_mapping else None
     if isinstance(model, PreTrainedModel):
-        return list(get_model_conversion_mapping(model, mapping))
+        with original_classes(model):
+            return list(get_model_conversion_mapping(model, mapping))
     return [WeightRenaming(source, target) for source, target in (mapping or {}).items()]
 
 
@@ -235,8 +237,14 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 def run_initializers(model: PreTrainedModel) -> None:
     """``_init_weights`` for every module, children first, each by the model it belongs to."""
-    with torch.no_grad(), hf_init.guard_torch_init_functions():
+    with torch.no_grad(), original_classes(model), hf_init.guard_torch_init_functions():
         model.initialize_weights()
+
+
+def without_initializing() -> contextlib.AbstractContextManager[None]:
+    """A context in which models are built with untouched memory for their parameters."""
+    context: contextlib.AbstractContextManager[None] = hf_init.no_init_weights()
+    return context
 
 
 def progress_bars_enabled() -> bool:

@@ -82,7 +82,7 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
 
     Parameters without dimensions cannot be sharded by FSDP2. They, and parameters whose dtype differs from that of
-    others registered directly at the same module (FSDP2 wants one dtype per group), stay whole on every rank; see
+    the group they cannot be taken out of (FSDP2 wants one dtype per group), stay whole on every rank; see
     :func:`average_replicated_gradients`.
 
     Collective: yes (creates process groups the first time a mesh is used).
@@ -95,7 +95,9 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
     replicated = _replicated(model)
     groups = _merge_tied(model, select_blocks(model, sharding.wrap))
-    groups += _islands(model, groups, replicated)
+    islands, whole = _islands(model, groups, replicated)
+    groups += islands
+    replicated |= whole
     shard_size = mesh.size(mesh.ndim - 1)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -164,7 +166,10 @@ def _planned(model: nn.Module) -> list[str]:
     plan = compat.fsdp_plan(model)
     freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
     names = [
-        name for name, _ in model.named_modules() if name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed
+        name
+        for name, module in model.named_modules()
+        if (name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed)
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # containers have no forward to gather for
     ]
     repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
     return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
@@ -198,9 +203,7 @@ def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     left to the root group, where the shared parameter then is.
     """
     owner = _group_finder(blocks)
-    places: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(owner(name))
+    places = [[owner(name) for name in names] for names in _places(model).values()]
     parent = {block: block for block in [*blocks, ""]}
 
     def find(block: str) -> str:
@@ -208,7 +211,7 @@ def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
             block = parent[block]
         return block
 
-    for owners in places.values():
+    for owners in places:
         for other in owners[1:]:
             first, second = sorted((find(owners[0]), find(other)), key=len)
             parent[second] = first  # the root, "", is the shortest, so that it absorbs
@@ -246,33 +249,49 @@ def _replicated(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-def _islands(model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]) -> list[list[str]]:
-    """Modules of another dtype than the group they would be in (float32 norms, say): each becomes a group."""
+def _islands(
+    model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
+) -> tuple[list[list[str]], set[nn.Parameter]]:
+    """What is of another dtype than most of its group (float32 norms, say): groups of its own, if it can be.
+
+    A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
+    shared with nobody. Otherwise its parameters of that dtype have to stay whole; they are the second value.
+    """
     owner = _group_finder(name for names in groups for name in names)
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
-    shared = {id(p) for p, count in _owner_counts(model).items() if count > 1}
+    places = _places(model)
     sizes: dict[str, dict[torch.dtype, int]] = {}
-    homes: list[tuple[str, str, torch.dtype]] = []
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
-        if not own:
-            continue
-        group = leader[owner(f"{name}.x")]
-        for parameter in own:
-            counts = sizes.setdefault(group, {})
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-        if name and not any(id(parameter) in shared for parameter in own):
-            homes.append((name, group, own[0].dtype))
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in replicated
+    }
+    for name, parameter in trained.items():
+        counts = sizes.setdefault(leader[owner(name)], {})
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     main = {group: max(counts, key=lambda dtype: counts[dtype]) for group, counts in sizes.items()}
-    blocks = {name for names in groups for name in names}
-    return [[name] for name, group, dtype in homes if dtype != main[group] and name not in blocks]
+    islands: list[list[str]] = []
+    whole: set[nn.Parameter] = set()
+    for name, parameter in trained.items():
+        group = leader[owner(name)]
+        module = name.rpartition(".")[0]
+        if parameter.dtype == main[group] or [module] in islands:
+            continue
+        inside = [other for other in trained if other.startswith(f"{module}.") and leader[owner(other)] == group]
+        fits = all(trained[other].dtype == parameter.dtype and len(places[trained[other]]) == 1 for other in inside)
+        if module and module != group and fits:
+            islands.append([module])
+        else:
+            whole.add(parameter)
+    return islands, whole
 
 
-def _owner_counts(model: nn.Module) -> dict[nn.Parameter, int]:
-    counts: dict[nn.Parameter, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        counts[parameter] = counts.get(parameter, 0) + 1
-    return counts
+def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter with all of its names."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    return places
 
 
 def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -92,9 +92,10 @@ class LoadPlan:
     def digest(self) -> str:
         """A fingerprint of what all ranks must have in common."""
         summary = hashlib.sha256()
-        for tensor in self.layout.tensors:
+        # By name: a model may register tensors in the order of a set, which differs between processes.
+        for tensor in sorted(self.layout.tensors, key=lambda item: item.fqn):
             summary.update(repr((tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value)).encode())
-        for name, fill in self.fills.items():
+        for name, fill in sorted(self.fills.items()):
             summary.update(f"{name}={type(fill).__name__}".encode())
             match fill:
                 case Read(expression):

@@ -2,5 +2,6 @@
 
 from shardwise.report.load_report import LoadReport
 from shardwise.report.names import collapse
+from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["LoadReport", "collapse"]
+__all__ = ["LoadReport", "VerifyReport", "collapse"]

@@ -37,6 +37,8 @@ class LoadReport:
     """Seconds by phase, in order: index, plan, materialize, read, fill, audit."""
     loaded: int
     """Tensors filled from the checkpoint."""
+    files: tuple[str, ...]
+    """Names of the checkpoint's files, relative to ``checkpoint``."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     initialized: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

@@ -356,6 +356,7 @@ def make_report(
         reads=getattr(request.source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
+        files=tuple(index.files),
         tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         initialized=plan.names(Init),
         recomputed=plan.names(Recompute),

@@ -1,0 +1,38 @@
+"""``shardwise COMMAND``: commands are imported when they are called, so that each starts quickly."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+_COMMANDS = {
+    "demo": "bring up, prove and train a small model that it makes itself",
+    "inspect": "what a checkpoint holds, from its headers",
+    "train": "fine-tune a model on chat data",
+    "verify": "load on N ranks and compare with an independent path",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that imports ``shardwise.cli.NAME`` for the command NAME."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"shardwise.cli.{cmd_name}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shardwise")
+def main() -> None:
+    """Hugging Face models under PyTorch FSDP2, each rank touching only its own bytes."""

@@ -1,0 +1,1 @@
+"""Fine-tuning in a plain loop, on data that is masked exactly."""

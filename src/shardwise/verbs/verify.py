@@ -1,0 +1,115 @@
+"""``verify``: load a checkpoint on all ranks and compare it with an independent path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.execution.world import World
+from shardwise.layout import Kind
+from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import original_class
+from shardwise.models.reference import reference_buffers, reference_values
+from shardwise.models.view import Held, local_boxes, look_inside
+from shardwise.report import LoadReport, VerifyReport
+from shardwise.verbs.pretrained import PretrainedOptions, from_pretrained
+
+
+def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> VerifyReport:
+    """Load with :func:`~shardwise.verbs.pretrained.from_pretrained` and compare every element on every rank.
+
+    The reference is made of whole tensors, read by the safetensors library and converted by transformers, one
+    conversion at a time, and of the buffers that the model class's own constructor computes.
+
+    Collective: yes. Memory: as for the load, and the largest conversion, whole.
+    """
+    start = time.perf_counter()
+    world = World.current(keywords["options"].process_group if "options" in keywords else None)
+    model, report = from_pretrained(name_or_path, output_loading_info=True, **keywords)
+    held = look_inside(model)
+    tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
+    buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
+    found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]
+    everywhere = world.gather((elements + buffer_elements, found))
+    return VerifyReport(
+        checkpoint=report.checkpoint,
+        model_class=original_class(model).__name__,
+        dtype=str(model.config.dtype).removeprefix("torch."),
+        world_size=world.size,
+        tensors=tensors,
+        buffers=buffers,
+        elements=sum(count for count, _ in everywhere),
+        unequal=tuple(fault for _, faults in everywhere for fault in faults),
+        initialized=report.initialized,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _compare_stored(
+    model: PreTrainedModel, held: Sequence[Held], report: LoadReport, keywords: PretrainedOptions
+) -> tuple[int, int, list[str]]:
+    """(tensors, elements of this rank, names that differ)."""
+    by_name = {name: item for item in held for name in item.names if item.kind.is_saved}
+    dtypes = {name: item.tensor.dtype for name, item in by_name.items()}
+    transforms = compat.conversion_transforms(model, keywords.get("key_mapping"))
+    files = [Path(report.checkpoint) / file for file in report.files]
+    compared: set[str] = set()
+    elements = 0
+    unequal: list[str] = []
+    for name, whole in reference_values(model, files, transforms, dtypes):
+        item = by_name[name]
+        compared.add(item.fqn)
+        count, equal = _compare(item, whole)
+        elements += count
+        if not equal:
+            unequal.append(name)
+    initialized = set(report.initialized)
+    unequal += [
+        f"{item.fqn} (in no source)"
+        for item in held
+        if item.kind.is_saved and item.fqn not in compared and item.fqn not in initialized
+    ]
+    return len(compared), elements, unequal
+
+
+def _compare_buffers(model: PreTrainedModel, held: Sequence[Held]) -> tuple[int, int, list[str]]:
+    buffers = [item for item in held if item.kind is Kind.BUFFER]
+    if not buffers:
+        return 0, 0, []
+    reference = reference_buffers(model)
+    unequal: list[str] = []
+    elements = 0
+    for item in buffers:
+        count, equal = _compare(item, reference[item.fqn])
+        elements += count
+        if not equal:
+            unequal.append(item.fqn)
+    return len(buffers), elements, unequal
+
+
+def _compare(item: Held, whole: torch.Tensor) -> tuple[int, bool]:
+    """(elements compared, whether this rank's boxes are bitwise those of the whole tensor)."""
+    if whole.shape != item.tensor.shape or whole.dtype != item.tensor.dtype:
+        return 0, False
+    local = item.local
+    count = 0
+    for part in local_boxes(item.tensor, item.fqn):
+        where = tuple(
+            slice(offset, offset + size) for offset, size in zip(part.box.offsets, part.box.sizes, strict=True)
+        )
+        held = torch.as_strided(
+            local, part.local.sizes, part.local.strides, local.storage_offset() + part.local.offset
+        )
+        count += part.box.numel
+        if not torch.equal(_bits(held.cpu()), _bits(whole[where])):
+            return count, False
+    return count, True
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
