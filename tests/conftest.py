@@ -14,8 +14,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
+from tests.quiet import quieten
+
+from shardwise.execution.local_ranks import LocalRanks
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(
@@ -45,3 +50,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+
+
+class Worlds:
+    """Worlds of gloo ranks by size, kept for the whole session: starting one costs seconds."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, LocalRanks] = {}
+
+    def __call__(self, size: int) -> LocalRanks:
+        world = self._worlds.get(size)
+        if world is None or not world.is_alive:
+            if world is not None:
+                world.close()
+            world = self._worlds[size] = LocalRanks(size, timeout_s=100)
+            world.run(quieten)
+        return world
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds(3).run(function, *args)`` calls an importable function on three ranks."""
+    kept = Worlds()
+    yield kept
+    kept.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,22 @@ import torch
 from tests import zoo
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
 import shardwise
 from shardwise.models.view import canonical
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LAYOUTS = {"original": zoo.save_original, "internal": zoo.save_internal}
+
+
+def save_prefixed(model: PreTrainedModel, directory: Path) -> None:
+    """The hub's layout with the prefixes that a fresh model's own ``save_pretrained`` drops."""
+    zoo.save_original(model, directory, prefixes=True)
+
+
+LAYOUTS = {"original": zoo.save_original, "internal": zoo.save_internal, "prefixed": save_prefixed}
 
 
 @dataclass(frozen=True)
@@ -32,26 +43,40 @@ class Case:
         return f"{self.specimen.name} {Path(self.directory).name} {self.dtype}"
 
 
-def prepare(specimen: zoo.Specimen, folder: Path, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Case]:
+def prepare(
+    specimen: zoo.Specimen,
+    folder: Path,
+    *,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    layouts: Sequence[str] = tuple(LAYOUTS),
+) -> list[Case]:
     """Save a tiny model in every layout, and for each dtype the outcome of transformers' own loader.
 
-    Where that loader is known not to give back what was saved (``getattr(zoo, "KNOWN_UPSTREAM", {"zaya": ""})``), the truth is what was saved.
+    Where that loader is known not to give back what was saved (``zoo.KNOWN_UPSTREAM``), the truth is that.
     """
     model = zoo.build(specimen)
     cases: list[Case] = []
     for layout, save in LAYOUTS.items():
+        if layout not in layouts or (layout == "prefixed" and not has_prefixes(specimen, model)):
+            continue
         directory = folder / specimen.name.replace(":", "-") / layout
         directory.mkdir(parents=True)
         save(model, directory)
         for dtype in dtypes:
             reference = type(model).from_pretrained(directory, dtype=DTYPES[dtype])
-            if specimen.name in getattr(zoo, "KNOWN_UPSTREAM", {"zaya": ""}):
+            if specimen.name in zoo.KNOWN_UPSTREAM:
                 for name, value in model.state_dict().items():
                     reference.state_dict(keep_vars=True)[name].data.copy_(value)
             truth = directory.parent / f"{layout}-{dtype}.pt"
             torch.save(snapshot(reference), truth)
             cases.append(Case(specimen, str(directory), dtype, str(truth)))
     return cases
+
+
+def has_prefixes(specimen: zoo.Specimen, model: PreTrainedModel) -> bool:
+    """Whether checkpoints of the model have prefixes that loading removes, and transformers can put them back."""
+    changes = any(isinstance(item, PrefixChange) for item in get_model_conversion_mapping(model))
+    return changes and specimen.name not in zoo.PREFIXES_UNSUPPORTED
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

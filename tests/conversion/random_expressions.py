@@ -1,71 +1,123 @@
-import random, numpy as np, time, sys
-from shardwise.conversion import *
-from shardwise.tensors import *
-def rand_expr(rng, depth, nleaf):
-    """returns (expr, array)"""
-    if depth == 0 or rng.random()<0.1:
-        nd = rng.randint(0,4) if rng.random()<.9 else 0
-        shape = tuple(rng.choice([1,2,3,4,5,6,8]) for _ in range(nd))
-        key=f"t{len(nleaf)}"; arr = np.arange(numel(shape)).reshape(shape)+1000000*len(nleaf)
-        nleaf[key]=arr
-        return Stored(key, shape, DType.F32), arr
-    e,a = rand_expr(rng, depth-1, nleaf)
-    op = rng.choice(["slice","permute","reshape","concat","stack","chunkcat"])
-    if op=="slice" and a.ndim:
-        d=rng.randrange(a.ndim); n=a.shape[d]; st=rng.randrange(n) ; step=rng.choice([1,1,2,3]); mx=(n-1-st)//step+1; sz=rng.randint(1,mx)
-        idx=[slice(None)]*a.ndim; idx[d]=slice(st,st+step*(sz-1)+1,step)
-        return slice_dim(e,d,st,sz,step), a[tuple(idx)]
-    if op=="permute":
-        p=list(range(a.ndim)); rng.shuffle(p); return permute(e,p), a.transpose(p)
-    if op=="reshape":
-        n=a.size; dims=[]
-        while n>1 and len(dims)<4:
-            divs=[d for d in range(1,n+1) if n%d==0]; d=rng.choice(divs); dims.append(d); n//=d
-        if n>1 or not dims: dims.append(n)
-        rng.shuffle(dims)
-        if a.size==1 and rng.random()<.3: dims=[]
-        return reshape(e,dims), a.reshape(dims)
-    if op=="concat" and a.ndim:
-        d=rng.randrange(a.ndim); parts=[(e,a)]
-        for _ in range(rng.randint(1,2)):
-            sh=list(a.shape); sh[d]=rng.choice([1,2,3,5]); k=f"t{len(nleaf)}"; arr=np.arange(numel(sh)).reshape(sh)+1000000*len(nleaf); nleaf[k]=arr
-            parts.append((Stored(k,tuple(sh),DType.F32),arr))
-        rng.shuffle(parts)
-        return concat([p[0] for p in parts],d), np.concatenate([p[1] for p in parts],d)
-    if op=="stack":
-        d=rng.randint(0,a.ndim); parts=[(e,a)]
-        for _ in range(rng.randint(0,2)):
-            sh=list(a.shape); k=f"t{len(nleaf)}"; arr=np.arange(numel(sh)).reshape(sh)+1000000*len(nleaf); nleaf[k]=arr
-            parts.append((Stored(k,tuple(sh),DType.F32),arr))
-        rng.shuffle(parts)
-        return stack([p[0] for p in parts],d), np.stack([p[1] for p in parts],d)
-    if op=="chunkcat" and a.ndim:
-        d=rng.randrange(a.ndim); n=a.shape[d]
-        if n>1:
-            c=rng.randint(1,n-1)
-            return concat([slice_dim(e,d,c,n-c),slice_dim(e,d,0,c)],d), np.concatenate([np.take(a,range(c,n),d),np.take(a,range(0,c),d)],d)
-    return e,a
-def check_expression(seed):
-    rng=random.Random(seed); leaves={}
-    e,a=rand_expr(rng, rng.randint(1,7), leaves)
-    assert e.shape==a.shape
-    if a.size>20000: return 0
-    off=[];sz=[]
-    for n in a.shape:
-        s=rng.randint(0,n); t=rng.randint(0,n)
-        if rng.random()<.1: off.append(s); sz.append(0)
-        else:
-            s,t=min(s,t),max(s,t); off.append(s); sz.append(t-s)
-    if rng.random()<.3: off=[0]*a.ndim; sz=list(a.shape)
-    box=Box(tuple(off),tuple(sz))
-    want=a[tuple(slice(o,o+s) for o,s in zip(off,sz))]
-    out=np.full(want.size,-1); count=np.zeros(want.size,int)
-    cs=copies(e,box)
-    for c in cs:
-        src=np.lib.stride_tricks.as_strided(np.ascontiguousarray(leaves[c.leaf.key]).reshape(-1)[c.source.offset:], c.source.sizes,[8*s for s in c.source.strides])
-        dst=np.lib.stride_tricks.as_strided(out[c.target.offset:], c.target.sizes,[8*s for s in c.target.strides])
-        cd=np.lib.stride_tricks.as_strided(count[c.target.offset:], c.target.sizes,[8*s for s in c.target.strides])
-        dst[...]=src; cd+=1
-    assert (count==1).all(), (seed,e,box)
-    assert (out.reshape(want.shape)==want).all(), (seed,e,box)
-    return len(cs)
+"""Random expressions over small arrays, and boxes of them against direct evaluation by numpy."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from shardwise.conversion import Expression, Stored, concat, copies, permute, reshape, slice_dim, stack
+from shardwise.tensors import Box, DType, Strided, numel
+
+Array = np.ndarray
+_MAX_NUMEL = 20_000
+
+
+class Grower:
+    """Grows one expression step by step, together with the array that it must evaluate to."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.leaves: dict[str, Array] = {}
+
+    def leaf(self, shape: tuple[int, ...]) -> tuple[Expression, Array]:
+        key = f"t{len(self.leaves)}"
+        self.leaves[key] = np.arange(numel(shape)).reshape(shape) + 1_000_000 * len(self.leaves)
+        return Stored(key, shape, DType.F32), self.leaves[key]
+
+    def grow(self, steps: int) -> tuple[Expression, Array]:
+        rank = self.rng.randint(0, 4)
+        node, array = self.leaf(tuple(self.rng.choice([1, 2, 3, 4, 5, 6, 8]) for _ in range(rank)))
+        for _ in range(steps):
+            operation = self.rng.choice(
+                [self.slice, self.permute, self.reshape, self.concat, self.stack, self.rotate]
+            )
+            node, array = operation(node, array)
+        return node, array
+
+    def slice(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        if not array.ndim:
+            return node, array
+        dim = self.rng.randrange(array.ndim)
+        start = self.rng.randrange(array.shape[dim])
+        step = self.rng.choice([1, 1, 2, 3])
+        size = self.rng.randint(1, (array.shape[dim] - 1 - start) // step + 1)
+        taken = np.take(array, range(start, start + step * size, step), dim)
+        return slice_dim(node, dim, start, size, step), taken
+
+    def permute(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        dims = self.rng.sample(range(array.ndim), array.ndim)
+        return permute(node, dims), array.transpose(dims)
+
+    def reshape(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        left, shape = array.size, []
+        while left > 1 and len(shape) < 4:
+            shape.append(self.rng.choice([size for size in range(1, left + 1) if left % size == 0]))
+            left //= shape[-1]
+        shape += [left] if left > 1 else []
+        self.rng.shuffle(shape)
+        return reshape(node, shape), array.reshape(shape)
+
+    def concat(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        if not array.ndim:
+            return node, array
+        dim = self.rng.randrange(array.ndim)
+        parts = [(node, array)]
+        for _ in range(self.rng.randint(1, 2)):
+            parts.append(self.leaf((*array.shape[:dim], self.rng.choice([1, 2, 3, 5]), *array.shape[dim + 1 :])))
+        self.rng.shuffle(parts)
+        return concat([part for part, _ in parts], dim), np.concatenate([part for _, part in parts], dim)
+
+    def stack(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        dim = self.rng.randint(0, array.ndim)
+        parts = [(node, array), *(self.leaf(array.shape) for _ in range(self.rng.randint(0, 2)))]
+        self.rng.shuffle(parts)
+        return stack([part for part, _ in parts], dim), np.stack([part for _, part in parts], dim)
+
+    def rotate(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        """A concatenation of two slices of the same node."""
+        if not array.ndim or array.shape[-1] < 2:
+            return node, array
+        dim, size = array.ndim - 1, array.shape[-1]
+        cut = self.rng.randint(1, size - 1)
+        return (
+            concat([slice_dim(node, dim, cut, size - cut), slice_dim(node, dim, 0, cut)], dim),
+            np.roll(array, -cut, dim),
+        )
+
+
+def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+    """Sometimes everything, sometimes nothing, mostly something."""
+    if rng.random() < 0.3:
+        return Box.whole(shape)
+    edges = [sorted((rng.randint(0, size), rng.randint(0, size))) for size in shape]
+    return Box(tuple(low for low, _ in edges), tuple(high - low for low, high in edges))
+
+
+def view(array: Array, strided: Strided) -> Array:
+    """The strided view of a flat array."""
+    flat = array.reshape(-1)[strided.offset :]
+    return np.lib.stride_tricks.as_strided(flat, strided.sizes, [array.itemsize * step for step in strided.strides])
+
+
+def check_expression(seed: int) -> None:
+    """One random expression and box: every element is written once, with the value of direct evaluation."""
+    rng = random.Random(seed)
+    grower = Grower(rng)
+    node, array = grower.grow(rng.randint(1, 7))
+    assert node.shape == array.shape, seed
+    if array.size > _MAX_NUMEL:
+        return
+    box = random_box(rng, array.shape)
+    wanted = array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    found = np.full(wanted.size, -1)
+    written = np.zeros(wanted.size, dtype=int)
+    max_span = rng.choice([1, 7, 64, 10**9])
+    for copy in copies(node, box):
+        for block in copy.blocks(max_span):
+            assert block.source.stop - block.source.offset <= max_span or block.numel == 1, seed
+            source = np.ascontiguousarray(grower.leaves[copy.leaf.key])
+            view(found, block.target)[...] = view(source, block.source)
+            view(written, block.target)[...] += 1
+    assert (written == 1).all(), seed
+    assert (found.reshape(wanted.shape) == wanted).all(), seed

@@ -118,11 +118,20 @@ def _stored_dtype(stored: Iterable[Stored]) -> torch.dtype:
 def build_on_meta(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
 ) -> PreTrainedModel:
-    """The model with every tensor on meta and nothing tied, in evaluation mode."""
+    """The model with every tensor on meta and nothing tied, in evaluation mode.
+
+    Raises:
+        ConfigError: when the class cannot be built from the config.
+    """
     config.name_or_path = str(directory)
-    with compat.building_on_meta(dtype):
-        model = model_class(config)
-        compat.finish_building(model)
+    try:
+        with compat.building_on_meta(dtype):
+            model = model_class(config)
+            compat.finish_building(model)
+    except (AttributeError, TypeError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
+        ) from error
     model.eval()
     if model.can_generate() and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)

@@ -117,7 +117,7 @@ class Programmed(torch.Tensor):
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
         step = _Step(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
-        self.program.add(step, overwrites=func in _OVERWRITES)
+        self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
 
 
 _SAME = {aten.detach.default, aten.alias.default}
@@ -132,7 +132,9 @@ _OVERWRITES = {
     aten.exponential_.default,
     aten.log_normal_.default,
 }
+_TRUNCATED_NORMAL = nn.init.trunc_normal_
 _RANDOM = {
+    _TRUNCATED_NORMAL,
     aten.normal_.default,
     aten.uniform_.default,
     aten.exponential_.default,
@@ -277,6 +279,31 @@ def run_initializers(model: nn.Module, held: Sequence[Held], names: Collection[s
                 reset()
 
 
+@contextlib.contextmanager
+def _truncated_normal_as_one_step() -> Iterator[None]:
+    """Let ``trunc_normal_`` be recorded as a whole: it draws until nothing is rejected, which needs values."""
+
+    def record(
+        tensor: torch.Tensor,
+        mean: float = 0.0,
+        std: float = 1.0,
+        a: float = -2.0,
+        b: float = 2.0,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if not isinstance(tensor, Programmed):
+            return _TRUNCATED_NORMAL(tensor, mean, std, a, b, generator)
+        tensor.record(_TRUNCATED_NORMAL, (mean, std, a, b), {})
+        return tensor
+
+    with compat.init_function("trunc_normal_", record):
+        nn.init.trunc_normal_ = record
+        try:
+            yield
+        finally:
+            nn.init.trunc_normal_ = _TRUNCATED_NORMAL
+
+
 def programs_for(model: nn.Module, held: Sequence[Held], names: Collection[str]) -> dict[str, Program]:
     """The programs of the tensors to initialise, by FQN."""
     if not names:
@@ -286,7 +313,7 @@ def programs_for(model: nn.Module, held: Sequence[Held], names: Collection[str])
         for item in held
         if item.fqn in names
     }
-    with _own_random_state(0), stand_ins(held, chosen):
+    with _own_random_state(0), _truncated_normal_as_one_step(), stand_ins(held, chosen):
         try:
             run_initializers(model, held, names)
         except (RuntimeError, NotImplementedError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
@@ -239,6 +239,17 @@ def run_initializers(model: PreTrainedModel) -> None:
     """``_init_weights`` for every module, children first, each by the model it belongs to."""
     with torch.no_grad(), original_classes(model), hf_init.guard_torch_init_functions():
         model.initialize_weights()
+
+
+@contextlib.contextmanager
+def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have transformers' initialisers call ``function`` where they would call torch's of this name."""
+    original = hf_init.TORCH_INIT_FUNCTIONS[name]
+    hf_init.TORCH_INIT_FUNCTIONS[name] = function
+    try:
+        yield
+    finally:
+        hf_init.TORCH_INIT_FUNCTIONS[name] = original
 
 
 def without_initializing() -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,12 @@ def canonical(fqn: str) -> str:
     return _WRAPPERS.sub("", fqn)
 
 
+def without_compile(model: nn.Module) -> nn.Module:
+    """The module inside of what ``torch.compile`` returns; any other module itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return without_compile(inner) if isinstance(inner, nn.Module) else model
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A place in a model where a tensor is registered."""

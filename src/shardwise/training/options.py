@@ -88,8 +88,10 @@ class TrainOptions:
         """What the option should be, when it is not."""
         value = getattr(self, name)
         match name:
-            case "learning_rate" | "max_grad_norm":
-                return None if value > 0 and not math.isnan(value) else "it must be greater than 0"
+            case "learning_rate":
+                return None if 0 < value < math.inf else "it must be greater than 0"
+            case "max_grad_norm":
+                return None if value > 0 else "it must be greater than 0"
             case "weight_decay":
                 return None if 0 <= value < math.inf else "it must be 0 or greater"
             case "batch_size" | "gradient_accumulation_steps" | "log_every":

@@ -30,7 +30,7 @@ from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.initialize import BufferRules
 from shardwise.models.rules import bind
-from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning import (
     Consent,
     Init,
@@ -117,6 +117,7 @@ def load(
 
     Every error is the same on every rank.
     """
+    model = without_compile(model)
     world = World.current(options.process_group)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)

@@ -1,0 +1,103 @@
+"""Where the ranks of a command come from: the environment of a launcher, an option, or nowhere.
+
+Commands whose work is done by ranks give it to :func:`run_ranks`. What torchrun leaves in the environment is read
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, assert_never
+
+import click
+
+from shardwise.errors import ConfigError, ShardwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """This process does all the work, without a process group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """``size`` new processes on this machine do the work."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """This process is one rank of those that torchrun, or a launcher like it, has started."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+Launch: TypeAlias = Alone | Spawned | Launched
+
+
+def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Launch:
+    """What the environment and ``--nproc-per-node`` say about the ranks.
+
+    Raises:
+        ConfigError: they contradict each other, or the environment is incomplete or makes no sense.
+    """
+    if "RANK" not in environment:
+        return Alone() if nproc_per_node == 1 else Spawned(nproc_per_node)
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"RANK is in the environment, but {', '.join(missing)} is not; set what torchrun sets, or unset RANK"
+        )
+    launched = Launched(*(_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    if launched.rank >= launched.size:
+        raise ConfigError(f"RANK={launched.rank} in the environment is not below WORLD_SIZE={launched.size}")
+    if nproc_per_node > 1:
+        raise ConfigError(
+            f"--nproc-per-node={nproc_per_node}, but the ranks have been started already (RANK is set in the "
+            "environment): leave the option out, or start the command without torchrun"
+        )
+    return launched
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name}={text!r} in the environment is not a number")
+    return int(text)
+
+
+def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` on every rank.
+
+    Returns the values of all ranks, in order, where the result is to be shown; and an empty list in the other
+    processes of a launcher. The function belongs to an importable module, and values can be pickled.
+
+    Raises:
+        ConfigError: as :func:`read_launch`.
+        ShardwiseError: as raised by the function.
+    """
+    launch = read_launch(os.environ, nproc_per_node)
+    from shardwise.training import ranks
+
+    match launch:
+        case Alone():
+            return ranks.run_alone(function, *args)
+        case Spawned(size):
+            return ranks.run_spawned(size, function, *args)
+        case Launched(rank, size, local_rank):
+            return ranks.run_seated(ranks.Seat(rank, size, local_rank), function, *args)
+        case _:
+            assert_never(launch)
+
+
+def fail(error: ShardwiseError) -> NoReturn:
+    """Say what went wrong and leave with exit code 2."""
+    click.echo(f"error: {error}", err=True)
+    sys.exit(2)

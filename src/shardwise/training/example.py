@@ -1,0 +1,187 @@
+"""A small model from nothing: a tokenizer, a checkpoint, its truth, and what the model answers. For the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+from shardwise.training.rows import Chat, read_rows
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""Qwen3's way of writing a chat, with marks around what the assistant says."""
+
+
+def train_tokenizer(chats: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, trained on the messages of a JSON lines file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [
+        f"{message['role']}\n{message['content']}"
+        for row in read_rows(chats)
+        if isinstance(row, Chat)
+        for message in row.messages
+    ]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenModel:
+    """A checkpoint that transformers has written."""
+
+    parameters: int
+    """Elements, tied ones once."""
+    files: tuple[str, ...]
+
+
+def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> WrittenModel:
+    """A Qwen3 of random weights with its tokenizer, by transformers' own ``save_pretrained``, in several files."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.05,  # wider than usual: so small a model then learns in a minute
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    with _without_bars():
+        model.save_pretrained(directory, max_shard_size="3MB")
+        tokenizer.save_pretrained(directory)
+    files = sorted(file.name for file in directory.glob("*.safetensors"))
+    return WrittenModel(sum(parameter.numel() for parameter in model.parameters()), tuple(files))
+
+
+def write_truth(directory: Path, file: Path) -> int:
+    """Load a checkpoint by transformers alone, in this one process, and keep every value of it in ``file``.
+
+    Returns how many tensors there are.
+    """
+    with _without_bars():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    truth = {name: tensor.detach().clone() for name, tensor in _tensors(model).items()}
+    torch.save(truth, file)
+    return len(truth)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a rank found when it compared a sharded model, gathered, with the truth."""
+
+    tensors: int
+    parameters: int
+    buffers: int
+    nbytes: int
+    differing: tuple[str, ...]
+    """Names of tensors that are not bitwise the same, or that only one of the two has."""
+
+
+def compare_with_truth(model: nn.Module, file: Path) -> Comparison:
+    """Compare every parameter and buffer, whole, bit by bit. Collective: yes, over the model's ranks."""
+    truth: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
+    found = _tensors(model)
+    differing = sorted(truth.keys() ^ found.keys())
+    nbytes = 0
+    for name, tensor in found.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if name in truth:
+            nbytes += whole.nbytes
+            if not _same_bits(whole.detach().cpu(), truth[name]):
+                differing.append(name)
+    parameters = sum(isinstance(tensor, nn.Parameter) for tensor in found.values())
+    return Comparison(len(found), parameters, len(found) - parameters, nbytes, tuple(differing))
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, *, max_tokens: int = 32
+) -> str:
+    """What the model says, taking the likeliest token each time. Collective: yes, over the model's ranks."""
+    asked: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+    )
+    device = next(model.parameters()).device
+    said: list[int] = []
+    for _ in range(max_tokens):
+        logits = model(input_ids=torch.tensor([[*asked, *said]], device=device), use_cache=False).logits
+        token = int(logits[0, -1].argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        said.append(token)
+    return str(tokenizer.decode(said))
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers' progress bars are off meanwhile."""
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers under all of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(bits[0], bits[1])

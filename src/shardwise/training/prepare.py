@@ -1,0 +1,76 @@
+"""A model and its tokenizer, made ready for training."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from shardwise.errors import ConfigError
+from shardwise.execution.world import World
+from shardwise.models.wrap import Sharding
+from shardwise.report import LoadReport
+from shardwise.training.data import TrainData
+from shardwise.training.options import TrainOptions
+from shardwise.training.ranks import this_device
+from shardwise.verbs.load import LoadOptions
+from shardwise.verbs.pretrained import from_pretrained
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a model.
+
+    Collective: yes, over the default process group.
+
+    Raises:
+        ConfigError: there is none; the same on every rank.
+    """
+
+    def load() -> PreTrainedTokenizerBase:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{name_or_path}: its tokenizer cannot be loaded ({error})") from error
+        # transformers makes one of nothing where a model comes without its tokenizer's files.
+        if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+            raise ConfigError(f"{name_or_path}: its tokenizer has no vocabulary; is tokenizer.json missing?")
+        return tokenizer
+
+    return World.current().together(load)
+
+
+def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ConfigError: naming the greatest of them.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    greatest = max(int(example.tokens.max()) for example in data.examples)
+    if greatest >= rows:
+        raise ConfigError(
+            f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has embeddings "
+            f"for the tokens 0 to {rows - 1} only; the tokenizer is another model's, or was extended"
+        )
+
+
+def load_model(name_or_path: str, options: TrainOptions) -> tuple[PreTrainedModel, LoadReport]:
+    """The model with float32 weights, sharded over all ranks, computing in ``options.dtype``; and the report.
+
+    Collective: yes, over the default process group.
+
+    Raises:
+        ShardwiseError: as :func:`~shardwise.verbs.pretrained.from_pretrained`.
+    """
+    compute_dtype = getattr(torch, options.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype is torch.float32:
+        policy = MixedPrecisionPolicy()
+    torch.manual_seed(options.seed + World.current().rank)  # for dropout, which is to differ between ranks
+    return from_pretrained(
+        name_or_path,
+        dtype=torch.float32,
+        sharding=Sharding(mp_policy=policy),
+        options=LoadOptions(seed=options.seed, device=this_device(), progress=False),
+        output_loading_info=True,
+    )

@@ -1,0 +1,149 @@
+"""`train` from the command line, and where its ranks come from."""
+
+from __future__ import annotations
+
+import json
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.training import tiny
+
+from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch
+from shardwise.cli.train import train_command
+from shardwise.errors import ConfigError
+
+# click before 8.2 mixes stderr into stdout unless told not to.
+MIXES = "mix_stderr" in signature(CliRunner).parameters
+RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
+
+FAST = ("--learning-rate", 3e-3, "--max-steps", 12, "--batch-size", 2, "--warmup-ratio", 0.1, "--log-every", 5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    return tiny.write_chats(tmp_path / "chats.jsonl", 8)
+
+
+def run(*arguments: object) -> Result:
+    return RUNNER.invoke(train_command, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: object) -> str:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+@pytest.mark.distributed
+def test_training_on_two_ranks(checkpoint: Path, chats: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--json", *FAST)
+    told = capfd.readouterr().err
+    assert result.exit_code == 0, result.stderr + told
+    ranks = json.loads(result.stdout)["ranks"]
+    assert [rank["load"]["rank"] for rank in ranks] == [0, 1]
+    assert [rank["train"]["world_size"] for rank in ranks] == [2, 2]
+    losses = [[step["loss"] for step in rank["train"]["steps"]] for rank in ranks]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0] / 2
+    assert "training: 12 steps on 2 ranks" in told
+    assert [line.split()[1] for line in told.splitlines() if line.startswith("step")] == [
+        "1/12",
+        "5/12",
+        "10/12",
+        "12/12",
+    ]
+
+
+def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
+    result = run("--model", checkpoint, "--data", chats, *FAST)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"loaded {checkpoint}"
+    assert "  8 rows, 322 tokens, 88 learned" in lines
+    assert "training: 12 steps on 1 rank" in lines
+    assert any(line.startswith("step 12/12  loss") for line in lines)
+    assert lines[-3].startswith("trained 14,")
+    assert lines[-1] == "The trained weights were not written: this version of shardwise cannot save yet."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--learning-rate", -1), "learning_rate=-1.0: it must be greater than 0"),
+        (("--batch-size", 0, "--seed", -3), "batch_size=0: it must be at least 1\n  seed=-3"),
+        (("--schedule", "square"), "schedule='square': it must be one of constant, linear, cosine"),
+        (("--epochs", 1, "--max-steps", 1), "--epochs and --max-steps both say how long to train"),
+    ],
+)
+def test_an_option_that_cannot_be(chats: Path, arguments: tuple[object, ...], message: str) -> None:
+    assert message in refusal("--model", "nowhere", "--data", chats, *arguments)
+
+
+def test_an_option_of_no_number() -> None:
+    result = run("--model", "a", "--data", "b", "--batch-size", "many")
+    assert result.exit_code == 2
+    assert "--batch-size" in result.stderr
+
+
+def test_a_data_file_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
+    assert "none.jsonl: the data cannot be read" in refusal(
+        "--model", checkpoint, "--data", tmp_path / "none.jsonl"
+    )
+
+
+def test_malformed_data(checkpoint: Path, tmp_path: Path) -> None:
+    data = tiny.write_rows(tmp_path / "chats.jsonl", tiny.chat("Hi", "Ho"), "{")
+    assert "chats.jsonl: 1 row cannot be used\n  line 2: it is not valid JSON" in refusal(
+        "--model", checkpoint, "--data", data
+    )
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, chats: Path) -> None:
+    tiny.model().config.save_pretrained(tmp_path / "model")
+    assert "its tokenizer cannot be loaded" in refusal("--model", tmp_path / "model", "--data", chats)
+
+
+# Where ranks come from
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "nproc_per_node", "launch"),
+    [
+        ({}, 1, Alone()),
+        ({}, 4, Spawned(4)),
+        ({"WORLD_SIZE": "8"}, 1, Alone()),
+        (TORCHRUN, 1, Launched(rank=3, size=8, local_rank=1)),
+    ],
+)
+def test_where_ranks_come_from(environment: dict[str, str], nproc_per_node: int, launch: Launch) -> None:
+    assert read_launch(environment, nproc_per_node) == launch
+
+
+@pytest.mark.parametrize(
+    ("change", "nproc_per_node", "message"),
+    [
+        (
+            {"MASTER_PORT": "", "LOCAL_RANK": ""},
+            1,
+            "RANK is in the environment, but LOCAL_RANK, MASTER_PORT is not",
+        ),
+        ({"RANK": "8"}, 1, "RANK=8 in the environment is not below WORLD_SIZE=8"),
+        ({"RANK": "-1"}, 1, "RANK='-1' in the environment is not a number"),
+        ({"WORLD_SIZE": "²"}, 1, "WORLD_SIZE='²' in the environment is not a number"),
+        ({}, 2, "--nproc-per-node=2, but the ranks have been started already"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_node: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_launch({**TORCHRUN, **change}, nproc_per_node)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,123 @@
+"""Initial values from (seed, FQN): the same for every sharding, and what the initialiser would give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardwise.errors import CoverageError
+from shardwise.layout import LocalBox
+from shardwise.models import initialize
+from shardwise.models.initialize import Programmed, fill_from_program, programs_for
+from shardwise.models.view import boxes_at, look_inside
+from shardwise.tensors import Box, Strided, contiguous_strides
+
+
+def program_of(init, shape=(40, 50), dtype=torch.float32):
+    tensor = Programmed.fresh(shape, dtype)
+    with torch.no_grad(), initialize._truncated_normal_as_one_step():
+        init(tensor)
+    return tensor.program
+
+
+def whole_value(program, *, seed=0, fqn="w"):
+    out = torch.full(program.shape, float("nan"), dtype=program.dtype)
+    box = Box.whole(program.shape)
+    fill_from_program(program, out, (LocalBox(box, Strided.contiguous(box.sizes)),), seed=seed, fqn=fqn)
+    return out
+
+
+INITS = {
+    "normal": lambda w: nn.init.normal_(w, 1.0, 0.5),
+    "uniform": lambda w: nn.init.uniform_(w, -2, 3),
+    "truncated": lambda w: nn.init.trunc_normal_(w, 0.0, 0.02, -0.04, 0.04),
+    "xavier": lambda w: nn.init.xavier_uniform_(w),
+    "kaiming": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
+    "constant": lambda w: nn.init.constant_(w, 3.5),
+    "padding row": lambda w: (nn.init.normal_(w), w[3].zero_()),
+    "rows": lambda w: (nn.init.zeros_(w), w[10:20].fill_(1.0), w[-1].copy_(torch.arange(50.0))),
+    "overwritten": lambda w: (nn.init.ones_(w), nn.init.normal_(w, 0.0, 0.1)),
+    "copied": lambda w: w.copy_(torch.arange(50.0)),
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize("block", [1 << 20, 64, 7])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
+    monkeypatch.setattr(initialize, "BLOCK_NUMEL", block)
+    program = program_of(INITS[name])
+    assert program.is_elementwise
+    whole = whole_value(program)
+    assert not whole.isnan().any()
+    for size in (2, 3, 8, 64):
+        parts = []
+        for rank in range(size):
+            rows = whole.chunk(size, dim)[rank].shape[dim] if rank < len(whole.chunk(size, dim)) else 0
+            shape = (rows, 50) if dim == 0 else (40, rows)
+            local = torch.full(shape, float("nan"))
+            boxes = boxes_at((40, 50), (Shard(dim),), (size,), (rank,), contiguous_strides(shape), "w")
+            fill_from_program(program, local, boxes, seed=0, fqn="w")
+            parts.append(local)
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def test_distributions_are_those_asked_for():
+    big = (400, 500)
+    normal = whole_value(program_of(INITS["normal"], big))
+    assert normal.mean() == pytest.approx(1.0, abs=0.01)
+    assert normal.std() == pytest.approx(0.5, rel=0.01)
+    truncated = whole_value(program_of(INITS["truncated"], big))
+    assert truncated.abs().max() <= 0.04
+    assert truncated.std() == pytest.approx(0.02 * 0.8796, rel=0.02)
+    xavier = whole_value(program_of(INITS["xavier"], big))
+    assert xavier.abs().max() == pytest.approx((6 / 900) ** 0.5, rel=0.01)  # fan-in and fan-out of the whole
+    padded = whole_value(program_of(INITS["padding row"], (40, 50)))
+    assert (padded[3] == 0).all()
+    assert (padded[2] != 0).all()
+
+
+def test_seed_and_name_choose_the_values():
+    program = program_of(INITS["normal"])
+    assert torch.equal(whole_value(program, seed=1, fqn="a"), whole_value(program, seed=1, fqn="a"))
+    assert not torch.equal(whole_value(program, seed=1, fqn="a"), whole_value(program, seed=2, fqn="a"))
+    assert not torch.equal(whole_value(program, seed=1, fqn="a"), whole_value(program, seed=1, fqn="b"))
+
+
+@pytest.mark.parametrize("init", [nn.init.orthogonal_, lambda w: w.mul_(w.mean()), lambda w: w.t().zero_()])
+def test_what_is_not_element_by_element_is_known(init):
+    assert not program_of(init).is_elementwise
+
+
+class Orthogonal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(12, 6))
+        self.loaded = nn.Parameter(torch.full((5,), 7.0))
+
+    def reset_parameters(self):
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.loaded)
+
+
+def test_an_orthogonal_tensor_is_initialised_whole_within_the_budget():
+    model = Orthogonal()
+    held = look_inside(model)
+    assert not programs_for(model, held, {"weight"})["weight"].is_elementwise
+    state = torch.get_rng_state()
+    one, other = (initialize.initialize_whole(model, held, held[0], seed=3, budget_bytes=1 << 20) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one.T @ one, torch.eye(6))
+    assert (model.loaded == 7).all()
+    with pytest.raises(CoverageError, match="raise budget_bytes"):
+        initialize.initialize_whole(model, held, held[0], seed=3, budget_bytes=100)
+
+
+def test_the_user_s_random_state_is_left_alone():
+    model = nn.Linear(4, 4)
+    state = torch.get_rng_state()
+    programs_for(model, look_inside(model), {"weight", "bias"})
+    assert torch.equal(torch.get_rng_state(), state)

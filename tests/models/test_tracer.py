@@ -1,0 +1,164 @@
+"""Conversion rules on recorded tensors against the same rules on real ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests import zoo
+from tests.conversion.random_expressions import random_box
+from tests.models import synthetic
+from transformers import core_model_loading as hf
+
+from shardwise.conversion import Stored, copies
+from shardwise.models import transformers_compat as compat
+from shardwise.models.tracer import NotStructural, Recorded
+from shardwise.tensors import Box, DType
+
+RULES = {
+    "chunk rows": hf.WeightConverter("qkv", ["q", "k", "v"], [hf.Chunk(dim=0)]),
+    "chunk columns": hf.WeightConverter("kv", ["k", "v"], [hf.Chunk(dim=1)]),
+    "concatenate rows": hf.WeightConverter(["q", "k"], "qk", [hf.Concatenate(dim=0)]),
+    "merge experts": hf.WeightConverter("experts.*.w", "experts.w", [hf.MergeModulelist(dim=0)]),
+    "merge and fuse": hf.WeightConverter(
+        ["experts.*.gate", "experts.*.up"], "experts.gate_up", [hf.MergeModulelist(dim=0), hf.Concatenate(dim=1)]
+    ),
+    "transpose": hf.WeightConverter("a", "b", [hf.Transpose(0, 1)]),
+    "transpose where needed": hf.WeightConverter("a", "b", [hf.Transpose(0, 1, check_dims=True)]),
+    "interleave rows": hf.WeightConverter("a", "b", [hf.Interleave(dim=0)]),
+    "interleave columns, back": hf.WeightConverter("a", "b", [hf.Interleave(dim=1, inverse=True)]),
+    "interleave, then chunk": hf.WeightConverter("a", ["b", "c"], [hf.Interleave(dim=0), hf.Chunk(dim=0)]),
+    "rope": hf.WeightConverter("a", "b", [hf.PermuteForRope()]),
+    "chunk, then rope": hf.WeightConverter("qkv", ["q", "k", "v"], [hf.Chunk(dim=0), hf.PermuteForRope()]),
+    "conv to linear": hf.WeightConverter("a", "b", [hf.Conv3dToLinear(3, (2, 2, 2))]),
+    "ernie": hf.WeightConverter(
+        ["experts.*.gate", "experts.*.up"],
+        ["text.gate_up", "vision.gate_up"],
+        [hf.ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)],
+    ),
+    "ernie, back": hf.WeightConverter(
+        ["text.gate_up", "vision.gate_up"],
+        ["experts.*.gate", "experts.*.up"],
+        [hf.ErnieSplitAndDecoupleTextVisionExperts(stack_dim=0, concat_dim=1)],
+    ),
+    "split a list": hf.WeightConverter("experts.w", "experts.*.w", [hf.SplitModulelist(dim=0)]),
+}
+if hasattr(hf, "Split"):
+    RULES["split by the targets' sizes"] = hf.WeightConverter("qkv", ["q", "k", "v"], [hf.Split(dim=0)])
+
+
+def registry_converters() -> dict[str, Any]:
+    """Every converter of transformers' registry, under its key and patterns."""
+    found = {}
+    for key in zoo.registry_keys():
+        for item in hf_registry(key):
+            if isinstance(item, hf.WeightConverter):
+                found[f"{key}: {item.source_patterns} -> {item.target_patterns} {item.operations}"] = item
+    return found
+
+
+def hf_registry(key: str) -> list[Any]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return get_checkpoint_conversion_mapping(key) or []
+
+
+def compare(converter: Any, sources: dict[str, list[torch.Tensor]], model: Any, rng: random.Random) -> int:
+    """How many elements of random boxes agreed; an assertion where they do not, None-like 0 where it cannot run."""
+    target = synthetic.literal(converter.target_patterns[0])
+    real = compat.convert(converter, target, sources, model)
+    values = {
+        f"{pattern}/{number}": value for pattern, found in sources.items() for number, value in enumerate(found)
+    }
+    recorded = {
+        pattern: [
+            Recorded(Stored(f"{pattern}/{number}", tuple(value.shape), DType.F64), value.dtype)
+            for number, value in enumerate(found)
+        ]
+        for pattern, found in sources.items()
+    }
+    traced = compat.convert(converter, target, recorded, model)
+    assert traced.keys() == real.keys()
+    compared = 0
+    for name, value in real.items():
+        expression = traced[name].expression
+        assert expression.shape == tuple(value.shape)
+        for box in (Box.whole(expression.shape), random_box(rng, expression.shape)):
+            found = torch.full(box.sizes, -1.0, dtype=torch.float64)
+            for copy in copies(expression, box):
+                flat = values[copy.leaf.key].contiguous()
+                source = torch.as_strided(flat, copy.source.sizes, copy.source.strides, copy.source.offset)
+                torch.as_strided(found, copy.target.sizes, copy.target.strides, copy.target.offset).copy_(source)
+            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            assert torch.equal(found, value[where])
+            compared += found.numel()
+    return compared
+
+
+def agreements(converter: Any) -> int:
+    """Elements that agreed over all trials; trials on which the real rule itself fails do not count."""
+    rng = random.Random(0)
+    compared = 0
+    for sources, model in synthetic.trials(converter):
+        try:
+            compat.convert(converter, synthetic.literal(converter.target_patterns[0]), sources, model)
+        except Exception:
+            continue
+        compared += compare(converter, sources, model, rng)
+    return compared
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_structural_rule_is_an_index_map(name):
+    assert agreements(RULES[name]) > 0
+
+
+def test_every_converter_of_the_registry_is_an_index_map():
+    converters = registry_converters()
+    assert len(converters) > 100
+    without_trial = [name for name, converter in converters.items() if agreements(converter) == 0]
+    assert without_trial == []
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x + 1,
+        lambda x: x * x,
+        lambda x: x.to(torch.float16),
+        lambda x: x.sum(0),
+        lambda x: torch.cat([x, torch.zeros(2, 3)]),
+        lambda x: x.expand(5, 2, 3),
+        lambda x: x.flip(0),
+    ],
+)
+def test_what_computes_is_not_structural(operation):
+    with pytest.raises(NotStructural):
+        operation(Recorded(Stored("w", (2, 3), DType.F32), torch.float32))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x[1:, ::2],
+        lambda x: x[-1],
+        lambda x: x.view(-1, 2).t().contiguous(),
+        lambda x: x.unflatten(0, (2, 2)).transpose(0, 2).flatten(1),
+        lambda x: torch.stack(x.unbind(1)[::-1], -1),
+        lambda x: torch.cat(x.split([1, 3], 0)[::-1]),
+        lambda x: x[None].squeeze(0).unsqueeze(-1).squeeze(),
+        lambda x: torch.hstack([x, x]).narrow(1, 3, 5),
+        lambda x: x.movedim(0, 1).reshape(-1).clone().detach(),
+    ],
+)
+def test_movements_are_followed(operation):
+    values = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    wanted = operation(values)
+    expression = operation(Recorded(Stored("w", (4, 6), DType.F64), torch.float64)).expression
+    found = torch.full(wanted.shape, -1.0, dtype=torch.float64)
+    for copy in copies(expression, Box.whole(tuple(wanted.shape))):
+        source = torch.as_strided(values, copy.source.sizes, copy.source.strides, copy.source.offset)
+        torch.as_strided(found, copy.target.sizes, copy.target.strides, copy.target.offset).copy_(source)
+    assert torch.equal(found, wanted)

@@ -1,0 +1,147 @@
+"""What a rank holds, against what torch itself shards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.models.on_fake_ranks import fake_rank
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise.layout import Kind, Origin
+from shardwise.models.view import (
+    boxes_at,
+    canonical,
+    describe_placement,
+    layout_of,
+    local_boxes,
+    look_inside,
+    meta_leftovers,
+)
+from shardwise.tensors import contiguous_strides, numel
+
+
+@given(
+    shape=st.lists(st.integers(0, 11), min_size=1, max_size=3),
+    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    dims=st.lists(st.integers(-1, 2), min_size=3, max_size=3),
+)
+def test_boxes_are_those_torch_computes_and_tile_the_tensor(shape, mesh, dims):
+    placements = [Shard(dim) if 0 <= dim < len(shape) else Replicate() for dim in dims[: len(mesh)]]
+    count = np.zeros(shape, dtype=int)
+    for coordinate in np.ndindex(*mesh):
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
+        boxes = boxes_at(tuple(shape), placements, tuple(mesh), coordinate, contiguous_strides(sizes), "w")
+        if numel(sizes) == 0:
+            assert boxes == ()
+            continue
+        (found,) = boxes
+        assert (found.box.offsets, found.box.sizes) == (tuple(offsets), tuple(sizes))
+        assert found.local.is_contiguous
+        assert found.local.offset == 0
+        count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    copies = numel([size for size, placement in zip(mesh, placements, strict=False) if placement.is_replicate()])
+    assert (count == copies).all()
+
+
+def test_strided_shards_are_several_boxes():
+    """FSDP over tensor parallelism on one dimension: rows are dealt to tp first, then to dp."""
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    held = {}
+    for coordinate in np.ndindex(2, 2):
+        boxes = boxes_at((8, 3), placements, (2, 2), coordinate, (3, 1), "w")
+        held[coordinate] = [(part.box.offsets[0], part.box.sizes[0], part.local.offset) for part in boxes]
+    assert held == {(0, 0): [(0, 2, 0)], (0, 1): [(4, 2, 0)], (1, 0): [(2, 2, 0)], (1, 1): [(6, 2, 0)]}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 10) for _ in range(2)])
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = nn.Parameter(torch.empty(7, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.again = self.head
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+def test_every_tensor_is_seen_once_with_all_its_names():
+    found = look_inside(Model())
+    layout = layout_of(found, lambda item: Origin.NOWHERE)
+    assert [tensor.fqn for tensor in layout.tensors] == [
+        "steps",
+        "table",
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.1.weight",
+        "layers.1.bias",
+        "head.weight",
+    ]
+    assert layout.by_name["again.weight"].names == ("head.weight", "again.weight")
+    assert layout.by_name["steps"].kind is Kind.PERSISTENT_BUFFER
+    assert layout.by_name["steps"].local_numel == 1
+    assert layout.by_name["table"].kind is Kind.BUFFER
+    assert layout.by_name["head.weight"].dtype.label == "BF16"
+    assert not layout.by_name["head.weight"].requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 1024])
+def test_the_layout_of_a_sharded_model_is_what_fully_shard_made(size):
+    for rank in {0, 1 % size, size - 1}:
+        with fake_rank(rank, size):
+            with torch.device("meta"):
+                model = Model()
+            for layer in model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            sharded = [item for item in look_inside(model) if isinstance(item.tensor, DTensor)]
+            assert len(sharded) == 5
+            for item in sharded:
+                # torch keeps the coordinate of the first fake rank of a process, so it is given here.
+                shape, strides = tuple(item.tensor.shape), tuple(item.local.stride())
+                boxes = boxes_at(shape, item.tensor.placements, (size,), (rank,), strides, item.fqn)
+                assert sum(part.box.numel for part in boxes) == item.local.numel()
+                assert all(part.local.stop <= item.local.numel() for part in boxes)
+
+
+def test_hsdp_layouts_name_both_axes():
+    with fake_rank(0, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        with torch.device("meta"):
+            linear = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        (part,) = local_boxes(linear.weight, "weight")
+        assert (part.box.offsets, part.box.sizes) == ((0, 0), (2, 8))
+        (part,) = boxes_at((8, 8), linear.weight.placements, (2, 4), (1, 3), (8, 1), "weight")
+        assert part.box.offsets == (6, 0)
+        assert describe_placement(linear.weight) in (
+            "Replicate() on replicate=2, Shard(dim=0) on shard=4",
+            "R on replicate=2, S(0) on shard=4",
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("_orig_mod.layers.0.weight", "layers.0.weight"),
+        ("layers.0._checkpoint_wrapped_module.weight", "layers.0.weight"),
+        ("_fsdp_wrapped_module._orig_mod.a", "a"),
+        ("my_orig_mod.a", "my_orig_mod.a"),
+    ],
+)
+def test_canonical_names(name, expected):
+    assert canonical(name) == expected
+
+
+def test_leftovers_on_meta_are_found_wherever_they_hide():
+    model = Model()
+    model.cache = {"keys": torch.zeros(2, device="meta")}
+    model.layers[0].scales = [torch.zeros(1), torch.zeros(1, device="meta")]
+    model.layers[1].bias = nn.Parameter(torch.zeros(10, device="meta"))
+    assert meta_leftovers(model) == ["layers.1.bias", "cache", "layers.0.scales"]

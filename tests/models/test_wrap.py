@@ -1,0 +1,150 @@
+"""Which modules become groups, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.on_fake_ranks import fake_rank
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from shardwise.errors import PlacementError
+from shardwise.models.wrap import (
+    Automatic,
+    Classes,
+    ModelPlan,
+    ModuleListBlocks,
+    NoSplitModules,
+    Sharding,
+    WholeModel,
+    group_names,
+    select_blocks,
+    wrap,
+)
+
+
+def qwen3(**changes):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(Qwen3Config(**sizes | heads | changes))
+
+
+def gpt2():
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32))
+
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (ModelPlan(), ["model.embed_tokens", *LAYERS]),
+        (NoSplitModules(), LAYERS),
+        (ModuleListBlocks(), LAYERS),
+        (Classes(("Qwen3MLP",)), ["model.layers.0.mlp", "model.layers.1.mlp"]),
+        (Classes(("Embedding", "Qwen3DecoderLayer")), ["model.embed_tokens", *LAYERS]),
+        (WholeModel(), []),
+    ],
+)
+def test_policies_name_modules(policy, expected):
+    assert select_blocks(qwen3(tie_word_embeddings=False), policy) == expected
+
+
+def test_automatic_uses_what_names_the_blocks():
+    assert select_blocks(gpt2(), Automatic()) == ["transformer.h.0", "transformer.h.1"]
+
+
+@pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), NoSplitModules()])
+def test_a_policy_that_matches_nothing_is_an_error(policy):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(PlacementError, match="matches nothing in Sequential"):
+        select_blocks(model, policy)
+
+
+def test_automatic_without_any_blocks_is_an_error():
+    with pytest.raises(PlacementError, match="WholeModel"):
+        select_blocks(nn.Linear(2, 2), Automatic())
+
+
+def wrapped(model, *, size=2, **sharding):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    wrap(model, Sharding(mesh=mesh, **sharding))
+    return model
+
+
+def test_tied_weights_are_left_to_the_root_group():
+    with fake_rank(0, 2):
+        model = wrapped(qwen3(tie_word_embeddings=True))
+        assert group_names(model) == LAYERS
+        assert isinstance(model, FSDPModule)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_blocks_that_share_a_parameter_are_one_group():
+    blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    blocks[2].weight = blocks[0].weight
+    model = nn.Module()
+    model.blocks = blocks
+    with fake_rank(0, 2):
+        wrapped(model, wrap=ModuleListBlocks())
+        assert isinstance(model.blocks[1], FSDPModule)
+        assert model.blocks[2].weight is model.blocks[0].weight
+        assert isinstance(model.blocks[2].weight, DTensor)
+
+
+def test_float32_islands_become_groups():
+    model = qwen3(tie_word_embeddings=False).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.input_layernorm.to(torch.float32)
+    with fake_rank(0, 2):
+        wrapped(model, wrap=NoSplitModules())
+        assert group_names(model) == [
+            "model.layers.0",
+            "model.layers.0.input_layernorm",
+            "model.layers.1",
+            "model.layers.1.input_layernorm",
+        ]
+
+
+def test_what_fsdp2_cannot_take_stays_whole():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))
+            self.decay = nn.Parameter(torch.ones(8, dtype=torch.float32))
+            self.temperature = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+    model = nn.ModuleList([Mixer(), Mixer()])
+    holder = nn.Module()
+    holder.layers = model
+    with fake_rank(0, 2):
+        wrapped(holder, wrap=ModuleListBlocks())
+        assert isinstance(holder.layers[0].weight, DTensor)
+        assert not isinstance(holder.layers[0].decay, DTensor)
+        assert not isinstance(holder.layers[0].temperature, DTensor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [
+        ((8, 6, 4), 4, (2, 6, 4)),
+        ((3, 6, 4), 4, (3, 6, 1)),
+        ((3, 8, 4), 4, (3, 2, 4)),
+        ((3, 5, 7), 4, (1, 5, 7)),  # nothing divides: FSDP2's own way, with an empty rank
+        ((3, 8), 4, (1, 8)),
+    ],
+)
+def test_stacked_experts_are_sharded_where_no_rank_stays_empty(shape, size, expected):
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module(), nn.Module()])
+    for layer in model.layers:
+        layer.experts = nn.Parameter(torch.empty(shape, device="meta"))
+    with fake_rank(0, size):
+        wrapped(model, size=size, wrap=WholeModel())
+        assert tuple(model.layers[0].experts.to_local().shape) == expected

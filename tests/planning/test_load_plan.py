@@ -1,0 +1,183 @@
+"""Plans of loads, and everything that can be wrong with one, without files or processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.conversion import Bindings, Stored, slice_dim, stack
+from shardwise.errors import CoverageError
+from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
+from shardwise.planning import (
+    Consent,
+    Ignore,
+    Init,
+    Initialize,
+    Keep,
+    ModelRules,
+    Read,
+    Recompute,
+    Tie,
+    plan_load,
+    stored_tensors,
+)
+from shardwise.tensors import Box, DType, Strided, numel
+
+
+def tensor(name, *shape, kind=Kind.PARAMETER, dtype=DType.F32, origin=Origin.INIT_WEIGHTS, aliases=()):
+    whole = Box.whole(shape)
+    return TensorLayout(
+        names=(name, *aliases),
+        kind=kind,
+        shape=shape,
+        dtype=dtype,
+        boxes=(LocalBox(whole, Strided.contiguous(shape)),),
+        placement="whole",
+        requires_grad=True,
+        origin=origin,
+    )
+
+
+def index_of(**stored):
+    entries = {
+        key: TensorEntry(key, dtype, shape, "model.safetensors", 0, numel(shape) * dtype.bits // 8)
+        for key, (shape, dtype) in stored.items()
+    }
+    return CheckpointIndex("somewhere", {"model.safetensors": 1000}, entries, {}, "single file")
+
+
+def plan(tensors, stored, *, offers=None, unmatched=None, faults=(), rules=None, consent=None):
+    index = index_of(**stored)
+    leaves = stored_tensors(index)
+    offered = {key: (leaf,) for key, leaf in leaves.items() if key in {n for t in tensors for n in t.names}}
+    bindings = Bindings(offers or offered, {}, unmatched or {}, tuple(faults))
+    return plan_load(index, ModelLayout(tuple(tensors)), bindings, rules or ModelRules(), consent or Consent())
+
+
+F32, I64, F4 = DType.F32, DType.I64, DType.F4
+
+
+def test_every_tensor_has_one_fill():
+    tensors = [
+        tensor("embed", 4, 2, aliases=("head",)),
+        tensor("score", 2, 2),
+        tensor("inv_freq", 3, kind=Kind.BUFFER),
+        tensor("cache", 3, kind=Kind.BUFFER, origin=Origin.AS_IT_IS),
+    ]
+    made = plan(tensors, {"embed": ((4, 2), F32)}, consent=Consent(missing=Initialize(("score*",))))
+    assert made.fills == {
+        "embed": Read(Stored("embed", (4, 2), F32)),
+        "head": Tie("embed"),
+        "score": Init(Origin.INIT_WEIGHTS),
+        "inv_freq": Recompute(Origin.INIT_WEIGHTS),
+        "cache": Keep(),
+    }
+    assert made.missing_keys == ("score",)
+
+
+def test_all_faults_are_told_at_once():
+    tensors = [
+        tensor("layers.0.q", 4, 2),
+        tensor("layers.1.q", 4, 2),
+        tensor("head", 5, 2),
+        tensor("position", 4, kind=Kind.PERSISTENT_BUFFER, dtype=I64),
+        tensor("freq", 3, kind=Kind.BUFFER, origin=Origin.NOWHERE),
+    ]
+    stored = {"head": ((6, 2), F32), "position": ((4,), F32), "odd": ((1,), F32)}
+    with pytest.raises(CoverageError) as caught:
+        plan(tensors, stored, unmatched={"odd": "odd"}, faults=["experts.w: numbered with gaps"])
+    assert str(caught.value).splitlines() == [
+        "the checkpoint somewhere does not fit the model",
+        "  mismatched 2     head: stored (6, 2) F32 in model.safetensors as head, model wants (5, 2)",
+        "                   position: stored (4,) F32 in model.safetensors as position, model wants I64",
+        "  missing 2        layers.{0..1}.q (x2)",
+        "  unexpected 1     odd",
+        "  conversion 1     experts.w: numbered with gaps",
+        "  uncomputable 1   freq: a non-persistent buffer on meta that nothing computes",
+        REMEDIES,
+    ]
+
+
+REMEDIES = (
+    "Pass on_mismatched=Initialize(only=...) for tensors that may start afresh; "
+    "on_missing=Initialize(only=...) for the missing ones; "
+    "on_unexpected=Ignore(only=...) for keys that may be left unread; "
+    "a checkpoint in the layout this version of transformers knows; "
+    "buffers=... with a callable that computes them."
+)
+
+
+def test_two_keys_for_one_tensor_are_refused():
+    one, other = Stored("norm", (2,), F32), Stored("model.norm", (2,), F32)
+    with pytest.raises(CoverageError, match=r"norm: stored more than once, as norm, model\.norm"):
+        plan([tensor("norm", 2)], {"norm": ((2,), F32), "model.norm": ((2,), F32)}, offers={"norm": (one, other)})
+
+
+def test_a_mismatch_may_start_afresh_with_consent_only():
+    stored = {"score": ((3, 2), F32)}
+    consent = Consent(mismatched=Initialize(("score",)))
+    made = plan([tensor("score", 5, 2)], stored, consent=consent)
+    assert made.fills["score"] == Init(Origin.INIT_WEIGHTS)
+    assert made.mismatched_keys == ("score",)
+    with pytest.raises(CoverageError, match="mismatched 1"):
+        plan([tensor("score", 5, 2)], stored, consent=Consent(mismatched=Initialize(("head",))))
+
+
+def test_what_the_model_class_passes_over_needs_no_consent():
+    rules = ModelRules(ignore_missing=(r"\.bias$",), ignore_unexpected=(r"^mtp\.",))
+    made = plan([tensor("a.bias", 2)], {"mtp.0": ((1,), F32)}, offers={}, unmatched={"mtp.0": "mtp.0"}, rules=rules)
+    assert made.fills == {"a.bias": Init(Origin.INIT_WEIGHTS)}
+    assert made.ignored_keys == ("mtp.0",)
+    assert made.missing_keys == made.unexpected_keys == ()
+
+
+def test_unexpected_keys_with_consent_are_listed():
+    made = plan(
+        [tensor("a", 2)],
+        {"a": ((2,), F32), "b": ((2,), F32)},
+        unmatched={"b": "b"},
+        consent=Consent(unexpected=Ignore()),
+    )
+    assert made.unexpected_keys == made.ignored_keys == ("b",)
+
+
+def test_missing_without_an_initialiser_is_refused_in_spite_of_consent():
+    consent = Consent(missing=Initialize(("*",)))
+    with pytest.raises(CoverageError, match="nothing initialises it"):
+        plan([tensor("a", 2, origin=Origin.NOWHERE)], {}, consent=consent)
+
+
+def test_a_shared_tensor_stored_twice_is_read_once_and_compared():
+    stored = {"embed": ((4, 2), F32), "head": ((4, 2), F32)}
+    made = plan([tensor("embed", 4, 2, aliases=("head",))], stored)
+    assert made.fills["embed"] == Read(Stored("embed", (4, 2), F32))
+    assert made.twins == {"embed": (Stored("head", (4, 2), F32),)}
+
+
+def test_a_shared_tensor_may_be_stored_under_any_of_its_names():
+    made = plan([tensor("embed", 4, 2, aliases=("head",))], {"head": ((4, 2), F32)})
+    assert made.fills == {"embed": Read(Stored("head", (4, 2), F32)), "head": Tie("embed")}
+
+
+def test_types_smaller_than_a_byte_are_refused():
+    with pytest.raises(CoverageError, match="without its quantiser"):
+        plan([tensor("a", 4)], {"a": ((4,), F4)})
+
+
+def test_the_digest_tells_plans_apart_and_not_the_order():
+    leaf = Stored("w", (6, 2), F32)
+    experts = [tensor("a", 3, 2), tensor("b", 3, 2)]
+    halves = {"a": (slice_dim(leaf, 0, 0, 3),), "b": (slice_dim(leaf, 0, 3, 3),)}
+    stored = {"w": ((6, 2), F32)}
+    one = plan(experts, stored, offers=halves)
+    other = plan(experts[::-1], stored, offers=halves)
+    swapped = plan(experts, stored, offers={"a": halves["b"], "b": halves["a"]})
+    assert one.digest == other.digest
+    assert one.digest != swapped.digest
+
+
+def test_computed_shapes_are_compared_too():
+    experts = stack([Stored(f"e.{i}", (2, 2), F32) for i in range(3)], 0)
+    stored = {f"e.{i}": ((2, 2), F32) for i in range(3)}
+    with pytest.raises(CoverageError, match=r"stored \(3, 2, 2\) as Stack"):
+        plan([tensor("experts", 4, 2, 2)], stored, offers={"experts": (experts,)})

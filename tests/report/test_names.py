@@ -1,0 +1,18 @@
+"""Many names in few words."""
+
+from __future__ import annotations
+
+from shardwise.report import collapse
+
+
+def test_names_that_differ_in_one_number_become_one():
+    names = ["layers.0.up", "layers.1.up", "layers.3.up", "norm", "layers.10.up"]
+    assert collapse(names) == [("layers.{0..1,3,10}.up", 4), ("norm", 1)]
+
+
+def test_two_varying_numbers_become_stars():
+    assert collapse(["a.0.b.0", "a.1.b.1", "a.1.b.0"]) == [("a.*.b.*", 3)]
+
+
+def test_a_name_alone_stays_to_the_letter():
+    assert collapse(["model-00005-of-00005.safetensors"]) == [("model-00005-of-00005.safetensors", 1)]

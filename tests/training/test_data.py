@@ -1,0 +1,252 @@
+"""What is learned of a row, what is refused, and which rows a step takes."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.training import tiny
+
+from shardwise.errors import ConfigError
+from shardwise.training.data import IGNORED, StepSampler, TrainData, pad, read_data, step_loader
+from shardwise.training.masking import encode
+from shardwise.training.options import Epochs, Steps, TrainOptions
+from shardwise.training.rows import Chat, Completion, Row, RowError, Text, read_rows
+
+TALK = tiny.chat("Hi", "Hé llo", "And?", "Bye")["messages"]
+
+
+def learned(row: Row, template: str | None = tiny.MARKED) -> list[str]:
+    """The runs of learned tokens, as text."""
+    tokenizer = tiny.tokenizer(template)
+    example = encode(row, tokenizer)
+    runs: list[list[int]] = []
+    before = False
+    for token, supervised in zip(example.tokens.tolist(), example.supervised.tolist(), strict=True):
+        if supervised:
+            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
+        before = supervised
+    return [tokenizer.decode(run) for run in runs]
+
+
+def whole(row: Row, template: str | None = tiny.MARKED) -> str:
+    return tiny.tokenizer(template).decode(encode(row, tiny.tokenizer(template)).tokens)
+
+
+# Masking
+
+
+def test_a_template_with_marks_says_what_is_learned() -> None:
+    assert learned(Chat(1, tuple(TALK))) == ["Hé llo<|im_end|>", "Bye<|im_end|>"]
+
+
+def test_without_marks_answers_are_what_the_template_adds() -> None:
+    assert learned(Chat(1, tuple(TALK)), tiny.UNMARKED) == ["Hé llo<|im_end|>\n", "Bye<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("template", [tiny.MARKED, tiny.UNMARKED])
+def test_the_tokens_are_those_of_the_template(template: str) -> None:
+    expected = (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHé llo<|im_end|>\n"
+        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nBye<|im_end|>\n"
+    )
+    assert whole(Chat(1, tuple(TALK)), template) == expected
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
+    assert learned(Chat(1, tuple(TALK[:2])), tiny.FORGETFUL) == ["(thought)Hé llo<|im_end|>\n"]
+    with pytest.raises(RowError, match=r"messages\[1\] alike .* generation"):
+        learned(Chat(1, tuple(TALK)), tiny.FORGETFUL)
+
+
+def test_a_template_may_refuse_a_row(tmp_path: Path) -> None:
+    strict = "{%- if messages[0].role != 'user' %}{{ raise_exception('user first') }}{%- endif %}" + tiny.UNMARKED
+    odd = {"messages": [{"role": "assistant", "content": "Hi"}]}
+    file = tiny.write_rows(tmp_path / "chats.jsonl", tiny.chat("Hi", "Ho"), odd)
+    with pytest.raises(ConfigError, match=r"chats.jsonl: 1 row cannot be used\n  line 2: .*user first"):
+        read_data(file, tiny.tokenizer(strict), max_length=64)
+
+
+def test_of_a_text_all_is_learned_but_its_first_token() -> None:
+    assert learned(Text(1, "abc")) == ["bc<|im_end|>"]
+    assert learned(Text(1, "abc<|im_end|>")) == ["bc<|im_end|>"]
+
+
+def test_of_a_completion_the_completion_is_learned() -> None:
+    row = Completion(1, "2+2=", "4")
+    assert (whole(row), learned(row)) == ("2+2=4<|im_end|>", ["4<|im_end|>"])
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    chats = tiny.write_chats(tmp_path / "chats.jsonl", 2)
+    with pytest.raises(ConfigError, match="no chat template"):
+        read_data(chats, tiny.tokenizer(None), max_length=64)
+    texts = tiny.write_rows(tmp_path / "texts.jsonl", {"text": "abc"})
+    assert read_data(texts, tiny.tokenizer(None), max_length=64).supervised_tokens == 3
+
+
+# Rows
+
+
+def test_malformed_rows_are_named_by_line(tmp_path: Path) -> None:
+    rows = [
+        tiny.chat("Hi", "Ho"),
+        "{",
+        "",
+        "[1]",
+        {"text": 3},
+        {"question": "?"},
+        {"text": "a", "messages": []},
+        {"completion": "a"},
+        {"messages": []},
+        {"messages": ["Hi"]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+    ]
+    file = tiny.write_rows(tmp_path / "chats.jsonl", *rows)
+    with pytest.raises(ConfigError) as caught:
+        read_rows(file)
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == f"{file}: 11 rows cannot be used"
+    expected = {
+        2: "it is not valid JSON",
+        4: "it is a JSON array, not an object",
+        5: "'text' is a JSON number, not a string",
+        6: "it has 'question'; wanted are 'messages', or 'text', or 'prompt' and 'completion'",
+        7: "it has both 'messages' and 'text'",
+        8: "it has a 'completion' but no 'prompt'",
+        9: "'messages' must be a list of at least one message",
+        10: "messages[0] is a JSON string, not an object",
+        11: "messages[0] has no 'content'",
+        12: "messages[0].content is a JSON null, not a string",
+        13: "no message is by the role 'assistant'",
+    }
+    for line, (number, cause) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"  line {number}: {cause}")
+
+
+def test_no_more_than_twenty_malformed_rows_are_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_rows(tiny.write_rows(tmp_path / "chats.jsonl", *["{"] * 25))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22
+    assert lines[-1] == "  and 5 more"
+
+
+def test_a_row_that_is_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_bytes(json.dumps({"text": "a"}).encode() + b'\n{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match="line 2: invalid UTF-8 at byte 10 of the line"):
+        read_rows(file)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_a_file_without_rows(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chats.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match="there are no rows"):
+        read_rows(tmp_path / "chats.jsonl")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl: the data cannot be read \(No such file"):
+        read_rows(tmp_path / "none.jsonl")
+
+
+def test_line_separators_within_a_text_do_not_end_a_row(tmp_path: Path) -> None:
+    file = tiny.write_rows(tmp_path / "texts.jsonl", {"text": "a\u2028b\x85c"})
+    assert read_rows(file) == [Text(1, "a\u2028b\x85c")]
+
+
+def test_long_rows_are_cut_and_those_with_nothing_left_are_skipped(tmp_path: Path) -> None:
+    rows = ({"prompt": "ab", "completion": "c" * n} for n in (1, 5))
+    file = tiny.write_rows(tmp_path / "rows.jsonl", *rows, {"prompt": "a" * 9, "completion": "b"})
+    data = read_data(file, tiny.tokenizer(), max_length=5)
+    assert (data.cut_lines, data.skipped_lines) == ((2, 3), (3,))
+    assert [len(example.tokens) for example in data.examples] == [4, 5]
+    with pytest.raises(ConfigError, match=r"none of its 3 rows .* max_length=2"):
+        read_data(file, tiny.tokenizer(), max_length=2)
+
+
+# Batches
+
+
+def test_a_batch_is_padded_at_the_end(tmp_path: Path) -> None:
+    rows = ({"prompt": "a", "completion": text} for text in ("b", "cde"))
+    data = read_data(tiny.write_rows(tmp_path / "rows.jsonl", *rows), tiny.tokenizer(), max_length=64)
+    batch = pad(data.examples, data.pad_token_id)
+    assert batch.input_ids.shape == (2, 5)
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert (batch.labels != IGNORED).tolist() == [
+        [False, True, True, False, False],
+        [False, True, True, True, True],
+    ]
+    assert (batch.tokens, batch.supervised_tokens) == (8, 6)
+    empty = pad([], data.pad_token_id)
+    assert (empty.input_ids.shape, empty.supervised_tokens) == ((1, 1), 0)
+
+
+def samplers(rows: int, size: int, **options: object) -> list[list[list[list[int]]]]:
+    """Of every rank, its steps, their micro-batches, and the rows of those."""
+    chosen = TrainOptions(**options)  # type: ignore[arg-type]
+    return [list(StepSampler(rows, chosen, rank=rank, size=size)) for rank in range(size)]
+
+
+counts = st.integers(min_value=1, max_value=5)
+
+
+@given(rows=st.integers(min_value=1, max_value=40), size=counts, batch=counts, micro=counts, seed=counts)
+def test_every_row_once_an_epoch_and_every_rank_in_step(
+    rows: int, size: int, batch: int, micro: int, seed: int
+) -> None:
+    by_rank = samplers(
+        rows, size, batch_size=batch, gradient_accumulation_steps=micro, seed=seed, duration=Epochs(2)
+    )
+    assert len({len(steps) for steps in by_rank}) == 1
+    per_epoch = len(by_rank[0]) // 2
+    for epoch in range(2):
+        parts = [step for steps in by_rank for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch]]
+        assert sorted(chain.from_iterable(chain.from_iterable(parts))) == list(range(rows))
+    for of_all in zip(*by_rank, strict=True):
+        assert len({len(batches) for batches in of_all}) == 1
+        assert 1 <= len(of_all[0]) <= micro
+        assert all(len(rows_of_batch) <= batch for batches in of_all for rows_of_batch in batches)
+        loads = [sum(map(len, batches)) for batches in of_all]
+        assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize(("size", "batch", "micro"), [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 1, 4), (4, 1, 2)])
+def test_a_step_takes_the_same_rows_however_they_are_shared(size: int, batch: int, micro: int) -> None:
+    def rows_of_steps(by_rank: list[list[list[list[int]]]]) -> list[list[int]]:
+        return [sorted(chain.from_iterable(chain.from_iterable(of_all))) for of_all in zip(*by_rank, strict=True)]
+
+    one = samplers(21, 1, batch_size=8, duration=Epochs(2))
+    other = samplers(21, size, batch_size=batch, gradient_accumulation_steps=micro, duration=Epochs(2))
+    assert rows_of_steps(other) == rows_of_steps(one)
+
+
+def test_the_order_is_made_of_seed_and_epoch() -> None:
+    options = {"batch_size": 3, "duration": Epochs(2)}
+    first, again, other = samplers(9, 1, **options), samplers(9, 1, **options), samplers(9, 1, seed=1, **options)
+    assert first == again
+    assert first != other
+    assert first[0][:3] != first[0][3:]
+
+
+def test_steps_go_on_over_epochs() -> None:
+    assert len(samplers(9, 1, batch_size=4, duration=Steps(7))[0]) == 7
+
+
+def test_the_loader_gives_the_micro_batches_of_a_step(tmp_path: Path) -> None:
+    data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 5), tiny.tokenizer(), max_length=64)
+    assert isinstance(data, TrainData)
+    options = TrainOptions(batch_size=1, gradient_accumulation_steps=3)
+    loader = step_loader(data, options)
+    steps = list(loader)
+    assert len(loader) == len(steps) == 2
+    assert [[batch.input_ids.shape[0] for batch in batches] for batches in steps] == [[1, 1, 1], [1, 1]]
+    assert sum(batch.supervised_tokens for batches in steps for batch in batches) == data.supervised_tokens

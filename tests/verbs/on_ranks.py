@@ -1,0 +1,227 @@
+"""What the ranks of a test world do. Importable, so that spawned processes find it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests import truth
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import shardwise
+from shardwise.models.wrap import wrap
+from shardwise.storage import LocalReader
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """(kind, text) of the error a call raises; ("", "") when it raises none."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def bring_up(directory: str, **keywords: Any) -> PreTrainedModel:
+    model: PreTrainedModel = shardwise.from_pretrained(directory, **keywords)
+    return model
+
+
+def whole_values(directory: str, keywords: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return truth.snapshot(bring_up(directory, **keywords))["values"]
+
+
+def report_of(directory: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    _, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
+    return report.to_dict()
+
+
+def error_of(directory: str, keywords: dict[str, Any]) -> tuple[str, str]:
+    return attempt(lambda: bring_up(directory, **keywords))
+
+
+def batch(vocabulary: int, *, rows: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def normally_loaded(directory: str) -> PreTrainedModel:
+    """A model loaded whole by transformers on every rank, then sharded as shardwise does it."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    wrap(model, shardwise.Sharding(mesh=mesh))
+    return model
+
+
+def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One forward and backward; the loss and this rank's gradients by name."""
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    gradients = {
+        name: parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"loss": loss.detach(), **gradients}
+
+
+def meta_against_normal(directory: str, spoil: bool) -> list[str]:
+    """Names of what differs, bit for bit, between the meta path and a normal load at the same world size."""
+    mine, normal = bring_up(directory, dtype=torch.float32), normally_loaded(directory)
+    if spoil:
+        for name, buffer in mine.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.zero_()
+    tokens = batch(mine.config.get_text_config().vocab_size, rows=2, seed=dist.get_rank())
+    found, wanted = loss_and_gradients(mine, tokens), loss_and_gradients(normal, tokens)
+    assert found.keys() == wanted.keys()
+    assert len(found) > 5
+    return [name for name in found if not torch.equal(found[name], wanted[name])]
+
+
+def one_step(directory: str, rows: int) -> dict[str, torch.Tensor]:
+    """Whole gradients, and weights after one step of SGD, each rank with its part of the rows."""
+    torch.set_num_threads(1)
+    model = bring_up(directory, dtype=torch.float32)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    share = rows // world
+    tokens = batch(model.config.vocab_size, rows=rows, seed=7)[rank * share : (rank + 1) * share]
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    outcome = {f"grad {name}": truth.whole(parameter.grad) for name, parameter in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return outcome | {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def poisoned_load(case: truth.Case) -> list[str]:
+    """Compare as always, but with all fresh memory full of NaN (or of ones, for integers)."""
+    plain, like, new = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def spoiled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: Any, **keywords: Any) -> torch.Tensor:
+            made = make(*args, **keywords)
+            if type(made) is torch.Tensor and made.device.type == "cpu":
+                made.fill_(float("nan") if made.is_floating_point() else 1)
+            return made
+
+        return wrapper
+
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = spoiled(plain), spoiled(like), spoiled(new)
+    try:
+        assert torch.empty(3).isnan().all()
+        return truth.load_and_compare(case)
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = plain, like, new
+
+
+def fail_half_way(directory: str, failing: int) -> tuple[str, str]:
+    """A read error on one rank after a few reads."""
+    original = LocalReader.read_vectored
+    count = 0
+
+    def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
+        nonlocal count
+        count += 1
+        if dist.get_rank() == failing and count > 5:
+            raise shardwise.StorageError(f"{file}: the disk is gone")
+        original(self, file, start, buffers)
+
+    LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
+    try:
+        return error_of(directory, {})
+    finally:
+        LocalReader.read_vectored = original  # type: ignore[method-assign]
+
+
+def another_model_on_one_rank(directory: str) -> tuple[str, str]:
+    """One rank has been told to ignore more than the others."""
+    consent = {"on_missing": shardwise.Initialize(("score*",))} if dist.get_rank() == 1 else {}
+    return error_of(directory, consent)
+
+
+def ties(directory: str) -> tuple[bool, int, list[str]]:
+    """Whether head and embedding are one parameter, how many parameters there are, and names with a gradient."""
+    model = bring_up(directory, dtype=torch.float32)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    tokens = batch(model.config.vocab_size, rows=2, seed=0)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    with_gradient = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    same = head is embedding and model.get_output_embeddings().weight.grad is embedding.grad
+    return same, len(list(model.parameters())), with_gradient
+
+
+def local_sizes(directory: str, keywords: dict[str, Any]) -> dict[str, int]:
+    model = bring_up(directory, **keywords)
+    return {
+        name: parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+        for name, parameter in model.named_parameters()
+    }
+
+
+class Block(nn.Module):
+    """A small module of nobody's library: a linear layer, a norm with running statistics, a table of angles."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width + 3)
+        self.norm = nn.BatchNorm1d(width + 3)
+        self.register_buffer("angles", torch.arange(float(width)), persistent=False)
+
+
+class Plain(nn.Module):
+    """Blocks in a list, as users write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(5), Block(7)])
+        self.scale = nn.Parameter(torch.ones(4, 3))
+
+
+def shard_plain(model: Plain) -> Plain:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def angles(module: nn.Module) -> torch.Tensor:
+    """What computes the buffers of a `Block`."""
+    return torch.arange(float(module.linear.in_features))
+
+
+def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Load into a plain module that was prepared in a certain way; a snapshot."""
+    if kind == "meta":
+        with torch.device("meta"):
+            model = Plain()
+        shard_plain(model)
+        shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
+    elif kind == "real":
+        model = shard_plain(Plain())
+        before = [id(parameter) for parameter in model.parameters()]
+        shardwise.load(model, directory, **keywords)
+        assert before == [id(parameter) for parameter in model.parameters()]
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        with torch.device("meta"):
+            model = Plain()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
+    else:
+        raise AssertionError(kind)
+    return truth.snapshot(model)
+
+
+def buffers_differ(directory: str) -> tuple[str, str]:
+    """A kept buffer that is not the same on all ranks."""
+    model = shard_plain(Plain())
+    model.blocks[0].angles += os.getpid()
+    return attempt(lambda: shardwise.load(model, directory))

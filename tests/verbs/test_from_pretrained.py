@@ -1,0 +1,300 @@
+"""``from_pretrained``: what a model is after it, and what is refused before it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests import truth, zoo
+from tests.verbs import on_ranks
+from tests.verbs.conftest import small_qwen3
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import shardwise
+from shardwise import ConfigError, CoverageError, Ignore, Initialize, StorageError
+
+
+@pytest.mark.distributed
+def test_loss_and_gradients_are_those_of_a_normal_load(worlds, qwen3, tied_qwen3):
+    for directory in (qwen3, tied_qwen3):
+        assert worlds(2).run(on_ranks.meta_against_normal, str(directory), False) == [[], []]
+
+
+@pytest.mark.distributed
+def test_the_comparison_with_a_normal_load_can_fail(worlds, qwen3):
+    differing = worlds(2).run(on_ranks.meta_against_normal, str(qwen3), True)
+    assert all("loss" in names for names in differing)
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one_process_does(worlds, qwen3):
+    alone = on_ranks.one_step(str(qwen3), 4)
+    for together in worlds(2).run(on_ranks.one_step, str(qwen3), 4):
+        assert together.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(together[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.distributed
+def test_tied_weights_are_one_parameter_with_one_gradient(worlds, tied_qwen3):
+    for same, count, with_gradient in worlds(2).run(on_ranks.ties, str(tied_qwen3)):
+        assert same
+        assert count == len(list(small_qwen3(tie_word_embeddings=True).parameters()))
+        assert "model.embed_tokens.weight" in with_gradient
+
+
+@pytest.mark.distributed
+def test_ties_that_are_stored_twice(worlds, qwen3, tied_qwen3, changed):
+    def store_twice(tensors):
+        return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    (same, *_), _ = worlds(2).run(on_ranks.ties, str(changed(tied_qwen3, store_twice)))
+    assert same
+
+
+@pytest.mark.distributed
+def test_declared_ties_with_different_values_stay_apart(worlds, qwen3, changed):
+    """As in transformers: both are stored, they differ, so they are not tied."""
+    directory = str(changed(qwen3, lambda tensors: tensors, tie_word_embeddings=True))
+    for same, *_ in worlds(2).run(on_ranks.ties, directory):
+        assert not same
+
+
+@pytest.mark.distributed
+def test_stacked_experts_fewer_than_ranks_leave_no_rank_empty(worlds, tmp_path):
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
+    model = zoo.build(specimen)
+    zoo.save_original(model, tmp_path)
+    sizes = worlds(8).run(on_ranks.local_sizes, str(tmp_path), {})
+    experts = [name for name in sizes[0] if "experts" in name and len(model.get_parameter(name).shape) == 3]
+    assert experts
+    assert model.get_parameter(experts[0]).shape[0] < 8
+    assert all(rank[name] > 0 for rank in sizes for name in experts)
+
+
+@pytest.mark.distributed
+def test_missing_tensors_are_initialised_alike_at_every_world_size(worlds, qwen3):
+    keywords = {
+        "model_class": AutoModelForSequenceClassification,
+        "on_missing": Initialize(("score.*",)),
+        "on_unexpected": Ignore(("lm_head.*",)),
+        "config_overrides": {"num_labels": 5},
+    }
+    alone = on_ranks.whole_values(str(qwen3), keywords)
+    for size in (2, 3, 8):
+        for values in worlds(size).run(on_ranks.whole_values, str(qwen3), keywords):
+            assert all(torch.equal(values[name], alone[name]) for name in alone)
+    stored = truth.snapshot(small_qwen3())["values"]
+    assert alone["score.weight"].std() == pytest.approx(0.02, rel=0.3)
+    assert all(torch.equal(alone[name], stored[name]) for name in alone if name != "score.weight")
+
+
+def test_another_seed_initialises_otherwise(qwen3):
+    def score(seed):
+        return shardwise.from_pretrained(
+            qwen3,
+            model_class=AutoModelForSequenceClassification,
+            on_missing=Initialize(("score.*",)),
+            on_unexpected=Ignore(),
+            options=shardwise.LoadOptions(seed=seed),
+        ).score.weight
+
+    assert torch.equal(score(1), score(1))
+    assert not torch.equal(score(1), score(2))
+
+
+def test_mismatched_tensors_start_afresh_with_consent(qwen3):
+    model, report = shardwise.from_pretrained(
+        qwen3,
+        config_overrides={"vocab_size": 101},
+        on_mismatched=Initialize(("lm_head.*", "model.embed_tokens.*")),
+        output_loading_info=True,
+    )
+    assert model.lm_head.weight.shape == (101, 32)
+    assert set(report.mismatched_keys) == {"lm_head.weight", "model.embed_tokens.weight"}
+    assert set(report.initialized) == set(report.mismatched_keys)
+
+
+def test_the_report_says_what_was_done(tied_qwen3):
+    _, report = shardwise.from_pretrained(tied_qwen3, dtype="bfloat16", output_loading_info=True)
+    assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert report.recomputed == ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
+    assert report.cast["model.norm.weight"] == ("F32", "BF16")
+    assert report.read_bytes == report.checkpoint_bytes == 2 * report.placed_bytes
+    assert list(report.seconds) == ["index", "plan", "materialize", "read", "fill", "audit"]
+    assert json.loads(json.dumps(report.to_dict()))["world_size"] == 1
+    assert "tied        lm_head.weight = model.embed_tokens.weight" in str(report)
+
+
+@pytest.mark.distributed
+def test_each_rank_reads_its_own_part(worlds, qwen3):
+    reports = worlds(2).run(on_ranks.report_of, str(qwen3), {})
+    assert sum(report["read_bytes"] for report in reports) == reports[0]["checkpoint_bytes"]
+
+
+def test_the_class_comes_from_the_config_or_is_given(qwen3):
+    assert type(shardwise.from_pretrained(qwen3)).__name__ == "Qwen3ForCausalLM"
+    assert type(shardwise.from_pretrained(qwen3, model_class=AutoModelForCausalLM)).__name__ == "Qwen3ForCausalLM"
+    backbone = shardwise.from_pretrained(qwen3, model_class=AutoModel, on_unexpected=Ignore(("lm_head.*",)))
+    assert type(backbone).__name__ == "Qwen3Model"
+
+
+def test_requires_grad_is_the_model_class_s_own(tmp_path):
+    """Transformers' own loader loses it."""
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "ernie4_5_moe")
+    model = zoo.build(specimen)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    zoo.save_original(model, tmp_path)
+    loaded = shardwise.from_pretrained(tmp_path)
+    assert {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad} == frozen
+
+
+def test_what_saving_reads_is_left_on_the_model(tmp_path):
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
+    zoo.save_original(zoo.build(specimen), tmp_path / "in")
+    model = shardwise.from_pretrained(tmp_path / "in")
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert truth.differences(truth.snapshot(again), truth.snapshot(model)) == []
+
+
+def test_a_custom_key_mapping_is_applied_first(qwen3, changed):
+    def rename(tensors):
+        return {f"net.{name}": value for name, value in tensors.items()}
+
+    directory = changed(qwen3, rename)
+    with pytest.raises(CoverageError, match="missing"):
+        shardwise.from_pretrained(directory)
+    model = shardwise.from_pretrained(directory, key_mapping={r"^net\.(.+)": r"\1"})
+    assert truth.differences(truth.snapshot(model), truth.snapshot(shardwise.from_pretrained(qwen3))) == []
+
+
+# What is refused
+
+
+def test_all_faults_of_a_checkpoint_are_told_at_once(qwen3, changed):
+    def spoil(tensors):
+        del tensors["model.layers.0.self_attn.q_norm.weight"]
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 32)
+        return tensors | {"extra": torch.zeros(2)}
+
+    with pytest.raises(CoverageError) as caught:
+        shardwise.from_pretrained(changed(qwen3, spoil))
+    message = str(caught.value)
+    assert "missing 1        model.layers.0.self_attn.q_norm.weight" in message
+    assert "stored (3, 32) F32 in model.safetensors" in message
+    assert "model wants (56, 32)" in message
+    assert "unexpected 1     extra" in message
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_another_architecture_is_refused_on_all_ranks(worlds, qwen3):
+    sizes = small_qwen3().config.to_dict()
+    config = LlamaConfig(**{name: sizes[name] for name in LlamaConfig().to_dict() if name in sizes})
+    keywords = {"model_class": LlamaForCausalLM, "config": config}
+    errors = worlds(2).run(on_ranks.error_of, str(qwen3), keywords)
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "CoverageError"
+    assert "self_attn.q_norm.weight" in message
+
+
+def test_a_class_that_cannot_take_the_config_is_named(qwen3):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be built from Qwen3Config"):
+        shardwise.from_pretrained(qwen3, model_class=LlamaForCausalLM)
+
+
+def test_experts_numbered_with_gaps_are_refused(tmp_path, changed):
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
+    zoo.save_original(zoo.build(specimen), tmp_path / "whole")
+
+    def renumber(tensors):
+        return {name.replace("experts.3.", "experts.4."): value for name, value in tensors.items()}
+
+    with pytest.raises(CoverageError, match=r"numbered with gaps: \[3\] absent"):
+        shardwise.from_pretrained(changed(tmp_path / "whole", renumber))
+
+
+def test_two_keys_for_one_tensor_are_refused(qwen3, changed):
+    def double(tensors):
+        return tensors | {"norm.weight": tensors["model.norm.weight"].clone()}
+
+    with pytest.raises(CoverageError, match=r"model\.norm\.weight: stored more than once"):
+        shardwise.from_pretrained(changed(qwen3, double))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_read_error_on_one_rank_is_raised_on_all(worlds, qwen3, failing):
+    errors = worlds(3).run(on_ranks.fail_half_way, str(qwen3), failing)
+    assert len(set(errors)) == 1
+    kind, message = errors[0]
+    assert kind == "StorageError"
+    assert message.startswith(f"rank {failing}: ")
+    assert message.endswith("the disk is gone")
+    assert worlds(3).run(on_ranks.error_of, str(qwen3), {}) == [("", "")] * 3  # the world goes on
+
+
+@pytest.mark.distributed
+def test_ranks_that_plan_differently_are_stopped(worlds, qwen3, changed):
+    def without_head(tensors):
+        return {name: value for name, value in tensors.items() if name != "lm_head.weight"}
+
+    errors = worlds(2).run(on_ranks.error_of, str(changed(qwen3, without_head)), {})
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CoverageError"
+
+
+def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path):
+    with pytest.raises(StorageError, match="nobody/nothing"):
+        shardwise.from_pretrained("nobody/nothing", hub=shardwise.HubOptions(cache_dir=str(tmp_path)))
+
+
+def test_a_hub_id_is_found_in_the_cache(qwen3, tmp_path):
+    snapshot = tmp_path / "models--somebody--qwen3" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--somebody--qwen3" / "refs").mkdir()
+    (tmp_path / "models--somebody--qwen3" / "refs" / "main").write_text("0" * 40)
+    for file in qwen3.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    model = shardwise.from_pretrained("somebody/qwen3", hub=shardwise.HubOptions(cache_dir=str(tmp_path)))
+    assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"dtype": "int8"}, "not 'auto' or a floating dtype"),
+        ({"dtype": "float33"}, "not 'auto' or a floating dtype"),
+        ({"config_overrides": {"hiden_size": 3}}, "has no hiden_size"),
+        ({"model_class": "Qwen3ForCausalLM"}, "must be a model class or an Auto class"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(qwen3, keywords, reason):
+    with pytest.raises(ConfigError, match=reason):
+        shardwise.from_pretrained(qwen3, **keywords)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no usable config"):
+        shardwise.from_pretrained(tmp_path)
+
+
+def test_quantised_checkpoints_are_refused(qwen3, changed):
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    with pytest.raises(ConfigError, match="quantised"):
+        shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **quantised))
+
+
+def test_code_of_a_checkpoint_is_not_run_unasked(qwen3, changed):
+    own_code = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}, "architectures": ["Own"]}
+    with pytest.raises(ConfigError, match="trust_remote_code=True"):
+        shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **own_code))

@@ -1,0 +1,264 @@
+"""``load`` for modules that are nobody's library, real models, and checkpoints that lie."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests import truth, zoo
+from tests.verbs import on_ranks
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.on_ranks import Plain, angles
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import Qwen3ForCausalLM
+
+import shardwise
+from shardwise import CoverageError, FormatError, Initialize, PlacementError, StorageError
+from shardwise.storage import MemoryReader
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A checkpoint of a plain module, with its truth."""
+    torch.manual_seed(1)
+    model = Plain()
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randint(1, 99, tensor.shape))
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return str(tmp_path), truth.snapshot(model)
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["meta", "real"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
+    directory, expected = plain
+    for found in worlds(size).run(on_ranks.load_plain, directory, kind, {}):
+        assert truth.differences(found, expected) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 8])
+def test_replicas_are_filled(worlds, plain, size):
+    directory, expected = plain
+    for found in worlds(size).run(on_ranks.load_plain, directory, "hsdp", {}):
+        assert truth.differences(found, expected) == []
+
+
+def test_a_plain_module_alone(plain):
+    directory, expected = plain
+    model = on_meta(Plain)
+    report = shardwise.load(model, directory, buffers={"*.angles": angles})
+    assert truth.differences(truth.snapshot(model), expected) == []
+    assert report.recomputed == ("blocks.0.angles", "blocks.1.angles")
+
+
+def test_real_buffers_of_a_plain_module_are_kept(plain):
+    directory, expected = plain
+    model = Plain()
+    assert shardwise.load(model, directory).kept == ("blocks.0.angles", "blocks.1.angles")
+    assert truth.differences(truth.snapshot(model), expected) == []
+
+
+def test_buffers_on_meta_that_nothing_computes_are_refused_by_name(plain):
+    with pytest.raises(CoverageError, match=r"blocks\.\{0\.\.1\}\.angles.*\n.*buffers="):
+        shardwise.load(on_meta(Plain), plain[0])
+
+
+def test_buffers_that_reset_parameters_computes(tmp_path):
+    class Angles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.empty(4), persistent=False)
+
+        def reset_parameters(self):
+            self.table.copy_(torch.arange(4.0))
+            nn.init.zeros_(self.weight)
+
+    save_file({"weight": torch.tensor([1.0, 2.0, 3.0])}, tmp_path / "model.safetensors")
+    model = on_meta(Angles)
+    shardwise.load(model, tmp_path)
+    assert model.table.tolist() == [0, 1, 2, 3]
+    assert model.weight.tolist() == [1, 2, 3]  # reset_parameters could not harm what is loaded
+
+
+@pytest.mark.distributed
+def test_buffers_that_differ_between_ranks_are_refused(worlds, plain):
+    errors = worlds(2).run(on_ranks.buffers_differ, plain[0])
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DisagreementError"
+    assert "blocks.0.angles" in errors[0][1]
+
+
+def test_missing_tensors_of_a_plain_module_are_reset(plain):
+    directory, expected = plain
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.zeros(4, 3, device="meta"))
+    model.head = on_meta(lambda: nn.Linear(4, 6))
+    ignore = shardwise.Ignore(("blocks.*",))
+    with pytest.raises(CoverageError, match="missing 2"):
+        shardwise.load(model, directory, on_unexpected=ignore)
+    report = shardwise.load(model, directory, on_missing=Initialize(("head.*",)), on_unexpected=ignore)
+    assert report.initialized == ("head.weight", "head.bias")
+    assert model.head.weight.abs().max() <= 0.5  # kaiming uniform with a = √5: ±1/√4
+    assert model.head.weight.unique().numel() == 24
+    assert torch.equal(model.scale, expected["values"]["scale"])
+
+
+def test_a_missing_parameter_that_nothing_initialises_is_refused(tmp_path):
+    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.zeros(4, device="meta"))
+    with pytest.raises(CoverageError, match="scale: nothing initialises it"):
+        shardwise.load(model, tmp_path, on_missing=Initialize(("*",)))
+
+
+def test_a_tensor_kept_as_a_plain_attribute_is_not_left_on_meta(plain):
+    model = on_meta(Plain)
+    model.blocks[0].mask = torch.zeros(3, device="meta")
+    with pytest.raises(CoverageError, match=r"blocks\.0\.mask: still on meta"):
+        shardwise.load(model, plain[0], buffers={"*.angles": angles})
+
+
+def test_names_are_seen_without_the_parts_wrappers_put_in(plain):
+    directory, expected = plain
+    model = on_meta(Plain)
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model = torch.compile(model, backend="eager")
+    shardwise.load(model, directory, buffers={"*.angles": angles})
+    assert truth.differences(truth.snapshot(model), expected) == []
+
+
+def test_a_checkpoint_in_memory(plain):
+    directory, expected = plain
+    with open(os.path.join(directory, "weights.safetensors"), "rb") as file:
+        reader = MemoryReader({"weights.safetensors": file.read()})
+    model = Plain()
+    shardwise.load(model, reader)
+    assert truth.differences(truth.snapshot(model), expected) == []
+
+
+def test_strided_and_offset_memory_is_filled_in_place(tmp_path):
+    values = torch.arange(12.0).view(3, 4)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    base = torch.zeros(10, 10)
+    model = nn.Module()
+    model.w = nn.Parameter(base[2:8:2, 1:9:2])
+    shardwise.load(model, tmp_path)
+    assert torch.equal(base[2:8:2, 1:9:2], values)
+    assert base.count_nonzero() == 11
+
+
+def test_a_small_budget_is_enough(tmp_path):
+    wide = torch.arange(40_000, dtype=torch.int64).view(100, 400)
+    save_file({"w": wide.to(torch.int32)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(100, 400, dtype=torch.int64, device="meta"), requires_grad=False)
+    shardwise.load(model, tmp_path, options=shardwise.LoadOptions(budget_bytes=4096))
+    assert torch.equal(model.w, wide)
+
+
+# transformers' models through `load`
+
+
+def test_a_model_built_on_meta_by_the_user(qwen3, tied_qwen3):
+    for directory, tied in ((qwen3, False), (tied_qwen3, True)):
+        config = small_qwen3(tie_word_embeddings=tied).config
+        model = on_meta(lambda config=config: Qwen3ForCausalLM(config))
+        shardwise.load(model, directory)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+        assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3(tie_word_embeddings=tied))) == []
+
+
+def test_a_model_made_real_by_to_empty_gets_its_buffers_and_ties_back(tied_qwen3):
+    expected = small_qwen3(tie_word_embeddings=True)
+    model = on_meta(lambda: Qwen3ForCausalLM(expected.config)).to_empty(device="cpu")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.rotary_emb.inv_freq.fill_(float("nan"))
+    shardwise.load(model, tied_qwen3)
+    assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
+
+
+def test_a_tied_model_refuses_two_different_values(tied_qwen3, changed):
+    def differ(tensors):
+        return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+
+    model = on_meta(lambda: Qwen3ForCausalLM(small_qwen3(tie_word_embeddings=True).config))
+    with pytest.raises(CoverageError, match="the model ties this tensor"):
+        shardwise.load(model, changed(tied_qwen3, differ))
+
+
+def test_a_compiled_model_keeps_its_conversions(tmp_path):
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
+    expected = zoo.build(specimen)
+    zoo.save_original(expected, tmp_path)
+    model = torch.compile(on_meta(lambda: type(expected)(expected.config)), backend="eager")
+    shardwise.load(model, tmp_path)
+    assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
+
+
+def test_a_wrapped_library_model_is_initialised_by_its_own_rules(qwen3, tmp_path):
+    """A transformers model inside a plain module: buffers recomputed, no conversion needed."""
+    inner = small_qwen3()
+    save_file({f"net.{name}": value for name, value in inner.state_dict().items()}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.net = on_meta(lambda: Qwen3ForCausalLM(inner.config))
+    report = shardwise.load(model, tmp_path)
+    assert report.recomputed[0] == "net.model.rotary_emb.inv_freq"
+    assert truth.differences(truth.snapshot(model.net), truth.snapshot(inner)) == []
+
+
+# Files that lie (``tests/formats`` has every way; here is that the verb refuses before it touches the model)
+
+
+def lying(tmp_path, spoil):
+    file = tmp_path / "model.safetensors"
+    save_file({"scale": torch.ones(4, 3)}, file)
+    file.write_bytes(spoil(file.read_bytes()))
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.full((4, 3), 7.0))
+    return model
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: struct.pack("<Q", 10**9) + data[8:],
+        lambda data: struct.pack("<Q", 2**63) + data[8:],
+        lambda data: data.replace(b"F32", b"F33"),
+        lambda data: data.replace(b"[0,48]", b"[4,52]"),
+        lambda data: b"",
+    ],
+)
+def test_a_file_that_lies_is_refused_before_the_model_is_touched(tmp_path, spoil):
+    model = lying(tmp_path, spoil)
+    with pytest.raises(FormatError, match=r"model\.safetensors"):
+        shardwise.load(model, tmp_path)
+    assert (model.scale == 7).all()
+
+
+def test_a_path_that_is_not_there_is_refused():
+    with pytest.raises(StorageError, match="no such"):
+        shardwise.load(Plain(), "/nowhere/at/all")
+
+
+def test_partial_placements_are_refused(plain):
+    from torch.distributed.tensor import Partial, Replicate
+
+    from shardwise.models.view import boxes_at
+
+    assert len(boxes_at((4, 3), (Replicate(),), (2,), (1,), (3, 1), "w")) == 1
+    with pytest.raises(PlacementError, match="w is placed as"):
+        boxes_at((4, 3), (Partial(),), (2,), (1,), (3, 1), "w")
