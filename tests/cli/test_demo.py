@@ -105,7 +105,20 @@ def test_under_torchrun_there_would_be_several(tmp_path: Path, monkeypatch: pyte
 
 
 def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome:
-    load = LoadReport("out", 0, 1, 1, 1, 1, 1, 1, 1, {}, 1)
+    load = LoadReport(
+        checkpoint="out",
+        rank=0,
+        world_size=1,
+        parameters=1,
+        checkpoint_bytes=4,
+        read_bytes=4,
+        placed_bytes=4,
+        files_opened=1,
+        reads=1,
+        seconds={},
+        loaded=1,
+        files=("model.safetensors",),
+    )
     steps = tuple(StepFacts(number, loss, 1e-3, 1.0, 1, 1, 1.0, 1) for number, loss in enumerate(losses, start=1))
     return DemoOutcome(load, Comparison(1, 1, 0, 4, differing), TrainReport(0, 1, 1, steps), ())
 

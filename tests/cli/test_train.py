@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from inspect import signature
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardwise.errors import ConfigError
 MIXES = "mix_stderr" in signature(CliRunner).parameters
 RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
-FAST = ("--learning-rate", 3e-3, "--max-steps", 12, "--batch-size", 2, "--warmup-ratio", 0.1, "--log-every", 5)
+FAST = ("--learning-rate", 3e-3, "--max-steps", 25, "--batch-size", 2, "--warmup-ratio", 0.1, "--log-every", 10)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ def test_training_on_two_ranks(checkpoint: Path, chats: Path, capfd: pytest.Capt
     losses = [[step["loss"] for step in rank["train"]["steps"]] for rank in ranks]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] / 2
-    assert "training: 12 steps on 2 ranks" in told
+    assert "training: 25 steps on 2 ranks" in told
     assert [line.split()[1] for line in told.splitlines() if line.startswith("step")] == [
-        "1/12",
-        "5/12",
-        "10/12",
-        "12/12",
+        "1/25",
+        "10/25",
+        "20/25",
+        "25/25",
     ]
 
 
@@ -67,10 +68,12 @@ def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == f"loaded {checkpoint}"
-    assert "  8 rows, 322 tokens, 88 learned" in lines
-    assert "training: 12 steps on 1 rank" in lines
-    assert any(line.startswith("step 12/12  loss") for line in lines)
-    assert lines[-3].startswith("trained 14,")
+    # An answer is "It is n", n exclamation marks and the end; 30 tokens are around it.
+    learned = sum(len(f"It is {n}") + n + 1 for n in range(8))
+    assert f"  8 rows, {8 * 30 + learned} tokens, {learned} learned" in lines
+    assert "training: 25 steps on 1 rank" in lines
+    assert any(line.startswith("step 25/25  loss") for line in lines)
+    assert lines[-3].startswith("trained 23,904 parameters in 25 steps: loss ")
     assert lines[-1] == "The trained weights were not written: this version of shardwise cannot save yet."
 
 
@@ -108,7 +111,19 @@ def test_malformed_data(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, chats: Path) -> None:
     tiny.model().config.save_pretrained(tmp_path / "model")
-    assert "its tokenizer cannot be loaded" in refusal("--model", tmp_path / "model", "--data", chats)
+    assert "its tokenizer has no vocabulary; is tokenizer.json missing?" in refusal(
+        "--model", tmp_path / "model", "--data", chats
+    )
+
+
+def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<{n}>" for n in range(5)])
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = tiny.write_rows(tmp_path / "rows.jsonl", {"text": "a <4>"})
+    message = refusal("--model", tmp_path / "model", "--data", data)
+    assert "makes the token 263 of it, but Qwen3ForCausalLM has embeddings for the tokens 0 to 259 only" in message
 
 
 # Where ranks come from

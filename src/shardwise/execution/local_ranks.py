@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -168,7 +169,9 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
         except BaseException as error:
             answer = pickle.dumps(("failure", (traceback.format_exc(), _portable(error))))
         pipe.send_bytes(answer)
-    # gloo's threads sometimes abort a process that leaves in order; there is nothing left to lose here.
+    # gloo's threads sometimes abort a process that leaves in order. So it leaves at once, with what multiprocessing
+    # and the streams hold given back first.
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

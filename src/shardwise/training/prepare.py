@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,12 +47,13 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
     Raises:
         ConfigError: naming the greatest of them.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     greatest = max(int(example.tokens.max()) for example in data.examples)
     if greatest >= rows:
         raise ConfigError(
-            f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has embeddings "
-            f"for the tokens 0 to {rows - 1} only; the tokenizer is another model's, or was extended"
+            f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has "
+            f"embeddings for the tokens 0 to {rows - 1} only; the tokenizer is another model's, or was extended"
         )
 
 

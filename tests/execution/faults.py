@@ -1,0 +1,90 @@
+"""What goes wrong on the ranks of a test world."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import CoverageError, FormatError, StorageError
+from shardwise.execution.world import World
+
+
+def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
+    world = World.current()
+
+    def phase() -> int:
+        if world.rank in ranks:
+            raise StorageError("the disk is gone" if same else f"disk {world.rank} is gone")
+        return world.rank
+
+    try:
+        world.together(phase)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def first_fails() -> tuple[str, str, list[int]]:
+    """The first rank's failure is everybody's, and the ranks are in step afterwards."""
+    world = World.current()
+
+    def read() -> int:
+        assert world.rank == 0
+        raise FormatError("the header lies")
+
+    try:
+        world.from_first(read)
+    except Exception as error:
+        return type(error).__name__, str(error), world.gather(world.rank)
+    return "", "", []
+
+
+def first_shares() -> Any:
+    return World.current().from_first(lambda: {"rank": dist.get_rank()})
+
+
+def foreign_error() -> tuple[str, str]:
+    try:
+        World.current().together(lambda: {}["absent"])
+    except CoverageError:
+        raise
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def disagree() -> tuple[str, str]:
+    world = World.current()
+    try:
+        world.require_equal("odd" if world.rank == 2 else "even", "the number")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def first_on_host() -> bool:
+    return World.current().is_first_on_host()
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    time.sleep(60)
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def raise_here(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ValueError("not like this")
+    return dist.get_rank()
+
+
+def add(one: int, other: int) -> int:
+    return one + other + dist.get_rank()

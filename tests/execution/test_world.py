@@ -1,0 +1,76 @@
+"""Ranks that act together, fail together, and are ended when they do not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shardwise.errors import StorageError
+from shardwise.execution.local_ranks import LocalRanks, RankError
+from shardwise.execution.world import World
+from shardwise.testing import run_world
+from tests.execution import faults
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("ranks", [(0,), (2,), (0, 2)])
+def test_an_error_on_some_ranks_is_raised_on_all(worlds, ranks):
+    errors = worlds(3).run(faults.raise_on, ranks, False)
+    assert errors == [("StorageError", f"rank {ranks[0]}: disk {ranks[0]} is gone")] * 3
+
+
+def test_the_same_error_everywhere_names_no_rank(worlds):
+    assert worlds(3).run(faults.raise_on, (0, 1, 2), True) == [("StorageError", "the disk is gone")] * 3
+
+
+def test_errors_that_are_not_ours_travel_too(worlds):
+    assert worlds(2).run(faults.foreign_error) == [("CheckpointError", "KeyError: 'absent'")] * 2
+
+
+def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
+    assert worlds(3).run(faults.first_shares) == [{"rank": 0}] * 3
+    assert worlds(3).run(faults.first_fails) == [("FormatError", "the header lies", [0, 1, 2])] * 3
+
+
+def test_ranks_that_disagree_are_named(worlds):
+    assert worlds(3).run(faults.disagree) == [("DisagreementError", "the number on rank 2 is not that of rank 0")] * 3
+
+
+def test_one_rank_of_a_machine_is_the_first(worlds):
+    assert worlds(3).run(faults.first_on_host) == [True, False, False]
+
+
+def test_one_process_is_a_world_without_a_group():
+    world = World.current()
+    assert (world.rank, world.size) == (0, 1)
+    assert world.gather("x") == ["x"]
+    with pytest.raises(StorageError, match="gone"):
+        world.together(lambda: (_ for _ in ()).throw(StorageError("gone")))
+
+
+def test_a_fresh_world_answers_by_rank():
+    assert run_world(2, faults.add, 3, 4) == [7, 8]
+
+
+def test_a_rank_that_raises_is_shown_with_its_traceback():
+    with LocalRanks(2, timeout_s=60) as ranks:
+        with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this") as caught:
+            ranks.run(faults.raise_here, 1)
+        assert isinstance(caught.value.errors[1], ValueError)
+        assert not ranks.is_alive
+
+
+def test_a_rank_that_dies_ends_the_others():
+    start = time.monotonic()
+    with LocalRanks(2, timeout_s=100) as ranks, pytest.raises(RankError, match=r"\[rank 1\] .*exit code 7"):
+        ranks.run(faults.exit_on, 1)
+    assert time.monotonic() - start < 45
+
+
+def test_a_rank_that_hangs_is_ended():
+    with LocalRanks(2, timeout_s=3) as ranks:
+        with pytest.raises(RankError, match=r"\[rank 0\] did not finish in time"):
+            ranks.run(faults.sleep_on, 0)
+        assert not ranks.is_alive
