@@ -9,6 +9,7 @@
     │   ├── PlacementError       a model cannot be sharded, or is sharded, as asked
     │   ├── StorageError         bytes could not be read or written
     │   └── DisagreementError    ranks that must agree do not
+    ├── TrainingError            a training cannot go on
     └── ConfigError              an argument or an option that cannot be honoured
 
 Every message names the parameter or the file, the rank where it is not the same everywhere, the cause,
@@ -44,6 +45,10 @@ class StorageError(CheckpointError):
 
 class DisagreementError(CheckpointError):
     """Ranks that must hold or plan the same thing do not."""
+
+
+class TrainingError(ShardwiseError):
+    """A training cannot go on: its loss or gradient is not finite."""
 
 
 class ConfigError(ShardwiseError):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from inspect import signature
 from pathlib import Path
 
@@ -124,6 +128,22 @@ def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     data = tiny.write_rows(tmp_path / "rows.jsonl", {"text": "a <4>"})
     message = refusal("--model", tmp_path / "model", "--data", data)
     assert "makes the token 263 of it, but Qwen3ForCausalLM has embeddings for the tokens 0 to 259 only" in message
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_end_with_the_command(checkpoint: Path, chats: Path, number: signal.Signals, code: int) -> None:
+    program = "from shardwise.cli.train import train_command; train_command()"
+    arguments = ["--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--epochs", 10000, "--log-every", 1]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step") for line in process.stdout)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        # A rank that went on would hold the other end of the pipe, and there would be no end to read.
+        process.stdout.read()
+        assert process.wait(timeout=30) == code
 
 
 # Where ranks come from

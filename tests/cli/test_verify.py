@@ -8,11 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tests import zoo
 
 from shardwise.cli import main
 from shardwise.models import reference
 from shardwise.verbs.verify import verify_load
-from tests import zoo
 
 
 @pytest.fixture(scope="module")

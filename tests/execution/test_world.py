@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from tests.execution import faults
 
 from shardwise.errors import StorageError
 from shardwise.execution.local_ranks import LocalRanks, RankError
 from shardwise.execution.world import World
 from shardwise.testing import run_world
-from tests.execution import faults
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +35,9 @@ def test_what_the_first_rank_finds_or_raises_is_everybody_s(worlds):
 
 
 def test_ranks_that_disagree_are_named(worlds):
-    assert worlds(3).run(faults.disagree) == [("DisagreementError", "the number on rank 2 is not that of rank 0")] * 3
+    assert (
+        worlds(3).run(faults.disagree) == [("DisagreementError", "the number on rank 2 is not that of rank 0")] * 3
+    )
 
 
 def test_one_rank_of_a_machine_is_the_first(worlds):

@@ -50,7 +50,7 @@ def plan(tensors, stored, *, offers=None, unmatched=None, faults=(), rules=None,
     index = index_of(**stored)
     leaves = stored_tensors(index)
     offered = {key: (leaf,) for key, leaf in leaves.items() if key in {n for t in tensors for n in t.names}}
-    bindings = Bindings(offers or offered, {}, unmatched or {}, tuple(faults))
+    bindings = Bindings(offers or offered, {}, unmatched or {}, dict.fromkeys(faults, ()))
     return plan_load(index, ModelLayout(tuple(tensors)), bindings, rules or ModelRules(), consent or Consent())
 
 

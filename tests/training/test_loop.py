@@ -14,12 +14,12 @@ from tests.training import tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.testing import run_world
 from shardwise.training.data import TrainData, read_data, step_loader
-from shardwise.training.loop import TrainingError, backward, clip_gradients, train
+from shardwise.training.loop import backward, clip_gradients, train
 from shardwise.training.options import Ratio, Steps, TrainOptions
 from shardwise.training.report import StepFacts
 

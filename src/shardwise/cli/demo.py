@@ -241,7 +241,7 @@ def _describe(comparison: Comparison) -> str:
 def _print_verdict(outcomes: Sequence[DemoOutcome], faults: Sequence[str], seconds: float) -> None:
     first = outcomes[0]
     losses = first.trained.losses
-    click.echo("\nThe trained model answers, where before it knew nothing:")
+    click.echo("\nThe trained model answers:")
     for question, answer in zip(QUESTIONS, first.answers, strict=True):
         click.echo(f"      {question} {answer}")
     if faults:

@@ -42,6 +42,17 @@ class Conversion:
     def keys(self) -> list[str]:
         return [key for keys in self.sources.values() for key in keys]
 
+    @property
+    def label(self) -> str:
+        """The operations, for messages."""
+        return " → ".join(type(operation).__name__ for operation in self.converter.operations)
+
+    @property
+    def targets(self) -> list[str]:
+        """The names it would make, as far as they follow from the first."""
+        first, *_ = patterns = self.converter.target_patterns
+        return [self.target.replace(first, pattern) for pattern in patterns]
+
 
 @dataclass
 class Assignment:
@@ -90,7 +101,7 @@ def bind(
     prefix = compat.base_model_prefix(model)
     assignment = assign_keys(list(stored), names, transforms, prefix)
     offers: dict[str, list[Expression]] = {}
-    faults: list[str] = []
+    faults: dict[str, list[str]] = {}
     unmatched = dict(assignment.unmatched)
     leaders: dict[str, str] = {}
     for name, keys in assignment.plain.items():
@@ -99,7 +110,7 @@ def bind(
     tracer = _Tracer(model, layout, stored, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
     for conversion in assignment.conversions.values():
         if gap := _index_gap(conversion):
-            faults.append(gap)
+            faults[gap] = conversion.targets
             continue
         try:
             made = tracer.trace(conversion)
@@ -108,7 +119,9 @@ def bind(
         ) as error:  # whatever a converter raises is a fault of this checkpoint, told with the others
             keys = conversion.keys
             several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            faults.append(f"{conversion.target} from {keys[0]}{several}: {conversion.converter}: {error}")
+            faults[f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"] = (
+                conversion.targets
+            )
             continue
         for name, expression in made.items():
             if name in names:
@@ -120,7 +133,7 @@ def bind(
         offers={name: tuple(found) for name, found in offers.items()},
         leaders=leaders,
         unmatched=unmatched,
-        faults=tuple(faults),
+        faults=faults,
     )
 
 
@@ -212,10 +225,10 @@ class _Tracer:
             values = dict(zip(keys, inputs, strict=True))
             return self.run(conversion, lambda key: values[key].to(dtype))
 
-        label = " → ".join(type(op).__name__ for op in conversion.converter.operations)
         inputs = tuple(self.stored[key] for key in keys)
         return {
-            name: Opaque(label, name, tuple(tensor.shape), inputs, operation) for name, tensor in shapes.items()
+            name: Opaque(conversion.label, name, tuple(tensor.shape), inputs, operation)
+            for name, tensor in shapes.items()
         }
 
 

@@ -87,7 +87,7 @@ def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor
     for pattern, tensors in sources.items():
         for tensor in tensors:
             fresh.add_tensor(target, pattern, pattern, tensor)
-    made = fresh.convert(target, model=model, config=model.config)
+    made = fresh.convert(target, model=model, config=getattr(model, "config", None))
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

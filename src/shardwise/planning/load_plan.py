@@ -150,6 +150,7 @@ class _Planner:
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
         self.faults = Faults()
+        self.spoiled = {name for names in bindings.faults.values() for name in names}
 
     def plan(self) -> LoadPlan:
         for sentence in self.bindings.faults:
@@ -202,7 +203,8 @@ class _Planner:
             if self.consent.missing.covers(name):
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
-        self.faults.add(Fault.MISSING, tensor.fqn)
+        if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
+            self.faults.add(Fault.MISSING, tensor.fqn)
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:

@@ -18,15 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.options import TrainOptions
 from shardwise.training.report import StepFacts, TrainReport
-
-
-class TrainingError(ShardwiseError):
-    """A training cannot go on."""
 
 
 class StepSource(Protocol):
