@@ -130,6 +130,18 @@ def test_layer_norms_called_gamma_and_beta(tmp_path):
     assert truth.differences(truth.snapshot(model), truth.snapshot(expected)) == []
 
 
+def test_tensors_kept_as_plain_attributes_are_computed(tmp_path):
+    """Transformers' own loader leaves these on meta."""
+    specimen = next(item for item in zoo.converter_specimens() if item.name.startswith("mimi:"))
+    expected = zoo.build(specimen)
+    zoo.save_original(expected, tmp_path)
+    model, report = shardwise.from_pretrained(tmp_path, model_class=type(expected), output_loading_info=True)
+    name = "encoder.downsample.padding_left"
+    assert name in report.recomputed
+    assert model.get_submodule("encoder.downsample").padding_left == expected.encoder.downsample.padding_left
+    assert not model.get_submodule("encoder.downsample").padding_left.is_meta
+
+
 def test_keep_in_float32_modules(tmp_path):
     """What a class keeps in float32 is kept, stored or not in another dtype."""
     specimens = zoo.causal_lm_specimens()

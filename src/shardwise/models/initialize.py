@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, LocalBox, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models.view import Held
+from shardwise.models.view import Held, attributes_on_meta
 from shardwise.tensors import Box, contiguous_strides
 
 aten = torch.ops.aten
@@ -393,6 +393,25 @@ def recompute_buffers(
         if item.fqn in chosen and outcome[item.fqn][1] is None:
             outcome[item.fqn] = (Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS), None
     return outcome
+
+
+def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, ...]:
+    """Tensors that a transformers model keeps as plain attributes, computed again where they are on meta.
+
+    transformers leaves them there. They are taken from a second model whose constructor ran outside of meta.
+    Returns their names.
+    """
+    found: list[str] = []
+    for prefix, pretrained in compat.outermost_pretrained(model):
+        slots = attributes_on_meta(pretrained)
+        if not slots:
+            continue
+        fresh = compat.built_without_weights(pretrained)
+        for slot in slots:
+            value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
+            setattr(slot.module, slot.name, pytree.tree_map_only(torch.Tensor, lambda item: item.to(device), value))
+            found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
+    return tuple(found)
 
 
 def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:

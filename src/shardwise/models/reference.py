@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import original_class
 from shardwise.models.rules import assign_keys
 
 
@@ -52,11 +51,5 @@ def reference_values(
 
 
 def reference_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The non-persistent buffers as the constructor of the model's class computes them, on the CPU.
-
-    Memory: the parameters are allocated but never touched, so they take address space only.
-    """
-    model_class: Any = original_class(model)
-    with compat.without_initializing():
-        fresh = model_class._from_config(model.config)
-    return dict(fresh.named_non_persistent_buffers())
+    """The non-persistent buffers as the constructor of the model's class computes them, on the CPU."""
+    return dict(compat.built_without_weights(model).named_non_persistent_buffers())

@@ -24,7 +24,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import original_classes
+from shardwise.models._torch_private import original_class, original_classes
 
 __all__ = ["dot_natural_key"]
 
@@ -252,10 +252,26 @@ def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
         hf_init.TORCH_INIT_FUNCTIONS[name] = original
 
 
-def without_initializing() -> contextlib.AbstractContextManager[None]:
-    """A context in which models are built with untouched memory for their parameters."""
-    context: contextlib.AbstractContextManager[None] = hf_init.no_init_weights()
-    return context
+def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model of the same class and config: parameters on meta, all else as the constructor computes it.
+
+    Memory: buffers, and the address space of one parameter at a time; no parameter's memory is touched.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    model_class: Any = original_class(model)
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        with hf_init.no_init_weights():
+            fresh: PreTrainedModel = model_class._from_config(model.config)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return fresh
 
 
 def progress_bars_enabled() -> bool:

@@ -189,12 +189,17 @@ def boxes_at(
 def meta_leftovers(model: nn.Module) -> list[str]:
     """Names of everything still on meta: parameters, buffers, and tensors kept as plain attributes."""
     found = [item.fqn for item in look_inside(model) if item.tensor.is_meta]
+    return found + [slot.fqn for slot in attributes_on_meta(model)]
+
+
+def attributes_on_meta(model: nn.Module) -> list[Slot]:
+    """Plain attributes of modules that are tensors on meta, or lists, tuples or dicts that hold one."""
+    found: list[Slot] = []
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            if any(tensor.is_meta for tensor in _tensors_in(value)):
-                found.append(canonical(f"{prefix}.{name}" if prefix else name))
+            registered = name in ("_parameters", "_buffers", "_modules")
+            if not registered and any(tensor.is_meta for tensor in _tensors_in(value)):
+                found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return found
 
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -247,11 +247,13 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
+        attributes = world.together(lambda: initialize.recompute_attributes(model, device_of(held)))
     with clock.phase("audit"):
         world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
         world.together(lambda: mark_loaded(model, held))
-    return make_report(world, model, plan, request, placer, clock)
+    report = make_report(world, model, plan, request, placer, clock)
+    return replace(report, recomputed=report.recomputed + attributes)
 
 
 def make_plan(
@@ -326,6 +328,11 @@ def fill(
             value = computed[item.fqn][1]
             if value is not None:
                 item.local.copy_(value)
+
+
+def device_of(held: Sequence[Held]) -> torch.device:
+    """Where the model's parameters are."""
+    return held[0].local.device if held else torch.device("cpu")
 
 
 def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:

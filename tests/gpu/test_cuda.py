@@ -1,0 +1,73 @@
+"""The same bits on a GPU. One device is enough: a mesh of one rank over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import truth, zoo
+from tests.verbs import on_ranks
+from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
+
+import shardwise
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def one_rank():
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mixtral")
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "mixtral")
+    zoo.save_original(zoo.build(specimen), directory)
+    return str(directory)
+
+
+def on_cpu(values):
+    return {name: value.cpu() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_load_has_the_bits_of_the_cpu(mixtral, one_rank, dtype):
+    model = shardwise.from_pretrained(mixtral, dtype=dtype)
+    assert all(parameter.device.type == "cuda" for parameter in model.parameters())
+    found = on_cpu(truth.snapshot(model)["values"])
+    expected = MixtralForCausalLM.from_pretrained(mixtral, dtype=truth.DTYPES[dtype])
+    assert truth.differences({"values": found, "ties": []}, truth.snapshot(expected) | {"ties": []}) == []
+
+
+def test_an_unsharded_load_goes_to_the_device_asked_for(mixtral):
+    options = shardwise.LoadOptions(device=torch.device("cuda", 0))
+    on_gpu = shardwise.from_pretrained(mixtral, options=options)
+    assert all(parameter.device.type == "cuda" for parameter in on_gpu.parameters())
+    on_host = shardwise.from_pretrained(mixtral)
+    values = on_cpu(truth.snapshot(on_gpu)["values"])
+    assert truth.differences({"values": values, "ties": []}, truth.snapshot(on_host) | {"ties": []}) == []
+
+
+def test_it_trains(mixtral, one_rank):
+    model = shardwise.from_pretrained(mixtral, dtype="float32")
+    tokens = on_ranks.batch(model.config.vocab_size, rows=2, seed=0).cuda()
+    found = on_ranks.loss_and_gradients(model, tokens)
+    assert all(value.isfinite().all() for value in found.values())
+    assert len(found) > 5
+
+
+def test_missing_tensors_are_those_of_the_cpu(mixtral, one_rank):
+    keywords = {
+        "on_missing": shardwise.Initialize(("score.*",)),
+        "on_unexpected": shardwise.Ignore(),
+        "model_class": AutoModelForSequenceClassification,
+    }
+    on_gpu = shardwise.from_pretrained(mixtral, **keywords).score.weight
+    dist.destroy_process_group()
+    on_host = shardwise.from_pretrained(mixtral, **keywords).score.weight
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert torch.equal(truth.whole(on_gpu).cpu(), on_host)
