@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
+from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
 from shardwise.storage import LocalReader
 
@@ -225,3 +227,22 @@ def buffers_differ(directory: str) -> tuple[str, str]:
     model = shard_plain(Plain())
     model.blocks[0].angles += os.getpid()
     return attempt(lambda: shardwise.load(model, directory))
+
+
+def downloads(folder: str) -> tuple[bool, str]:
+    """Whether this rank was the one to download, and the path it got."""
+    from shardwise.verbs import load as verb
+
+    asked: list[bool] = []
+
+    def resolve(name: str, hub: shardwise.HubOptions, *, download: bool = True) -> Path:
+        asked.append(download)
+        return Path(folder)
+
+    original = verb.resolve
+    verb.resolve = resolve  # type: ignore[assignment]
+    try:
+        path = verb.resolve_everywhere(World.current(), "somebody/something", shardwise.HubOptions())
+    finally:
+        verb.resolve = original  # type: ignore[assignment]
+    return asked == [True], str(path)

@@ -298,3 +298,12 @@ def test_code_of_a_checkpoint_is_not_run_unasked(qwen3, changed):
     own_code = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}, "architectures": ["Own"]}
     with pytest.raises(ConfigError, match="trust_remote_code=True"):
         shardwise.from_pretrained(changed(qwen3, lambda tensors: tensors, **own_code))
+
+
+@pytest.mark.distributed
+def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
+    assert worlds(3).run(on_ranks.downloads, str(tmp_path)) == [
+        (True, str(tmp_path)),
+        (False, str(tmp_path)),
+        (False, str(tmp_path)),
+    ]

@@ -1,0 +1,48 @@
+"""The audit finds what was left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.conversion import Bindings
+from shardwise.errors import CoverageError
+from shardwise.execution.audit import audit
+from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.layout import Origin
+from shardwise.models.view import layout_of, look_inside
+from shardwise.planning import Consent, ModelRules, plan_load, stored_tensors
+from shardwise.tensors import DType
+
+
+@pytest.fixture
+def planned():
+    model = nn.Module()
+    model.one = nn.Parameter(torch.zeros(3, 2))
+    model.two = nn.Parameter(torch.zeros(5))
+    shapes = {"one": (3, 2), "two": (5,)}
+    entries = {key: TensorEntry(key, DType.F32, shape, "m", 0, 4) for key, shape in shapes.items()}
+    index = CheckpointIndex("somewhere", {"m": 100}, entries, {}, "single file")
+    layout = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
+    offers = {key: (leaf,) for key, leaf in stored_tensors(index).items()}
+    return model, plan_load(index, layout, Bindings(offers), ModelRules(), Consent())
+
+
+def test_full_coverage_passes(planned):
+    audit(*planned, {"one": 6, "two": 5})
+
+
+@pytest.mark.parametrize("written", [{"one": 6}, {"one": 6, "two": 4}, {"one": 6, "two": 6}])
+def test_one_element_too_few_or_too_many_is_an_error(planned, written):
+    count = written.get("two", 0)
+    with pytest.raises(CoverageError, match=f"two: {count} of 5 elements written"):
+        audit(*planned, written)
+
+
+def test_what_is_left_on_meta_is_an_error(planned):
+    model, plan = planned
+    model.two = nn.Parameter(torch.zeros(5, device="meta"))
+    model.cache = torch.zeros(2, device="meta")
+    with pytest.raises(CoverageError, match=r"two: still on meta\n  cache: still on meta"):
+        audit(model, plan, {"one": 6, "two": 5})
