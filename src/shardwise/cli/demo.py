@@ -131,11 +131,11 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
 
 def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     """What every rank does; the first one tells. Collective: yes."""
+    from shardwise.cli.launch import this_place
     from shardwise.training import example
     from shardwise.training.data import read_data, step_loader
     from shardwise.training.loop import train
     from shardwise.training.prepare import load_model, load_tokenizer
-    from shardwise.training.ranks import this_place
 
     rank, size = this_place()
     processes = "one process" if size == 1 else f"{size} processes, each reading its own part"

@@ -84,7 +84,7 @@ def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any) -> 
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
-    from shardwise.training import ranks
+    from shardwise.execution import ranks
 
     match launch:
         case Alone():
@@ -95,6 +95,13 @@ def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any) -> 
             return ranks.run_seated(ranks.Seat(rank, size, local_rank), function, *args)
         case _:
             assert_never(launch)
+
+
+def this_place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    from shardwise.execution import ranks
+
+    return ranks.this_place()
 
 
 def fail(error: ShardwiseError) -> NoReturn:

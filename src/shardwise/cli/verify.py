@@ -12,7 +12,13 @@ from shardwise.errors import ShardwiseError
 
 @click.command("verify")
 @click.argument("model")
-@click.option("--ranks", default=2, show_default=True, help="Processes to load on.", type=click.IntRange(1))
+@click.option(
+    "--ranks",
+    default=2,
+    show_default=True,
+    help="Processes to load on; under torchrun, its ranks.",
+    type=click.IntRange(1),
+)
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
 @click.option("--revision", default=None, help="Of a hub repository.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
@@ -25,20 +31,20 @@ def verify_command(
     trust_remote_code: bool,  # noqa: FBT001 - click's signature
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    """Load MODEL (a directory or a hub id) on N processes of this machine, and compare every element.
+    """Load MODEL (a directory or a hub id) on N ranks, and compare every element.
 
     The comparison is with whole tensors, read by the safetensors library and converted by transformers. Exits with
     1 when something differs, with 2 when the model cannot be loaded.
     """
-    from shardwise.execution.local_ranks import LocalRanks, RankError
+    from shardwise.cli.launch import fail, run_ranks
 
     try:
-        with LocalRanks(ranks) as world:
-            report = world.run(_verify, model, dtype, revision, trust_remote_code)[0]
-    except RankError as error:
-        cause = next(iter(error.errors.values()), error)
-        click.echo(f"Error: {cause if isinstance(cause, ShardwiseError) else error}", err=True)
-        sys.exit(2)
+        reports = run_ranks(ranks, _verify, model, dtype, revision, trust_remote_code)
+    except ShardwiseError as error:
+        fail(error)
+    if not reports:
+        return  # one rank of a launcher shows the result
+    report = reports[0]
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     sys.exit(0 if report.is_equal else 1)
 

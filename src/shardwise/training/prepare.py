@@ -9,12 +9,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
+from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.wrap import Sharding
 from shardwise.report import LoadReport
 from shardwise.training.data import TrainData
 from shardwise.training.options import TrainOptions
-from shardwise.training.ranks import this_device
 from shardwise.verbs.load import LoadOptions
 from shardwise.verbs.pretrained import from_pretrained
 
