@@ -16,7 +16,7 @@ from shardwise.errors import ShardwiseError
     "--ranks",
     default=2,
     show_default=True,
-    help="Processes to load on; under torchrun, its ranks.",
+    help="Processes to start and load on.",
     type=click.IntRange(1),
 )
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
