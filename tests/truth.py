@@ -139,6 +139,6 @@ def load_and_compare(case: Case) -> list[str]:
     except Exception:
         return [traceback.format_exc()]
     faults = differences(snapshot(model), torch.load(case.truth, weights_only=True))
-    if report.read_bytes > 2 * report.checkpoint_bytes:
+    if report.read_bytes > 1.2 * report.checkpoint_bytes:
         faults.append(f"read {report.read_bytes} bytes of {report.checkpoint_bytes}")
     return faults

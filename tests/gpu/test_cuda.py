@@ -38,6 +38,7 @@ def on_cpu(values):
 def test_a_sharded_load_has_the_bits_of_the_cpu(mixtral, one_rank, dtype):
     model = shardwise.from_pretrained(mixtral, dtype=dtype)
     assert all(parameter.device.type == "cuda" for parameter in model.parameters())
+    assert all(buffer.device.type == "cuda" for buffer in model.buffers())
     found = on_cpu(truth.snapshot(model)["values"])
     expected = MixtralForCausalLM.from_pretrained(mixtral, dtype=truth.DTYPES[dtype])
     assert truth.differences({"values": found, "ties": []}, truth.snapshot(expected) | {"ties": []}) == []

@@ -30,8 +30,10 @@ RULES = {
     "interleave rows": hf.WeightConverter("a", "b", [hf.Interleave(dim=0)]),
     "interleave columns, back": hf.WeightConverter("a", "b", [hf.Interleave(dim=1, inverse=True)]),
     "interleave, then chunk": hf.WeightConverter("a", ["b", "c"], [hf.Interleave(dim=0), hf.Chunk(dim=0)]),
-    "rope": hf.WeightConverter("a", "b", [hf.PermuteForRope()]),
-    "chunk, then rope": hf.WeightConverter("qkv", ["q", "k", "v"], [hf.Chunk(dim=0), hf.PermuteForRope()]),
+    "rope": hf.WeightConverter("a", "b", [hf.PermuteForRope(permute_layer_names=["a"])]),
+    "chunk, then rope": hf.WeightConverter(
+        "qkv", ["q", "k", "v"], [hf.Chunk(dim=0), hf.PermuteForRope(permute_layer_names=["q", "k"])]
+    ),
     "conv to linear": hf.WeightConverter("a", "b", [hf.Conv3dToLinear(3, (2, 2, 2))]),
     "ernie": hf.WeightConverter(
         ["experts.*.gate", "experts.*.up"],

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.models.wrap import (
     Automatic,
     Classes,
@@ -20,7 +20,6 @@ from shardwise.models.wrap import (
     NoSplitModules,
     Sharding,
     WholeModel,
-    group_names,
     select_blocks,
     wrap,
 )
@@ -36,6 +35,10 @@ def qwen3(**changes):
 def gpt2():
     with torch.device("meta"):
         return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32))
+
+
+def group_names(model):
+    return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
 
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -96,6 +99,21 @@ def test_blocks_that_share_a_parameter_are_one_group():
         assert isinstance(model.blocks[1], FSDPModule)
         assert model.blocks[2].weight is model.blocks[0].weight
         assert isinstance(model.blocks[2].weight, DTensor)
+
+
+@pytest.mark.parametrize("policy", [ModuleListBlocks(), Classes(("Linear",))])
+def test_a_block_that_is_registered_twice_is_one_block(policy):
+    model = nn.Module()
+    block = nn.Linear(4, 4)
+    model.layers = nn.ModuleList([block, nn.Linear(4, 4), block])
+    with fake_rank(0, 2):
+        wrapped(model, wrap=policy)
+        assert group_names(model) == ["layers.0", "layers.1"]
+
+
+def test_names_of_classes_are_a_tuple():
+    with pytest.raises(ConfigError, match="tuple of class names"):
+        Classes("Linear")
 
 
 def test_float32_islands_become_groups():

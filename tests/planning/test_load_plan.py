@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.conversion import Bindings, Stored, slice_dim, stack
-from shardwise.errors import CoverageError
+from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.planning import (
@@ -164,6 +164,13 @@ def test_types_smaller_than_a_byte_are_refused():
         plan([tensor("a", 4)], {"a": ((4,), F4)})
 
 
+@pytest.mark.parametrize("consent", [Initialize, Ignore])
+def test_a_glob_alone_is_no_tuple_of_globs(consent):
+    """Its letters would be globs: "*" among them would consent to everything."""
+    with pytest.raises(ConfigError, match=r"only=\('score\.\*',\)"):
+        consent("score.*")
+
+
 def test_the_digest_tells_plans_apart_and_not_the_order():
     leaf = Stored("w", (6, 2), F32)
     experts = [tensor("a", 3, 2), tensor("b", 3, 2)]
@@ -174,6 +181,7 @@ def test_the_digest_tells_plans_apart_and_not_the_order():
     swapped = plan(experts, stored, offers={"a": halves["b"], "b": halves["a"]})
     assert one.digest == other.digest
     assert one.digest != swapped.digest
+    assert one.fingerprints.keys() == swapped.fingerprints.keys()
 
 
 def test_computed_shapes_are_compared_too():

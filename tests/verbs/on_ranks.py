@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests import truth
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -246,3 +246,71 @@ def downloads(folder: str) -> tuple[bool, str]:
     finally:
         verb.resolve = original  # type: ignore[assignment]
     return asked == [True], str(path)
+
+
+def another_seed_on_each_rank(directory: str) -> tuple[str, str]:
+    return error_of(directory, {"options": shardwise.LoadOptions(seed=dist.get_rank())})
+
+
+def another_config_on_each_rank(directory: str) -> tuple[str, str]:
+    """One rank's norms are declared another size of vocabulary, so that its plan differs."""
+    consent = shardwise.Initialize(("lm_head.*", "model.embed_tokens.*"))
+    return error_of(
+        directory,
+        {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent},
+    )
+
+
+def tied_on_one_rank_only(directory: str) -> tuple[str, str]:
+    return error_of(directory, {"config_overrides": {"tie_word_embeddings": dist.get_rank() == 0}})
+
+
+def in_a_subgroup(directory: str) -> dict[str, Any] | None:
+    """Ranks 0 and 1 of three load together; the third takes no part."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    model, report = shardwise.from_pretrained(
+        directory, options=shardwise.LoadOptions(process_group=group), output_loading_info=True
+    )
+    assert report.world_size == 2
+    assert model.lm_head.weight.device_mesh.mesh.tolist() == [0, 1]
+    return truth.snapshot(model)["values"]
+
+
+def mesh_of_others(directory: str) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return "", ""
+    options = shardwise.LoadOptions(process_group=group)
+    return error_of(directory, {"options": options, "sharding": shardwise.Sharding(mesh=mesh)})
+
+
+def path_on_one_rank_only(folder: str) -> tuple[str, str]:
+    """A path that exists for the first rank only."""
+    name = folder if dist.get_rank() == 0 else folder + "-absent"
+    return error_of(name, {})
+
+
+def offloaded(directory: str) -> list[str]:
+    """Names of parameters that are not real, contiguous CPU shards after a load with CPU offload."""
+    sharding = shardwise.Sharding(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = bring_up(directory, dtype=torch.float32, sharding=sharding)
+    loss_and_gradients(model, batch(model.config.vocab_size, rows=2, seed=0))
+    return [name for name, parameter in model.named_parameters() if parameter.device.type != "cpu"]
+
+
+def load_again_after_a_step(directory: str) -> list[str]:
+    """A model that has been trained gets the checkpoint's values back, in the same parameters."""
+    model = bring_up(directory, dtype=torch.float32)
+    before = truth.snapshot(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss_and_gradients(model, batch(model.config.vocab_size, rows=2, seed=0))
+    optimizer.step()
+    assert truth.differences(truth.snapshot(model), before) != []
+    parameters = list(model.parameters())
+    loss_and_gradients(model, batch(model.config.vocab_size, rows=2, seed=0))  # the root group is gathered now
+    shardwise.load(model, directory)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    return truth.differences(truth.snapshot(model), before)

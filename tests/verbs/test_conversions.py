@@ -17,12 +17,10 @@ from shardwise.models import transformers_compat as compat
 
 
 class Halve(ConversionOps):
-    """A rule that computes: twice the sum of its sources, in two halves."""
-
-    supports_many_to_many = True
+    """A rule that computes: twice its source, in two halves."""
 
     def convert(self, input_dict, source_patterns, target_patterns, **_):
-        total = 2 * sum(input_dict[pattern][0] for pattern in source_patterns)
+        total = 2 * input_dict[source_patterns[0]][0]
         if float(total.sum()) > 0:  # a look at the values, as some rules take one
             total = total + 1
         return dict(zip(target_patterns, total.chunk(2), strict=True))
@@ -74,13 +72,13 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
 
 
 def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monkeypatch):
-    save_file({"one": torch.ones(8, 6), "other": torch.ones(8, 6)}, tmp_path / "model.safetensors")
-    rule = WeightConverter(["one", "other"], ["total", "rest"], [Halve()])
+    save_file({"one": torch.ones(8, 6)}, tmp_path / "model.safetensors")
+    rule = WeightConverter("one", ["total", "rest"], [Halve()])
     monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
     model = nn.Module()
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     model.rest = nn.Parameter(torch.empty(4, 6, device="meta"))
-    with pytest.raises(CoverageError, match=r"conversion 1 .*total from one and 1 more by Halve") as caught:
+    with pytest.raises(CoverageError, match=r"conversion 1 .*total from one by Halve") as caught:
         shardwise.load(model, tmp_path)
     assert "missing" not in str(caught.value)
 
@@ -132,7 +130,9 @@ def test_layer_norms_called_gamma_and_beta(tmp_path):
 
 def test_tensors_kept_as_plain_attributes_are_computed(tmp_path):
     """Transformers' own loader leaves these on meta."""
-    specimen = next(item for item in zoo.converter_specimens() if item.name.startswith("mimi:"))
+    specimen = next((item for item in zoo.converter_specimens() if item.name.startswith("mimi:")), None)
+    if specimen is None:
+        pytest.skip("this version of transformers has no such model")
     expected = zoo.build(specimen)
     zoo.save_original(expected, tmp_path)
     model, report = shardwise.from_pretrained(tmp_path, model_class=type(expected), output_loading_info=True)

@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests import truth, zoo
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -244,13 +246,114 @@ def test_a_read_error_on_one_rank_is_raised_on_all(worlds, qwen3, failing):
 
 
 @pytest.mark.distributed
-def test_ranks_that_plan_differently_are_stopped(worlds, qwen3, changed):
-    def without_head(tensors):
-        return {name: value for name, value in tensors.items() if name != "lm_head.weight"}
-
-    errors = worlds(2).run(on_ranks.error_of, str(changed(qwen3, without_head)), {})
+def test_ranks_that_plan_differently_are_stopped_by_name(worlds, qwen3):
+    errors = worlds(2).run(on_ranks.another_config_on_each_rank, str(qwen3))
     assert errors[0] == errors[1]
-    assert errors[0][0] == "CoverageError"
+    kind, message = errors[0]
+    assert kind == "DisagreementError"
+    assert "ranks plan 2 tensors differently: lm_head.weight, model.embed_tokens.weight" in message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (on_ranks.another_seed_on_each_rank, "the seed on rank 1 is not that of rank 0"),
+        (on_ranks.tied_on_one_rank_only, "differ"),
+    ],
+)
+def test_ranks_with_other_arguments_are_stopped(worlds, qwen3, function, reason):
+    errors = worlds(2).run(function, str(qwen3))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DisagreementError"
+    assert reason in errors[0][1] or "declared ties" in errors[0][1]
+
+
+@pytest.mark.distributed
+def test_a_process_group_of_some_ranks_loads_together(worlds, qwen3):
+    *members, outsider = worlds(3).run(on_ranks.in_a_subgroup, str(qwen3))
+    expected = truth.snapshot(small_qwen3())["values"]
+    assert outsider is None
+    for found in members:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.distributed
+def test_a_mesh_of_other_ranks_than_the_process_group_is_refused(worlds, qwen3):
+    errors = worlds(3).run(on_ranks.mesh_of_others, str(qwen3))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "PlacementError"
+
+
+@pytest.mark.distributed
+def test_a_path_that_some_machines_lack_ends_all_ranks(worlds, qwen3):
+    errors = worlds(2).run(on_ranks.path_on_one_rank_only, str(qwen3))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "StorageError"
+    assert errors[0][1].startswith("rank 1: ")
+
+
+@pytest.mark.distributed
+def test_cpu_offload(worlds, qwen3):
+    assert worlds(2).run(on_ranks.offloaded, str(qwen3)) == [[], []]
+
+
+@pytest.mark.distributed
+def test_a_trained_model_can_be_loaded_again(worlds, qwen3):
+    assert worlds(3).run(on_ranks.load_again_after_a_step, str(qwen3)) == [[], [], []]
+
+
+def test_the_user_s_default_device_changes_nothing(qwen3):
+    with torch.device("meta"):
+        model = shardwise.from_pretrained(qwen3)
+    assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
+
+
+def test_a_given_config_is_used_as_it_is(qwen3):
+    config = AutoConfig.from_pretrained(qwen3, attn_implementation="eager")
+    model = shardwise.from_pretrained(qwen3, config=config)
+    assert model.config._attn_implementation == "eager"
+    assert model.config is not config
+
+
+def test_three_names_of_one_tensor_as_in_transformers(tmp_path):
+    """The source is not stored, its targets are: equal ones are tied, and so is the source."""
+
+    class Three(type(small_qwen3())):
+        _tied_weights_keys = {  # noqa: RUF012
+            "lm_head.weight": "model.embed_tokens.weight",
+            "other.weight": "model.embed_tokens.weight",
+        }
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.other = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    model = small_qwen3(tie_word_embeddings=True)
+    tensors = dict(model.state_dict())
+    shared = tensors.pop("model.embed_tokens.weight")
+    tensors |= {"lm_head.weight": shared.clone(), "other.weight": shared.clone()}
+    model.config.save_pretrained(tmp_path)
+    for values, tied in ((shared, True), (shared + 1, False)):
+        tensors["other.weight"] = values.clone()
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found = shardwise.from_pretrained(tmp_path, model_class=Three)
+        assert (found.other.weight is found.model.embed_tokens.weight) is tied
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+        assert ("other.weight" in found.all_tied_weights_keys) is tied
+        assert torch.equal(found.other.weight, values)
+
+
+def test_missing_tensors_that_nothing_initialises_are_told_before_reading(qwen3):
+    class Extra(type(small_qwen3())):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = torch.nn.Parameter(torch.empty(3))
+            self.post_init()
+
+    with pytest.raises(CoverageError, match="extra: no initialiser of the model writes it"):
+        shardwise.from_pretrained(qwen3, model_class=Extra, on_missing=Initialize(("extra",)))
 
 
 def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import Qwen3ForCausalLM
 
 import shardwise
-from shardwise import CoverageError, FormatError, Initialize, PlacementError, StorageError
+from shardwise import CheckpointError, CoverageError, FormatError, Initialize, PlacementError, StorageError
 from shardwise.storage import MemoryReader
 
 
@@ -119,7 +119,7 @@ def test_a_missing_parameter_that_nothing_initialises_is_refused(tmp_path):
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = nn.Module()
     model.scale = nn.Parameter(torch.zeros(4, device="meta"))
-    with pytest.raises(CoverageError, match="scale: nothing initialises it"):
+    with pytest.raises(CoverageError, match=r"uninitialised 1\s+scale: nothing initialises it"):
         shardwise.load(model, tmp_path, on_missing=Initialize(("*",)))
 
 
@@ -143,9 +143,10 @@ def test_a_checkpoint_in_memory(plain):
     directory, expected = plain
     with open(os.path.join(directory, "weights.safetensors"), "rb") as file:
         reader = MemoryReader({"weights.safetensors": file.read()})
-    model = Plain()
-    shardwise.load(model, reader)
-    assert truth.differences(truth.snapshot(model), expected) == []
+    for _ in range(2):  # a reader that was given stays open
+        model = Plain()
+        shardwise.load(model, reader)
+        assert truth.differences(truth.snapshot(model), expected) == []
 
 
 def test_strided_and_offset_memory_is_filled_in_place(tmp_path):
@@ -157,6 +158,21 @@ def test_strided_and_offset_memory_is_filled_in_place(tmp_path):
     shardwise.load(model, tmp_path)
     assert torch.equal(base[2:8:2, 1:9:2], values)
     assert base.count_nonzero() == 11
+
+
+def test_modules_that_keep_their_weights_in_a_list_too(tmp_path):
+    """`nn.LSTM` has a flat list of its parameters beside the registry."""
+    expected = nn.LSTM(4, 3, num_layers=2)
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    model = on_meta(lambda: nn.LSTM(4, 3, num_layers=2))
+    shardwise.load(model, tmp_path)
+    inputs = torch.rand(5, 4)
+    assert torch.equal(model(inputs)[0], expected(inputs)[0])
+
+
+def test_an_error_of_a_callable_is_one_of_ours(plain):
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        shardwise.load(on_meta(Plain), plain[0], buffers={"*.angles": lambda module: 1 / 0})
 
 
 def test_a_small_budget_is_enough(tmp_path):

@@ -44,7 +44,7 @@ class Opaque:
     output: str
     shape: Shape
     inputs: tuple[Stored, ...]
-    operation: Callable[[Sequence[Any]], Mapping[str, Any]] = field(compare=False)
+    operation: Callable[[Sequence[Any]], Mapping[str, Any]] = field(compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.label}({', '.join(leaf.key for leaf in self.inputs)})[{self.output}]"

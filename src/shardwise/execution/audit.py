@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.world import World
 from shardwise.layout import Kind
-from shardwise.models.view import Held, meta_leftovers
+from shardwise.models.view import Held, meta_leftovers, raw_bytes
 from shardwise.planning import LoadPlan, Tie
 from shardwise.report import collapse
 
@@ -38,7 +38,7 @@ def audit(model: nn.Module, plan: LoadPlan, written: Mapping[str, int]) -> None:
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
         raise CoverageError(
             f"the model is not whole after loading:\n  {shown}\n"
-            "A tensor kept as a plain attribute can be registered as a buffer, or computed by buffers=..."
+            "A tensor kept as a plain attribute can be registered as a buffer, which buffers=... then computes."
         )
 
 
@@ -61,6 +61,6 @@ def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    flat = raw_bytes(tensor.cpu())
     shape = f"{tuple(tensor.shape)} {tensor.dtype}"
     return hashlib.sha256(shape.encode() + flat.numpy().tobytes()).hexdigest()

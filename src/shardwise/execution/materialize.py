@@ -12,17 +12,21 @@ from shardwise.models import _torch_private
 from shardwise.models.view import Held
 
 
-def device_for(tensor: torch.Tensor, default: torch.device | None) -> torch.device:
-    """Where a meta tensor is to live: the device of its mesh, else ``default``, else the CPU."""
-    if isinstance(tensor, DTensor):
-        kind = tensor.device_mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
+    """Where a model computes: the device of the mesh it is sharded on, else ``default``, else the CPU.
+
+    What is not sharded (buffers, whole parameters) belongs there too.
+    """
+    for item in held:
+        if isinstance(item.tensor, DTensor):
+            kind = item.tensor.device_mesh.device_type
+            if kind == "cpu":
+                return torch.device("cpu")
+            return torch.device(kind, torch.get_device_module(kind).current_device())
     return default or torch.device("cpu")
 
 
-def materialize(model: nn.Module, held: Sequence[Held], default_device: torch.device | None) -> None:
+def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> None:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 
     Parameters become new objects, shared ones one object everywhere, with their ``requires_grad`` and attributes.
@@ -33,19 +37,18 @@ def materialize(model: nn.Module, held: Sequence[Held], default_device: torch.de
         tensor = item.tensor
         if not tensor.is_meta:
             continue
-        device = device_for(tensor, default_device)
         if not isinstance(tensor, nn.Parameter):
-            item.replace(_real(tensor, device))
+            item.install(_real(tensor, home))
             continue
         manager = managers.get(tensor)
         if manager is None:
-            fresh = _real(tensor, device)
+            fresh = _real(tensor, home)
         else:
-            home = torch.device("cpu") if _torch_private.is_offloaded(manager) else device
-            fresh = _sharded_like(tensor, _torch_private.padded_local(manager, tensor.dtype, home))
+            device = torch.device("cpu") if _torch_private.is_offloaded(manager) else home
+            fresh = _sharded_like(tensor, _torch_private.padded_local(manager, tensor.dtype, device))
         parameter = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
         vars(parameter).update(vars(tensor))
-        item.replace(parameter)
+        item.install(parameter)
         if manager is not None:
             _torch_private.adopt_sharded(manager, parameter)
 

@@ -13,6 +13,7 @@ from shardwise.execution.progress import Progress
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
+from shardwise.models.view import strided_view
 from shardwise.storage import StorageReader
 from shardwise.tensors import Box, Strided
 
@@ -75,7 +76,7 @@ class Placer:
             for copy in copies(item.expression, part.box, part.local):
                 if isinstance(copy.leaf, Opaque):
                     whole = outputs[copy.leaf.output].contiguous()
-                    _strided(item.local, copy.target).copy_(_strided(whole, copy.source))
+                    strided_view(item.local, copy.target).copy_(strided_view(whole, copy.source))
                 else:
                     self._copy_stored(copy.leaf, copy, item.local)
                 count += copy.numel
@@ -95,7 +96,7 @@ class Placer:
             return
         itemsize = leaf.dtype.itemsize
         for block in copy.blocks(max(1, min(self.budget_bytes, _BLOCK_BYTES) // itemsize)):
-            _strided(local, block.target).copy_(self._stage(leaf, block.source))
+            strided_view(local, block.target).copy_(self._stage(leaf, block.source))
 
     def _stage(self, leaf: Stored, source: Strided) -> torch.Tensor:
         """The elements of one block, as a view of the staging buffer with the block's sizes."""
@@ -161,10 +162,6 @@ def _offsets(first: int, sizes: Sequence[int], strides: Sequence[int]) -> Iterat
         return
     for index in range(sizes[0]):
         yield from _offsets(first + index * strides[0], sizes[1:], strides[1:])
-
-
-def _strided(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
-    return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

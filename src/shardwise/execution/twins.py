@@ -7,6 +7,7 @@ import torch
 from shardwise.conversion import Expression
 from shardwise.execution.place import Placer
 from shardwise.models.dtypes import to_torch
+from shardwise.models.view import raw_bytes
 from shardwise.planning import LoadPlan
 from shardwise.tensors import Box, DType, numel
 
@@ -42,10 +43,6 @@ def are_equal(first: Expression, second: Expression, dtype: DType, placer: Place
             else Box((), ())
         )
         one, other = (placer.values(item, box, to_torch(dtype)) for item in (first, second))
-        if not torch.equal(_bits(one), _bits(other)):
+        if not torch.equal(raw_bytes(one), raw_bytes(other)):
             return False
     return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from shardwise import errors
-from shardwise.errors import CheckpointError, DisagreementError
+from shardwise.errors import CheckpointError, ConfigError, DisagreementError
 
 T = TypeVar("T")
 
@@ -33,6 +33,8 @@ class World:
         """The given group, else the default group, else this process alone."""
         if not dist.is_initialized():
             return cls(0, 1)
+        if dist.get_rank(group) < 0:
+            raise ConfigError("this rank is not in the process group it was given")
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def together(self, function: Callable[[], T]) -> T:
@@ -99,8 +101,10 @@ class World:
 
     def _raise_any(self, failure: Exception | None) -> None:
         if self.size == 1:
-            if failure is not None:
+            if isinstance(failure, errors.ShardwiseError):
                 raise failure
+            if failure is not None:
+                raise _Failure.of(failure).to_error() from failure
             return
         failures = self.gather(None if failure is None else _Failure.of(failure))
         found = [(rank, item) for rank, item in enumerate(failures) if item is not None]

@@ -68,19 +68,21 @@ def _class_from_config(
     config: PreTrainedConfig, directory: Path, *, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     names = config.architectures or []
+    auto_map = getattr(config, "auto_map", None) or {}
+    own = next(
+        (auto_map[auto] for auto in ("AutoModelForCausalLM", "AutoModel", *auto_map) if auto in auto_map), None
+    )
+    if own is not None and trust_remote_code:
+        return compat.remote_model_class(own, str(directory)), config
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found, config
-    auto_map = getattr(config, "auto_map", None) or {}
-    for auto_name in ("AutoModelForCausalLM", "AutoModel", *auto_map):
-        if auto_name in auto_map:
-            if not trust_remote_code:
-                raise ConfigError(
-                    f"{directory} brings its own model code ({auto_map[auto_name]}); pass trust_remote_code=True "
-                    "if you have read it and want it run"
-                )
-            return compat.remote_model_class(auto_map[auto_name], str(directory)), config
+    if own is not None:
+        raise ConfigError(
+            f"{directory} brings its own model code ({own}); pass trust_remote_code=True if you have read it and "
+            "want it run"
+        )
     raise ConfigError(
         f"the config in {directory} names {', '.join(names) or 'no architecture'}, which transformers "
         f"{transformers.__version__} does not have; pass model_class="

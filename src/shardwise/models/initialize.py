@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, LocalBox, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models.view import Held, attributes_on_meta
+from shardwise.models.view import Held, attributes_on_meta, strided_view
 from shardwise.tensors import Box, contiguous_strides
 
 aten = torch.ops.aten
@@ -115,6 +115,8 @@ class Programmed(torch.Tensor):
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         row = math.prod(self.program.shape[1:])
         if args and isinstance(args[0], torch.Tensor):
+            # The values may be random, drawn by the initialiser itself; they are to follow from the FQN.
+            self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
         step = _Step(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
         self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
@@ -185,9 +187,7 @@ def fill_from_program(
     for item in boxes:
         for start, flat, where in _pieces(program.shape, item):
             block = _block(program, start, seed, fqn)
-            target = torch.as_strided(
-                local, item.local.sizes, item.local.strides, local.storage_offset() + item.local.offset
-            )
+            target = strided_view(local, item.local)
             if isinstance(where, slice):
                 target.view(-1)[where] = block[flat].to(local.device)
             else:
@@ -328,26 +328,29 @@ def program_of(whole: torch.Tensor) -> Program:
     return Program(tuple(whole.shape), whole.dtype, [step])
 
 
-def initialize_whole(
-    model: nn.Module, held: Sequence[Held], item: Held, *, seed: int, budget_bytes: int
-) -> torch.Tensor:
+def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
+    """A sentence for each tensor that nothing writes, or that must be initialised whole and exceeds the budget."""
+    faults: list[str] = []
+    for name, program in programs.items():
+        nbytes = math.prod(program.shape) * program.dtype.itemsize
+        if program.is_elementwise and not program.steps and nbytes:
+            faults.append(f"{name}: no initialiser of the model writes it")
+        elif not program.is_elementwise and nbytes > budget_bytes:
+            faults.append(
+                f"{name}: its initialiser needs it whole, {nbytes:,} bytes, and the budget is {budget_bytes:,}; "
+                "raise budget_bytes"
+            )
+    return faults
+
+
+def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed: int) -> torch.Tensor:
     """One tensor initialised whole on the CPU, for initialisers that are not element by element.
 
-    Raises:
-        CoverageError: when it is larger than the budget, or when nothing writes it.
+    Memory: the tensor, whole; see :func:`unfit_programs`.
     """
-    nbytes = item.tensor.numel() * item.tensor.element_size()
-    if nbytes > budget_bytes:
-        raise CoverageError(
-            f"{item.fqn} is missing and its initialiser needs it whole: {nbytes:,} bytes, more than the "
-            f"budget of {budget_bytes:,}; raise budget_bytes, or store the tensor in the checkpoint"
-        )
     whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
-    version = whole._version
     with _own_random_state(_seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
         run_initializers(model, held, {item.fqn})
-    if whole._version == version:
-        raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
     return whole
 
 
@@ -409,6 +412,8 @@ def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, .
         fresh = compat.built_without_weights(pretrained)
         for slot in slots:
             value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
+            if any(isinstance(item, torch.Tensor) and item.is_meta for item in pytree.tree_leaves(value)):
+                continue  # not something the constructor computes; the audit will name it
             setattr(slot.module, slot.name, pytree.tree_map_only(torch.Tensor, lambda item: item.to(device), value))
             found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
     return tuple(found)

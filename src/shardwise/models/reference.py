@@ -1,7 +1,7 @@
 """An independent path to the values a load must give: whole tensors, transformers' own conversions, one at a time.
 
 Nothing here uses expressions, boxes or this package's readers, so that a fault in those cannot hide. What is shared
-with the loader is which key goes where (transformers' renames).
+with the loader is which key goes where (transformers' renames), and the dtype of each tensor, which is the model's.
 """
 
 from __future__ import annotations

@@ -62,8 +62,18 @@ class Held:
         """This rank's own tensor."""
         return local_tensor(self.tensor)
 
+    def install(self, tensor: torch.Tensor) -> None:
+        """Register another tensor at every place, and let modules with a ``__setattr__`` of their own know.
+
+        (``nn.LSTM``, for one, keeps its weights in a list as well.)
+        """
+        self.replace(tensor)
+        for slot in self.slots:
+            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+                setattr(slot.module, slot.name, tensor)
+
     def replace(self, tensor: torch.Tensor) -> None:
-        """Register another tensor at every place."""
+        """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
             registry = slot.module._buffers if self.kind is not Kind.PARAMETER else slot.module._parameters
             registry[slot.name] = tensor  # type: ignore[assignment]
@@ -76,6 +86,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return tensor.to_local()
     return tensor.detach()
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as flat bytes, to compare tensors bit for bit (NaN equals NaN then, and 0 is not -0)."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
+    """The elements of a tensor's memory that ``view`` names, counted from the tensor's first."""
+    return torch.as_strided(tensor, view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
 def look_inside(model: nn.Module) -> list[Held]:

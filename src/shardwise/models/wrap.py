@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.errors import PlacementError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.models import transformers_compat as compat
 from shardwise.models.view import canonical
 
@@ -39,6 +39,11 @@ class Classes:
     """The modules of the classes with these names."""
 
     names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names: object = self.names
+        if isinstance(names, str):
+            raise ConfigError(f"names={names!r} must be a tuple of class names: names=({names!r},)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +75,23 @@ class Sharding:
     reshard_after_forward: bool | int = True
 
 
-def default_mesh() -> DeviceMesh | None:
-    """All ranks of the default process group in one axis; None where no process group exists."""
+def default_mesh(group: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """All ranks of a process group (None: the default one) in one axis; None where there is no process group.
+
+    Collective: yes, over the default group.
+    """
     if not dist.is_initialized():
         return None
-    accelerated = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    return init_device_mesh("cuda" if accelerated else "cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    accelerated = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+    kind = "cuda" if accelerated else "cpu"
+    if group is not None:
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of a process group (None: the default one), sorted."""
+    return sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
 
 
 def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
@@ -121,7 +137,7 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 
 def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
-    """Names of the modules that become groups of their own, outermost of each match only.
+    """Names of the modules that become groups of their own; blocks may lie inside of blocks.
 
     Raises:
         PlacementError: when there are none.
@@ -192,7 +208,8 @@ def _list_members(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
             kinds = [type(member) for member in module]
             if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
-                found += [f"{name}.{index}" if name else str(index) for index in range(len(module))]
+                members = {id(member): index for index, member in reversed(list(enumerate(module)))}
+                found += [f"{name}.{index}" if name else str(index) for index in sorted(members.values())]
     return found
 
 
@@ -202,7 +219,7 @@ def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     Blocks that share a parameter become one group. A block that shares one with what is outside of all blocks is
     left to the root group, where the shared parameter then is.
     """
-    owner = _group_finder(blocks)
+    owner = _group_finder(model, blocks)
     places = [[owner(name) for name in names] for names in _places(model).values()]
     parent = {block: block for block in [*blocks, ""]}
 
@@ -222,15 +239,19 @@ def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _group_finder(blocks: Iterable[str]) -> Callable[[str], str]:
-    """A function from a parameter's name to the innermost block it is in ("" for the root)."""
-    known = set(blocks)
+def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], str]:
+    """A function from a parameter's name to the innermost block it is in ("" for the root).
+
+    Modules count, not their names: a block that is registered twice is one block under both names.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    block_of = {id(modules[block]): block for block in blocks}
 
     def owner(name: str) -> str:
         path = name.rpartition(".")[0]
-        while path and path not in known:
+        while path and id(modules[path]) not in block_of:
             path = path.rpartition(".")[0]
-        return path
+        return block_of[id(modules[path])] if path else ""
 
     return owner
 
@@ -257,7 +278,7 @@ def _islands(
     A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
     shared with nobody. Otherwise its parameters of that dtype have to stay whole; they are the second value.
     """
-    owner = _group_finder(name for names in groups for name in names)
+    owner = _group_finder(model, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
     places = _places(model)
     sizes: dict[str, dict[torch.dtype, int]] = {}
@@ -327,8 +348,3 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> tuple[st
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(average)
     return tuple(names)
-
-
-def group_names(model: nn.Module) -> list[str]:
-    """Names of the modules that are FSDP2 groups, root excluded."""
-    return [canonical(name) for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
+from shardwise.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
@@ -16,23 +18,28 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Initialize:
-    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
-
+class _Globs:
     only: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        only: object = self.only
+        if isinstance(only, str):  # its letters would be globs, and a "*" among them consent to everything
+            raise ConfigError(f"only={only!r} must be a tuple of globs: only=({only!r},)")
 
     def covers(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.only)
 
 
 @dataclass(frozen=True, slots=True)
-class Ignore:
+class Initialize(_Globs):
+    """Initialise as the model would, the tensors whose names match one of the globs ``only``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore(_Globs):
     """Leave unread the checkpoint keys that match one of the globs ``only`` (default: all)."""
 
     only: tuple[str, ...] = ("*",)
-
-    def covers(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.only)
 
 
 OnMissing: TypeAlias = Refuse | Initialize

@@ -17,6 +17,7 @@ class Fault(enum.Enum):
     UNEXPECTED = ("unexpected", "on_unexpected=Ignore(only=...) for keys that may be left unread")
     AMBIGUOUS = ("ambiguous", "a checkpoint that stores each tensor once")
     CONVERSION = ("conversion", "a checkpoint in the layout this version of transformers knows")
+    UNINITIALISED = ("uninitialised", "a checkpoint that holds them; no reset_parameters does either")
     UNCOMPUTABLE = ("uncomputable", "buffers=... with a callable that computes them")
 
 

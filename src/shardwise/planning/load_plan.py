@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_leaves
 from shardwise.errors import CoverageError
@@ -89,26 +89,19 @@ class LoadPlan:
         return tuple(name for name, fill in self.fills.items() if isinstance(fill, kind))
 
     @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """For each name a digest of what all ranks must have in common: the tensor and its fill, not the boxes."""
+        return {name: self._fingerprint(name, fill) for name, fill in self.fills.items()}
+
+    @cached_property
     def digest(self) -> str:
-        """A fingerprint of what all ranks must have in common."""
-        summary = hashlib.sha256()
-        # By name: a model may register tensors in the order of a set, which differs between processes.
-        for tensor in sorted(self.layout.tensors, key=lambda item: item.fqn):
-            summary.update(repr((tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value)).encode())
-        for name, fill in sorted(self.fills.items()):
-            summary.update(f"{name}={type(fill).__name__}".encode())
-            match fill:
-                case Read(expression):
-                    summary.update(str(expression).encode())
-                case Tie(source):
-                    summary.update(source.encode())
-                case Init(origin) | Recompute(origin):
-                    summary.update(origin.value.encode())
-                case Keep():
-                    pass
-                case _:
-                    assert_never(fill)
-        return summary.hexdigest()
+        """One digest of all fingerprints, by name: modules may register tensors in the order of a set."""
+        return hashlib.sha256(repr(sorted(self.fingerprints.items())).encode()).hexdigest()
+
+    def _fingerprint(self, name: str, fill: Fill) -> str:
+        tensor = self.layout.by_name[name]
+        facts = (tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value, repr(fill))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Stored]:
@@ -209,7 +202,7 @@ class _Planner:
 
     def init(self, tensor: TensorLayout) -> Fill:
         if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
-            self.faults.add(Fault.UNCOMPUTABLE, f"{tensor.fqn}: nothing initialises it")
+            self.faults.add(Fault.UNINITIALISED, f"{tensor.fqn}: nothing initialises it")
         return Init(tensor.origin)
 
     def recompute(self, tensor: TensorLayout) -> Fill:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Opaque, stored_leaves
-from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
-from shardwise.execution.materialize import materialize
+from shardwise.execution.materialize import home_of, materialize
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import unequal_twins
@@ -46,7 +46,7 @@ from shardwise.planning import (
     plan_load,
     stored_tensors,
 )
-from shardwise.report import LoadReport
+from shardwise.report import LoadReport, collapse
 from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -114,6 +114,7 @@ def load(
         FormatError: the checkpoint's files contradict their format.
         StorageError: bytes could not be read; some tensors may have been written.
         PlacementError: the model's sharding cannot be understood.
+        DisagreementError: ranks plan differently, or hold different non-persistent buffers.
 
     Every error is the same on every rank.
     """
@@ -123,7 +124,7 @@ def load(
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     with clock.phase("index"):
         source = open_source(world, checkpoint, hub)
-    with source.reader:
+    with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
         with clock.phase("plan"):
             transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
             held = world.together(lambda: look_inside(model))
@@ -138,10 +139,18 @@ def load(
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A checkpoint whose headers have been read, and this rank's reader of its bytes."""
+    """A checkpoint whose headers have been read, and this rank's reader of its bytes.
+
+    ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    """
 
     index: CheckpointIndex
     reader: StorageReader
+    is_own: bool
+
+    def closing(self) -> AbstractContextManager[object]:
+        """A context at whose end a reader opened here is closed."""
+        return self.reader if self.is_own else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -180,16 +189,17 @@ def open_source(
     if isinstance(checkpoint, StorageReader):
         reader = checkpoint
         index = world.from_first(lambda: open_checkpoint(reader, weights_name=weights_name, extra_files=extra))
-        return OpenSource(index, reader)
+        return OpenSource(index, reader, is_own=False)
     path = resolve_everywhere(world, checkpoint, hub)
     index = world.from_first(lambda: open_checkpoint(path, weights_name=weights_name, extra_files=extra))
     root = path if path.is_dir() else path.parent
-    return OpenSource(index, world.together(lambda: LocalReader(root)))
+    return OpenSource(index, world.together(lambda: LocalReader(root)), is_own=True)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
     """A local path on every rank; a hub repository is downloaded by one rank of each machine. Collective: yes."""
-    if is_local(name_or_path):
+    # One rank decides: what exists on some machines only must not send the ranks different ways.
+    if world.from_first(lambda: is_local(name_or_path)):
         return world.together(lambda: resolve(name_or_path, hub))
     downloads = world.is_first_on_host()
     found = world.together(lambda: resolve(name_or_path, hub) if downloads else None)
@@ -232,28 +242,63 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
         )
         plan = world.together(lambda: make_plan(model, held, computed, request))
-        world.require_equal(plan.digest, "the plan of the load")
-        programs = world.together(lambda: initialize.programs_for(model, held, plan.names(Init)))
+        agree_on(world, plan, options.seed)
+        programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
     by_name = {item.fqn: item for item in held}
+    home = home_of(held, options.device)
     placed_bytes = plan.layout.local_nbytes
     with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
         placer = Placer(source.reader, source.index, options.budget_bytes, bar)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
-            world.together(lambda: materialize(model, held, options.device))
+            world.together(lambda: materialize(model, held, home))
         with clock.phase("read"):
             world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
-        attributes = world.together(lambda: initialize.recompute_attributes(model, device_of(held)))
+        attributes = world.together(lambda: initialize.recompute_attributes(model, home))
     with clock.phase("audit"):
         world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
         world.together(lambda: mark_loaded(model, held))
     report = make_report(world, model, plan, request, placer, clock)
     return replace(report, recomputed=report.recomputed + attributes)
+
+
+def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
+    """All ranks have the same plan, but for the boxes, and the same seed. Collective: yes.
+
+    Raises:
+        DisagreementError: naming the tensors that ranks plan differently.
+    """
+    world.require_equal(seed, "the seed")
+    if len(set(world.gather(plan.digest))) == 1:
+        return
+    plans = world.gather(plan.fingerprints)
+    names = {name for found in plans for name in found}
+    differing = sorted(name for name in names if len({found.get(name) for found in plans}) > 1)
+    shown = ", ".join(pattern for pattern, _ in collapse(differing)[:8])
+    raise DisagreementError(
+        f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
+        "arguments, and versions of torch and transformers"
+    )
+
+
+def foresee_initial_values(
+    model: nn.Module, held: Sequence[Held], plan: LoadPlan, options: LoadOptions
+) -> dict[str, initialize.Program]:
+    """How the missing tensors will be initialised, and that they can be.
+
+    Raises:
+        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+    """
+    programs = initialize.programs_for(model, held, plan.names(Init))
+    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+    return programs
 
 
 def make_plan(
@@ -317,22 +362,22 @@ def fill(
         tensor = plan.layout.by_name[item.fqn]
         if item.fqn in programs:
             program = programs[item.fqn]
-            if not program.is_elementwise or not program.steps:
-                whole = initialize.initialize_whole(
-                    model, held, item, seed=options.seed, budget_bytes=options.budget_bytes
-                )
+            if not program.is_elementwise:
+                whole = initialize.initialize_whole(model, held, item, seed=options.seed)
                 program = initialize.program_of(whole)
             initialize.fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
             written[item.fqn] = tensor.local_numel
         elif item.kind is Kind.BUFFER:
             value = computed[item.fqn][1]
-            if value is not None:
+            if value is not None and is_dense(item.local):
                 item.local.copy_(value)
+            elif value is not None:  # an expanded view: its elements share memory
+                item.install(value.to(item.local.device))
 
 
-def device_of(held: Sequence[Held]) -> torch.device:
-    """Where the model's parameters are."""
-    return held[0].local.device if held else torch.device("cpu")
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every element has memory of its own."""
+    return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -102,18 +103,19 @@ def from_pretrained(
 
     Keyword arguments: see :class:`PretrainedOptions`.
 
-    Collective: yes, over all ranks of the mesh.
+    Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
     Memory: this rank's shards and ``options.budget_bytes``.
 
     Raises:
         ConfigError: the config or an argument cannot be honoured.
         PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
-        CoverageError, FormatError, StorageError: as for :func:`~shardwise.verbs.load.load`.
+        CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.verbs.load.load`.
     """
     options = keywords.get("options", LoadOptions())
     world = World.current(options.process_group)
     clock = Clock()
     hub = keywords.get("hub", HubOptions())
+    sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
     with clock.phase("index"):
         directory = resolve_everywhere(world, name_or_path, hub)
         config = world.together(lambda: _config(directory, keywords))
@@ -124,11 +126,10 @@ def from_pretrained(
             weights_name=getattr(config, "transformers_weights", None),
             extra=getattr(type(config), "extra_files", ()),
         )
-    with source.reader:
+    with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
         with clock.phase("plan"):
-            built = world.together(lambda: _build(directory, config, source, keywords))
+            built = _build_together(world, directory, config, source, keywords)
             untied = _decide_ties(world, built, source, options)
-            sharding = _sharding(keywords.get("sharding", Sharding()))
             world.together(lambda: _finish(built, untied, sharding))
         request = LoadRequest(
             source=source,
@@ -167,17 +168,34 @@ def _config(directory: Path, keywords: PretrainedOptions) -> PreTrainedConfig:
             raise ConfigError(
                 "config_overrides change the checkpoint's config; with config= change that config itself"
             )
-        return type(given).from_dict(given.to_dict())
+        return copy.deepcopy(given)
     folder = directory if directory.is_dir() else directory.parent
     return build.read_config(
         folder, trust_remote_code=keywords.get("trust_remote_code", False), overrides=overrides
     )
 
 
-def _build(directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions) -> _Built:
+def _build_together(
+    world: World, directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions
+) -> _Built:
+    """Build on every rank; a checkpoint's own code is first copied to the cache by one rank of each machine."""
+    if keywords.get("trust_remote_code", False) and world.size > 1:
+        first = world.is_first_on_host()
+        world.together(lambda: _class_of(directory, config, keywords) if first else None)
+    return world.together(lambda: _build(directory, config, source, keywords))
+
+
+def _class_of(
+    directory: Path, config: PreTrainedConfig, keywords: PretrainedOptions
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     trust = keywords.get("trust_remote_code", False)
     folder = directory if directory.is_dir() else directory.parent
-    model_class, config = build.resolve_class(config, keywords.get("model_class"), folder, trust_remote_code=trust)
+    return build.resolve_class(config, keywords.get("model_class"), folder, trust_remote_code=trust)
+
+
+def _build(directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions) -> _Built:
+    folder = directory if directory.is_dir() else directory.parent
+    model_class, config = _class_of(directory, config, keywords)
     stored = stored_tensors(source.index)
     dtype = build.resolve_dtype(keywords.get("dtype", "auto"), config, stored.values())
     model = build.build_on_meta(model_class, config, dtype, folder)
@@ -194,26 +212,33 @@ def _build(directory: Path, config: PreTrainedConfig, source: OpenSource, keywor
 
 
 def _decide_ties(world: World, built: _Built, source: OpenSource, options: LoadOptions) -> set[str]:
-    """Declared ties that stay untied because both names are stored, with different values. Collective: yes."""
+    """Names declared tied that stay untied, because they are stored with values of their own. Collective: yes.
+
+    Of all names tied to one source, the first that is stored (the source before its targets) stands for them, as in
+    transformers' ``tie_weights``; every other stored one is compared with it.
+    """
+    pairs: list[tuple[str, str]] = []
     offers = built.bindings.offers
-    both = {
-        target: origin
-        for target, origin in compat.declared_ties(built.model).items()
-        if offers.get(target) and offers.get(origin)
-    }
-    if not both:
+    families: dict[str, list[str]] = {}
+    for target, origin in compat.declared_ties(built.model).items():
+        families.setdefault(origin, [origin]).append(target)
+    for members in families.values():
+        present = [name for name in members if offers.get(name)]
+        pairs += [(other, present[0]) for other in present[1:]]
+    world.require_equal(sorted(pairs), "the list of declared ties that are stored twice")
+    if not pairs:
         return set()
 
     def differing() -> set[str]:
         with ProgressBar("Comparing ties", 0, enabled=False) as bar:
             placer = Placer(source.reader, source.index, options.budget_bytes, bar)
             return {
-                target
-                for target, origin in both.items()
+                name
+                for name, first in pairs
                 if not are_equal(
-                    offers[target][0],
-                    offers[origin][0],
-                    built.layout.by_name[target].dtype,
+                    offers[name][0],
+                    offers[first][0],
+                    built.layout.by_name[name].dtype,
                     placer,
                     world.rank,
                     world.size,
@@ -221,7 +246,7 @@ def _decide_ties(world: World, built: _Built, source: OpenSource, options: LoadO
             }
 
     untied = set().union(*world.gather(world.together(differing)))
-    built.equal_ties = frozenset(set(both) - untied)
+    built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied
 
 
@@ -240,5 +265,16 @@ def _finish(built: _Built, untied: set[str], sharding: Sharding) -> None:
         wrap.wrap(built.model, sharding)
 
 
-def _sharding(given: Sharding) -> Sharding:
-    return given if given.mesh is not None else replace(given, mesh=wrap.default_mesh())
+def _sharding(given: Sharding, options: LoadOptions) -> Sharding:
+    """With a mesh, if there is to be one, that has the ranks of the process group. Collective: yes.
+
+    Raises:
+        PlacementError: when it has not.
+    """
+    mesh = given.mesh if given.mesh is not None else wrap.default_mesh(options.process_group)
+    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != wrap.ranks_of(options.process_group):
+        raise PlacementError(
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that loads together has "
+            f"{wrap.ranks_of(options.process_group)}; pass LoadOptions(process_group=...) with the mesh's ranks"
+        )
+    return replace(given, mesh=mesh)

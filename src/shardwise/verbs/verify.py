@@ -15,7 +15,7 @@ from shardwise.layout import Kind
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import original_class
 from shardwise.models.reference import reference_buffers, reference_values
-from shardwise.models.view import Held, local_boxes, look_inside
+from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
 from shardwise.report import LoadReport, VerifyReport
 from shardwise.verbs.pretrained import PretrainedOptions, from_pretrained
 
@@ -63,12 +63,14 @@ def _compare_stored(
     unequal: list[str] = []
     for name, whole in reference_values(model, files, transforms, dtypes):
         item = by_name[name]
+        if item.fqn in report.mismatched_keys:
+            continue
         compared.add(item.fqn)
         count, equal = _compare(item, whole)
         elements += count
         if not equal:
             unequal.append(name)
-    initialized = set(report.initialized)
+    initialized = {*report.initialized, *report.mismatched_keys}
     unequal += [
         f"{item.fqn} (in no source)"
         for item in held
@@ -102,14 +104,8 @@ def _compare(item: Held, whole: torch.Tensor) -> tuple[int, bool]:
         where = tuple(
             slice(offset, offset + size) for offset, size in zip(part.box.offsets, part.box.sizes, strict=True)
         )
-        held = torch.as_strided(
-            local, part.local.sizes, part.local.strides, local.storage_offset() + part.local.offset
-        )
+        held = strided_view(local, part.local)
         count += part.box.numel
-        if not torch.equal(_bits(held.cpu()), _bits(whole[where])):
+        if not torch.equal(raw_bytes(held.cpu()), raw_bytes(whole[where])):
             return count, False
     return count, True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
