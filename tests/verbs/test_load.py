@@ -278,3 +278,31 @@ def test_partial_placements_are_refused(plain):
     assert len(boxes_at((4, 3), (Replicate(),), (2,), (1,), (3, 1), "w")) == 1
     with pytest.raises(PlacementError, match="w is placed as"):
         boxes_at((4, 3), (Partial(),), (2,), (1,), (3, 1), "w")
+
+
+def test_buffers_that_no_file_can_hold_are_no_obstacle(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3))
+    model.register_buffer("rotation", torch.zeros(2, dtype=torch.complex128), persistent=False)
+    assert shardwise.load(model, tmp_path).kept == ("rotation",)
+    model.register_buffer("stored", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(PlacementError, match="stored is torch.complex128, which safetensors cannot hold"):
+        shardwise.load(model, tmp_path)
+
+
+def test_extra_state_is_named_for_what_it_is(tmp_path):
+    save_file({"weight": torch.ones(3), "_extra_state": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CoverageError, match="_extra_state .extra state of a module, which cannot be loaded yet"):
+        shardwise.load(model, tmp_path)
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3))
+    model.register_buffer("positions", torch.arange(4).expand(2, 4), persistent=False)
+    shardwise.load(model, tmp_path, buffers={"positions": lambda module: torch.arange(8).view(2, 4)})
+    assert model.positions.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,15 +1,16 @@
 """Everything of torch that has an underscore, in one file.
 
-Checked with torch 2.11 and 2.13. What is touched: ``FSDPModule._get_fsdp_state`` and below it the parameter groups
-and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materialised one), and the placements'
-``_split_tensor`` (to learn which indices a rank holds, also of ``_StridedShard``).
+Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
+counters of tensors; ``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a
+parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which
+indices a rank holds, also of ``_StridedShard``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,36 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that are its registries."""
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own registry of parameters; what is put in goes past ``nn.Module``'s checks."""
+    registry: dict[str, Any] = module._parameters
+    return registry
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own registry of buffers."""
+    registry: dict[str, Any] = module._buffers
+    return registry
+
+
+def is_temporary(module: nn.Module, name: str) -> bool:
+    """Whether a buffer was registered with ``persistent=False``."""
+    return name in module._non_persistent_buffers_set
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """A number that grows with every in-place operation on a tensor."""
+    return tensor._version
+
+
+def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """An instance of a tensor subclass that has a shape and a dtype, but no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

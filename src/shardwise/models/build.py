@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.conversion import Stored
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of
 from shardwise.models.dtypes import to_torch
 
 
@@ -54,7 +55,7 @@ def resolve_class(
     """
     if model_class is None:
         return _class_from_config(config, directory, trust_remote_code=trust_remote_code)
-    if hasattr(model_class, "_model_mapping"):
+    if compat.models_of(model_class) is not None:
         remote = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
         if remote is not None and trust_remote_code:
             return compat.remote_model_class(remote, str(directory)), config
@@ -151,10 +152,10 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     if not plan:
         return
     for prefix, module in model.named_modules():
-        for registry in (module._parameters, module._buffers):
+        for registry in (parameters_of(module), buffers_of(module)):
             for name, tensor in registry.items():
                 fqn = f"{prefix}.{name}" if prefix else name
-                if tensor is None or fqn not in siblings or name in module._non_persistent_buffers_set:
+                if tensor is None or fqn not in siblings or is_temporary(module, name):
                     continue
                 kept = compat.planned_dtype(plan, siblings[fqn])
                 if kept is not None and kept != tensor.dtype:

@@ -36,6 +36,11 @@ def to_torch(dtype: DType) -> torch.dtype:
     return _TO_TORCH[dtype]
 
 
+def in_memory(dtype: torch.dtype) -> DType:
+    """The dtype of a tensor that goes into no file: ``OTHER`` where safetensors has none for it."""
+    return _FROM_TORCH.get(dtype, DType.OTHER)
+
+
 def from_torch(dtype: torch.dtype, fqn: str) -> DType:
     """The safetensors dtype of a model's tensor.
 

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, LocalBox, Origin
 from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import buffers_of, without_data, writes_to
 from shardwise.models.view import Held, attributes_on_meta, strided_view
 from shardwise.tensors import Box, contiguous_strides
 
@@ -72,9 +73,7 @@ class Programmed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, program: Program, shape: Sequence[int], rows: tuple[int, int]) -> Programmed:
-        made: Programmed = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=program.dtype, device=torch.device("cpu")
-        )
+        made: Programmed = without_data(cls, shape, program.dtype)
         made.program = program
         made.rows = rows
         return made
@@ -381,15 +380,15 @@ def recompute_buffers(
             chosen[item.fqn] = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
         else:
             outcome[item.fqn] = Origin.NOWHERE, None
-    versions = {name: tensor._version for name, tensor in chosen.items()}
+    versions = {name: writes_to(tensor) for name, tensor in chosen.items()}
     if chosen:
         with _own_random_state(seed), stand_ins(held, chosen):
             run_initializers(model, held, chosen)
             for item in buffers:
                 if item.fqn in chosen:
                     slot = item.slots[0]
-                    made = slot.module._buffers[slot.name]
-                    written = made is not chosen[item.fqn] or made._version != versions[item.fqn]
+                    made = buffers_of(slot.module)[slot.name]
+                    written = made is not chosen[item.fqn] or writes_to(made) != versions[item.fqn]
                     if written and made is not None and not made.is_meta:
                         outcome[item.fqn] = outcome[item.fqn][0], made.detach().to(item.tensor.dtype)
     for item in buffers:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.conversion import Expression, concat, permute, reshape, slice_dim, stack
+from shardwise.models._torch_private import without_data
 from shardwise.tensors import numel
 
 aten = torch.ops.aten
@@ -29,9 +30,7 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression, dtype: torch.dtype) -> Recorded:
-        made: Recorded = torch.Tensor._make_wrapper_subclass(
-            cls, expression.shape, dtype=dtype, device=torch.device("cpu")
-        )
+        made: Recorded = without_data(cls, expression.shape, dtype)
         made.expression = expression
         return made
 

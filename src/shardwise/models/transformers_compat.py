@@ -24,7 +24,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import original_class, original_classes
+from shardwise.models._torch_private import original_class, original_classes, parameters_of
 
 __all__ = ["dot_natural_key"]
 
@@ -89,6 +89,11 @@ def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor
             fresh.add_tensor(target, pattern, pattern, tensor)
     made = fresh.convert(target, model=model, config=getattr(model, "config", None))
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def models_of(auto_class: Any) -> Any:
+    """The mapping from config classes to model classes of an Auto class; None for anything else."""
+    return getattr(auto_class, "_model_mapping", None)
 
 
 def base_model_prefix(model: nn.Module) -> str | None:
@@ -262,7 +267,7 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            parameters_of(module)[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     model_class: Any = original_class(model)
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]

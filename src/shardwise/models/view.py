@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.models import _torch_private
-from shardwise.models.dtypes import from_torch
+from shardwise.models._torch_private import REGISTRIES, buffers_of, is_temporary, parameters_of
+from shardwise.models.dtypes import from_torch, in_memory
 from shardwise.tensors import Box, Strided
 
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -75,8 +76,8 @@ class Held:
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
-            registry = slot.module._buffers if self.kind is not Kind.PARAMETER else slot.module._parameters
-            registry[slot.name] = tensor  # type: ignore[assignment]
+            registry_of = parameters_of if self.kind is Kind.PARAMETER else buffers_of
+            registry_of(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
 
@@ -115,12 +116,12 @@ def look_inside(model: nn.Module) -> list[Held]:
 
 def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, Kind.PARAMETER, prefix
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                temporary = name in module._non_persistent_buffers_set
+                temporary = is_temporary(module, name)
                 yield module, buffer, name, Kind.BUFFER if temporary else Kind.PERSISTENT_BUFFER, prefix
 
 
@@ -135,7 +136,7 @@ def _tensor_layout(item: Held, origin: Origin) -> TensorLayout:
         names=item.names,
         kind=item.kind,
         shape=tuple(tensor.shape),
-        dtype=from_torch(tensor.dtype, item.fqn),
+        dtype=from_torch(tensor.dtype, item.fqn) if item.kind.is_saved else in_memory(tensor.dtype),
         boxes=local_boxes(tensor, item.fqn),
         placement=describe_placement(tensor),
         requires_grad=tensor.requires_grad,
@@ -217,7 +218,7 @@ def attributes_on_meta(model: nn.Module) -> list[Slot]:
     found: list[Slot] = []
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            registered = name in ("_parameters", "_buffers", "_modules")
+            registered = name in REGISTRIES
             if not registered and any(tensor.is_meta for tensor in _tensors_in(value)):
                 found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return found

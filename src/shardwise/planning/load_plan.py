@@ -241,6 +241,8 @@ class _Planner:
                 self.ignored.append(key)
             else:
                 renamed = f" (renamed to {name})" if name != key else ""
+                if name.endswith("_extra_state"):
+                    renamed += " (extra state of a module, which cannot be loaded yet)"
                 self.faults.add(Fault.UNEXPECTED, f"{key}{renamed}")
 
 

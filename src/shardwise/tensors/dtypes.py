@@ -34,6 +34,8 @@ class DType(enum.Enum):
     F32 = ("F32", 32, "float")
     F64 = ("F64", 64, "float")
     C64 = ("C64", 64, "complex")
+    OTHER = ("OTHER", 8, "complex")
+    """Of tensors that are never stored: what no file can hold."""
 
     @property
     def label(self) -> str:
@@ -66,4 +68,4 @@ def casts_safely(source: DType, target: DType) -> bool:
     return order.index(source.kind) <= order.index(target.kind)
 
 
-_BY_LABEL = {dtype.label: dtype for dtype in DType}
+_BY_LABEL = {dtype.label: dtype for dtype in DType if dtype is not DType.OTHER}
