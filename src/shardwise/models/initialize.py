@@ -265,9 +265,8 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
 
 def run_initializers(model: nn.Module, held: Sequence[Held], names: Collection[str]) -> None:
     """Run what initialises ``names``: transformers' initialisers, and ``reset_parameters`` of other modules."""
-    inside: set[nn.Module] = set()
+    inside = _inside_pretrained(model)
     for _, pretrained in compat.outermost_pretrained(model):
-        inside.update(pretrained.modules())
         compat.forget_initialized(pretrained)
         compat.run_initializers(pretrained)
     owners = {slot.module: None for item in held if item.fqn in names for slot in item.slots}
@@ -353,48 +352,76 @@ def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed
     return whole
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Where the value of a non-persistent buffer comes from, and the value (on the CPU) if it was computed."""
+
+    origin: Origin
+    value: torch.Tensor | None = None
+
+
 def recompute_buffers(
     model: nn.Module, held: Sequence[Held], rules: BufferRules, *, seed: int
-) -> dict[str, tuple[Origin, torch.Tensor | None]]:
-    """For every non-persistent buffer where its value comes from, and the value on the CPU if it was computed.
+) -> dict[str, Computed]:
+    """The non-persistent buffers, by FQN.
 
     For a model of transformers this is what ``from_pretrained`` does: its initialisers write the buffers. Of
     other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
     """
+    inside = _inside_pretrained(model)
     buffers = [item for item in held if item.kind is Kind.BUFFER]
-    inside = {module for _, pretrained in compat.outermost_pretrained(model) for module in pretrained.modules()}
-    outcome: dict[str, tuple[Origin, torch.Tensor | None]] = {}
-    chosen: dict[str, torch.Tensor] = {}
-    for item in buffers:
-        module = item.slots[0].module
-        rule = next((rules[glob] for glob in rules if fnmatchcase(item.fqn, glob)), None)
-        if rule is not None:
-            outcome[item.fqn] = Origin.CALLABLE, _checked(rule(module), item)
-        elif module in inside:
-            outcome[item.fqn] = Origin.INIT_WEIGHTS, None
-            chosen[item.fqn] = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
-        elif not item.tensor.is_meta:
-            outcome[item.fqn] = Origin.AS_IT_IS, None
-        elif callable(getattr(module, "reset_parameters", None)):
-            outcome[item.fqn] = Origin.RESET_PARAMETERS, None
-            chosen[item.fqn] = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
+    outcome = {item.fqn: _by_rule(item, rules) or Computed(_buffer_origin(item, inside)) for item in buffers}
+    by_initialiser = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
+    chosen = [item for item in buffers if outcome[item.fqn].origin in by_initialiser]
+    values = _written_by_initialisers(model, held, chosen, seed=seed)
+    for item in chosen:
+        if item.fqn in values:
+            outcome[item.fqn] = Computed(outcome[item.fqn].origin, values[item.fqn])
         else:
-            outcome[item.fqn] = Origin.NOWHERE, None
-    versions = {name: writes_to(tensor) for name, tensor in chosen.items()}
-    if chosen:
-        with _own_random_state(seed), stand_ins(held, chosen):
-            run_initializers(model, held, chosen)
-            for item in buffers:
-                if item.fqn in chosen:
-                    slot = item.slots[0]
-                    made = buffers_of(slot.module)[slot.name]
-                    written = made is not chosen[item.fqn] or writes_to(made) != versions[item.fqn]
-                    if written and made is not None and not made.is_meta:
-                        outcome[item.fqn] = outcome[item.fqn][0], made.detach().to(item.tensor.dtype)
-    for item in buffers:
-        if item.fqn in chosen and outcome[item.fqn][1] is None:
-            outcome[item.fqn] = (Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS), None
+            outcome[item.fqn] = Computed(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
     return outcome
+
+
+def _by_rule(item: Held, rules: BufferRules) -> Computed | None:
+    rule = next((rules[glob] for glob in rules if fnmatchcase(item.fqn, glob)), None)
+    if rule is None:
+        return None
+    return Computed(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
+
+
+def _buffer_origin(item: Held, inside: Collection[nn.Module]) -> Origin:
+    module = item.slots[0].module
+    if module in inside:
+        return Origin.INIT_WEIGHTS
+    if not item.tensor.is_meta:
+        return Origin.AS_IT_IS
+    return Origin.RESET_PARAMETERS if callable(getattr(module, "reset_parameters", None)) else Origin.NOWHERE
+
+
+def _written_by_initialisers(
+    model: nn.Module, held: Sequence[Held], buffers: Sequence[Held], *, seed: int
+) -> dict[str, torch.Tensor]:
+    """The values that initialisers give to ``buffers``, by FQN; those that none of them writes are left out."""
+    if not buffers:
+        return {}
+    fresh = {item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype) for item in buffers}
+    untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
+    values: dict[str, torch.Tensor] = {}
+    with _own_random_state(seed), stand_ins(held, fresh):
+        run_initializers(model, held, fresh)
+        for item in buffers:
+            slot = item.slots[0]
+            made = buffers_of(slot.module)[slot.name]  # an initialiser may have registered another tensor
+            if made is None or made.is_meta:
+                continue
+            if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
+                values[item.fqn] = made.detach().to(item.tensor.dtype)
+    return values
+
+
+def _inside_pretrained(model: nn.Module) -> set[nn.Module]:
+    """All modules that belong to a model of transformers."""
+    return {module for _, pretrained in compat.outermost_pretrained(model) for module in pretrained.modules()}
 
 
 def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, ...]:
@@ -429,7 +456,7 @@ def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
 
 def initial_origin(model: nn.Module) -> Callable[[Held], Origin]:
     """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
-    inside = {module for _, pretrained in compat.outermost_pretrained(model) for module in pretrained.modules()}
+    inside = _inside_pretrained(model)
 
     def origin_of(item: Held) -> Origin:
         if any(slot.module in inside for slot in item.slots):

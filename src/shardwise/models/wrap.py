@@ -75,7 +75,7 @@ class Sharding:
     reshard_after_forward: bool | int = True
 
 
-def default_mesh(group: dist.ProcessGroup | None) -> DeviceMesh | None:
+def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
     """All ranks of a process group (None: the default one) in one axis; None where there is no process group.
 
     Collective: yes, over the default group.

@@ -28,7 +28,7 @@ from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.layout import Kind, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
-from shardwise.models.initialize import BufferRules
+from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.rules import bind
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning import (
@@ -304,12 +304,16 @@ def foresee_initial_values(
 def make_plan(
     model: nn.Module,
     held: Sequence[Held],
-    computed: Mapping[str, tuple[Origin, torch.Tensor | None]],
+    computed: Mapping[str, Computed],
     request: LoadRequest,
 ) -> LoadPlan:
     """The plan, with opaque conversions checked against the budget."""
-    origin_of = initialize.initial_origin(model)
-    layout = layout_of(held, lambda item: computed[item.fqn][0] if item.kind is Kind.BUFFER else origin_of(item))
+    initial = initialize.initial_origin(model)
+
+    def origin_of(item: Held) -> Origin:
+        return computed[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
+
+    layout = layout_of(held, origin_of)
     rules = ModelRules(*compat.ignore_patterns(model))
     plan = plan_load(request.source.index, layout, request.bindings, rules, request.consent)
     for name, read in plan.reads().items():
@@ -353,7 +357,7 @@ def fill(
     held: Sequence[Held],
     plan: LoadPlan,
     programs: Mapping[str, initialize.Program],
-    computed: Mapping[str, tuple[Origin, torch.Tensor | None]],
+    computed: Mapping[str, Computed],
     options: LoadOptions,
     written: dict[str, int],
 ) -> None:
@@ -368,7 +372,7 @@ def fill(
             initialize.fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
             written[item.fqn] = tensor.local_numel
         elif item.kind is Kind.BUFFER:
-            value = computed[item.fqn][1]
+            value = computed[item.fqn].value
             if value is not None and is_dense(item.local):
                 item.local.copy_(value)
             elif value is not None:  # an expanded view: its elements share memory
