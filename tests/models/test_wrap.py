@@ -137,6 +137,7 @@ def test_what_fsdp2_cannot_take_stays_whole():
             self.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))
             self.decay = nn.Parameter(torch.ones(8, dtype=torch.float32))
             self.temperature = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+            self.registers = nn.Parameter(torch.ones(1, 0, 4, dtype=torch.bfloat16))
 
     model = nn.ModuleList([Mixer(), Mixer()])
     holder = nn.Module()
@@ -146,6 +147,7 @@ def test_what_fsdp2_cannot_take_stays_whole():
         assert isinstance(holder.layers[0].weight, DTensor)
         assert not isinstance(holder.layers[0].decay, DTensor)
         assert not isinstance(holder.layers[0].temperature, DTensor)
+        assert not isinstance(holder.layers[0].registers, DTensor)  # torch would lose its shape
 
 
 @pytest.mark.parametrize(

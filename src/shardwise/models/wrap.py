@@ -97,8 +97,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
 
-    Parameters without dimensions cannot be sharded by FSDP2. They, and parameters whose dtype differs from that of
-    the group they cannot be taken out of (FSDP2 wants one dtype per group), stay whole on every rank; see
+    FSDP2 cannot shard parameters without dimensions or without elements, and wants one dtype per group. Such
+    parameters, and those of another dtype that no group of their own can hold, stay whole on every rank; see
     :func:`average_replicated_gradients`.
 
     Collective: yes (creates process groups the first time a mesh is used).
@@ -257,8 +257,8 @@ def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], st
 
 
 def _replicated(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters FSDP2 cannot take: 0-d ones, and those of a minority dtype among a module's own trainable ones."""
-    found = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    """Parameters FSDP2 cannot take: 0-d and empty ones, and a minority dtype among a module's own trained ones."""
+    found = {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.ndim > 0]
         sizes: dict[torch.dtype, int] = {}
@@ -345,6 +345,6 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> tuple[st
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             names.append(canonical(name))
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.numel():
                 parameter.register_post_accumulate_grad_hook(average)
     return tuple(names)
