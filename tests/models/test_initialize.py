@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
 from shardwise.models import initialize
 from shardwise.models.initialize import Programmed, fill_from_program, programs_for
@@ -122,6 +123,16 @@ def test_an_orthogonal_tensor_is_initialised_whole_within_the_budget():
     assert initialize.unfit_programs(programs, 1 << 20) == []
     (fault,) = initialize.unfit_programs(programs, 100)
     assert "weight: its initialiser needs it whole, 288 bytes" in fault
+
+
+def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
+    """Also where an initialiser could not be traced, so that nothing could be foreseen."""
+    model = Orthogonal()
+    model.forgotten = nn.Parameter(torch.empty(3))
+    held = look_inside(model)
+    forgotten = next(item for item in held if item.fqn == "forgotten")
+    with pytest.raises(CoverageError, match="forgotten is missing and no initialiser of the model writes it"):
+        initialize.initialize_whole(model, held, forgotten, seed=0)
 
 
 def test_the_user_s_random_state_is_left_alone():

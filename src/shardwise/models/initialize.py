@@ -345,10 +345,16 @@ def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed
     """One tensor initialised whole on the CPU, for initialisers that are not element by element.
 
     Memory: the tensor, whole; see :func:`unfit_programs`.
+
+    Raises:
+        CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
     """
     whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
+    untouched = writes_to(whole)
     with _own_random_state(_seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
         run_initializers(model, held, {item.fqn})
+    if writes_to(whole) == untouched and whole.numel():
+        raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
     return whole
 
 

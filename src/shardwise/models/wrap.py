@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.models import transformers_compat as compat
-from shardwise.models.view import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +326,11 @@ def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard | None]:
     return placement
 
 
-def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
+def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
-    To be called once the parameters are materialised (the hooks belong to the parameter objects). Returns their
-    names. Afterwards every backward pass is a collective for each of them that is trained.
+    To be called once the parameters are materialised (the hooks belong to the parameter objects). Afterwards
+    every backward pass is a collective for each of them that is trained.
     """
     groups = mesh.get_all_groups()
 
@@ -341,10 +340,6 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> tuple[st
                 dist.all_reduce(parameter.grad, group=group)
             parameter.grad.div_(mesh.size())
 
-    names: list[str] = []
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            names.append(canonical(name))
-            if parameter.requires_grad and parameter.numel():
-                parameter.register_post_accumulate_grad_hook(average)
-    return tuple(names)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(average)
