@@ -9,15 +9,16 @@ from torch.distributed.tensor import Shard
 
 from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
-from shardwise.models import initialize
-from shardwise.models.initialize import Programmed, fill_from_program, programs_for
+from shardwise.models import initialize, programs
+from shardwise.models.initialize import programs_for
+from shardwise.models.programs import Programmed, fill_from_program
 from shardwise.models.view import boxes_at, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
 def program_of(init, shape=(40, 50), dtype=torch.float32):
     tensor = Programmed.fresh(shape, dtype)
-    with torch.no_grad(), initialize._truncated_normal_as_one_step():
+    with torch.no_grad(), programs.truncated_normal_as_one_step():
         init(tensor)
     return tensor.program
 
@@ -46,7 +47,7 @@ INITS = {
 @pytest.mark.parametrize("block", [1 << 20, 64, 7])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_are_parts_of_the_whole(name, block, dim, monkeypatch):
-    monkeypatch.setattr(initialize, "BLOCK_NUMEL", block)
+    monkeypatch.setattr(programs, "BLOCK_NUMEL", block)
     program = program_of(INITS[name])
     assert program.is_elementwise
     whole = whole_value(program)
@@ -119,9 +120,9 @@ def test_an_orthogonal_tensor_is_initialised_whole_within_the_budget():
     assert torch.equal(one, other)
     torch.testing.assert_close(one.T @ one, torch.eye(6))
     assert (model.loaded == 7).all()
-    programs = programs_for(model, held, {"weight"})
-    assert initialize.unfit_programs(programs, 1 << 20) == []
-    (fault,) = initialize.unfit_programs(programs, 100)
+    found = programs_for(model, held, {"weight"})
+    assert initialize.unfit_programs(found, 1 << 20) == []
+    (fault,) = initialize.unfit_programs(found, 100)
     assert "weight: its initialiser needs it whole, 288 bytes" in fault
 
 

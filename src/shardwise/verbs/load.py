@@ -29,6 +29,7 @@ from shardwise.layout import Kind, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.initialize import BufferRules, Computed
+from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning import (
@@ -288,7 +289,7 @@ def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
 
 def foresee_initial_values(
     model: nn.Module, held: Sequence[Held], plan: LoadPlan, options: LoadOptions
-) -> dict[str, initialize.Program]:
+) -> dict[str, Program]:
     """How the missing tensors will be initialised, and that they can be.
 
     Raises:
@@ -356,7 +357,7 @@ def fill(
     model: nn.Module,
     held: Sequence[Held],
     plan: LoadPlan,
-    programs: Mapping[str, initialize.Program],
+    programs: Mapping[str, Program],
     computed: Mapping[str, Computed],
     options: LoadOptions,
     written: dict[str, int],
@@ -368,8 +369,8 @@ def fill(
             program = programs[item.fqn]
             if not program.is_elementwise:
                 whole = initialize.initialize_whole(model, held, item, seed=options.seed)
-                program = initialize.program_of(whole)
-            initialize.fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
+                program = program_of(whole)
+            fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
             written[item.fqn] = tensor.local_numel
         elif item.kind is Kind.BUFFER:
             value = computed[item.fqn].value
