@@ -1,9 +1,9 @@
 """Everything of torch that has an underscore, in one file.
 
 Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
-counters of tensors; ``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a
-parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which
-indices a rank holds, also of ``_StridedShard``).
+counters of tensors; the store of the default process group; ``FSDPModule._get_fsdp_state`` and below it the
+parameter groups and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materialised one); and the
+placements' ``_split_tensor`` (to learn which indices a rank holds, also of ``_StridedShard``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -72,6 +73,11 @@ def original_classes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in sharded:
             module.__class__ = kind
+
+
+def default_store() -> Any:
+    """The key-value store through which the default process group met."""
+    return distributed_c10d._get_default_store()
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:

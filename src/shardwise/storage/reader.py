@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from shardwise.errors import StorageError
 from shardwise.storage.policy import ReadPolicy
+
+
+class CannotListError(StorageError):
+    """A storage gives files by name, but does not tell which there are."""
 
 
 @runtime_checkable
@@ -32,7 +37,11 @@ class StorageReader(Protocol):
         ...
 
     def list(self) -> list[str]:
-        """The names of all files below the root, sorted."""
+        """The names of all files below the root, sorted.
+
+        Raises:
+            CannotListError: for a storage that does not tell; its files can be asked for by name.
+        """
         ...
 
     def size(self, file: str) -> int:
