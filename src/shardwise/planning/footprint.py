@@ -163,20 +163,19 @@ class _Kind:
         if self._last is not None and self._last[0] is boxes:  # a tensor that every rank holds whole
             return self._last[1]
         number_of = {key: number for number, key in enumerate(self.keys)}
-        leaves: list[int] = []
-        starts: list[int] = []
-        stops: list[int] = []
-        needed = 0
+        parts: list[_LeafRanges] = []
         for copy in _copies(self.expression, boxes):
             assert isinstance(copy.leaf, Stored)  # an opaque leaf is never below another node
             itemsize = copy.leaf.dtype.itemsize
             run, offsets = _runs(copy.source, max_gap_bytes // itemsize)
-            leaves += [number_of[copy.leaf.key]] * len(offsets)
-            starts += [offset * itemsize for offset in offsets]
-            stops += [(offset + run) * itemsize for offset in offsets]
-            needed += copy.numel * itemsize
+            leaves = np.full(len(offsets), number_of[copy.leaf.key], np.int64)
+            starts = offsets * itemsize
+            parts.append(_LeafRanges(leaves, starts, starts + run * itemsize, copy.numel * itemsize))
         found = _LeafRanges(
-            np.asarray(leaves, np.int64), np.asarray(starts, np.int64), np.asarray(stops, np.int64), needed
+            np.concatenate([part.leaves for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.stops for part in parts]),
+            sum(part.needed_bytes for part in parts),
         )
         self._last = (boxes, found)
         return found
@@ -195,13 +194,13 @@ def _copies(expression: Expression, boxes: Iterable[LocalBox]) -> Iterator[Copy]
         yield from copies(expression, part.box, part.local)
 
 
-def _runs(source: Strided, max_gap: int) -> tuple[int, list[int]]:
+def _runs(source: Strided, max_gap: int) -> tuple[int, _Numbers]:
     """(length of each run, where the runs begin), in elements; gaps up to ``max_gap`` belong to a run."""
     run = 1
-    offsets = [source.offset]
+    offsets = np.asarray([source.offset], np.int64)
     for size, stride in zip(reversed(source.sizes), reversed(source.strides), strict=True):
         if len(offsets) == 1 and stride - run <= max_gap:
             run += (size - 1) * stride
         else:
-            offsets = [offset + step * stride for step in range(size) for offset in offsets]
+            offsets = np.add.outer(np.arange(size, dtype=np.int64) * stride, offsets).ravel()
     return run, offsets

@@ -145,7 +145,7 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
         names = ", ".join(pattern for pattern, _ in collapse(tensor.fqn for tensor in tensors))
         sentence = (
             f"{names}: {shape} is dealt unevenly to {ranks} ranks, of which {empty} hold nothing of it; FSDP2 "
-            "splits no dimension but the first unevenly, and no other is a multiple of the number of ranks"
+            "splits no dimension but the first unevenly, and no other splits evenly into parts that lie together"
         )
         found.append((int(excess), sentence))
     return [sentence for _, sentence in sorted(found, reverse=True)]
