@@ -41,7 +41,6 @@ from shardwise.planning import (
     ModelRules,
     OnMissing,
     OnUnexpected,
-    Read,
     Recompute,
     Refuse,
     Tie,
@@ -249,19 +248,18 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
         )
         plan = world.together(lambda: make_plan(model, held, computed, request))
-        agree_on(world, plan, options.seed)
+        total_bytes = agree_on(world, plan, options.seed)
         programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
     by_name = {item.fqn: item for item in held}
     home = home_of(held, options.device)
-    placed_bytes = plan.layout.local_nbytes
-    with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
             world.together(lambda: materialize(model, held, home))
         with clock.phase("read"):
-            world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
+            world.together(lambda: placer.place(destinations(plan, by_name)))
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
@@ -274,15 +272,19 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     return replace(report, recomputed=report.recomputed + attributes)
 
 
-def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
-    """All ranks have the same plan, but for the boxes, and the same seed. Collective: yes.
+def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
+    """All ranks have the same plan, but for the boxes, and the same seed; the bytes that all will hold.
+
+    Collective: yes.
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently.
     """
-    world.require_equal(seed, "the seed")
-    if len(set(world.gather(plan.digest))) == 1:
-        return
+    told = world.gather((seed, plan.digest, plan.layout.local_nbytes))
+    if others := [rank for rank, (theirs, _, _) in enumerate(told) if theirs != told[0][0]]:
+        raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
+    if all(digest == told[0][1] for _, digest, _ in told):
+        return sum(nbytes for _, _, nbytes in told)
     first = world.from_first(lambda: plan.fingerprints)
     mine = plan.fingerprints
     names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
@@ -335,18 +337,12 @@ def make_plan(
     return plan
 
 
-def destinations(index: CheckpointIndex, plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
-    """What to read into where, in the order in which it is stored."""
-    reads = plan.reads()
+def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+    """What to read into where."""
     return [
-        Destination(name, reads[name].expression, by_name[name].local, plan.layout.by_name[name].boxes)
-        for name in sorted(reads, key=lambda name: _place_in_files(index, reads[name]))
+        Destination(name, read.expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        for name, read in plan.reads().items()
     ]
-
-
-def _place_in_files(index: CheckpointIndex, read: Read) -> tuple[str, int]:
-    entry = index.entries[next(stored_leaves(read.expression)).key]
-    return entry.file, entry.start
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:

@@ -230,8 +230,8 @@ def _decide_ties(world: World, built: _Built, source: OpenSource, options: LoadO
         return set()
 
     def differing() -> set[str]:
-        with ProgressBar("Comparing ties", 0, enabled=False) as bar:
-            placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+        with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
+            placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
             return {
                 name
                 for name, first in pairs
