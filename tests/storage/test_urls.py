@@ -66,7 +66,12 @@ def test_what_of_a_url_is_shown(url: str, shown: str) -> None:
 
 
 def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
-    options = {"key": "AKIA1234", "client_kwargs": {"headers": {"x": "nested9"}}, "anon": False, "endpoint_url": "e"}
+    options = {
+        "key": "AKIA1234",
+        "client_kwargs": {"headers": {"x": "nested9"}},
+        "anon": False,
+        "endpoint_url": "e",
+    }
     redacted = Redactor("s3://alice:hunter22@bucket/x?sig=deadbeef", options)
     text = redacted(
         "GET https://u:p@h/x?X-Signature=q&b=c failed for AKIA1234 (nested9), alice hunter22 sig=deadbeef, "
