@@ -424,14 +424,14 @@ class HttpStore:
             nbytes = min(most, stop - start)
             if self._bandwidth is not None:
                 self._bandwidth.take(nbytes)
+            with self._lock:
+                self._counts["bytes_sent"] += nbytes  # first: whoever has the bytes finds them counted
             while nbytes:
                 sent = os.sendfile(connection.fileno(), content.descriptor, start, nbytes)
                 if sent == 0:
                     raise ConnectionError("the file became shorter")
                 start += sent
                 nbytes -= sent
-                with self._lock:
-                    self._counts["bytes_sent"] += sent
 
 
 class HttpStoreProcess:
