@@ -38,6 +38,14 @@ SBAV4puhhVmn/eeHiK2gRfZkxMD61hRlhmZEDMzbJg==
 
 
 class Quiet(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path != "/away":
+            super().do_GET()
+            return
+        self.send_response(302)
+        self.send_header("Location", "http://127.0.0.1:1/away")
+        self.end_headers()
+
     def log_message(self, *arguments: object) -> None:
         pass
 
@@ -78,6 +86,8 @@ def test_files_are_read_over_tls(server: tuple[str, Path]) -> None:
             reader.size("absent")
         assert isinstance(caught.value.__cause__, FileNotFoundError)
         assert reader.identity("a").startswith("Last-Modified ")
+        with pytest.raises(StorageError, match="https:// leads to http://"):
+            reader.size("away")
 
 
 def test_a_certificate_that_is_not_trusted_is_reported_at_once(server: tuple[str, Path]) -> None:
