@@ -21,6 +21,7 @@ from shardwise.storage.remote import _pieces
 
 QUICK = Retries(attempts=2, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=1.0)
 STATE = b"HTTP/1.1 206 OK\r\nContent-Length: 1\r\nContent-Range: bytes 0-0/100\r\nETag: x\r\n\r\na"
+CHUNKED = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Script:
@@ -88,13 +89,11 @@ def test_a_server_that_does_not_tell_the_size(script: Script, answer: bytes) -> 
         (b"", "in 2 attempts .*RemoteDisconnected"),
         (b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9/100\r\nContent-Length: 9\r\n\r\n", "announces 9 bytes"),
         (
-            b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"b\r\n01234567890\r\n0\r\n\r\n",
+            CHUNKED + b"b\r\n01234567890\r\n0\r\n\r\n",
             "the body is longer than the 10 bytes asked for",
         ),
         (
-            b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"5\r\n01234\r\n0\r\n\r\n",
+            CHUNKED + b"5\r\n01234\r\n0\r\n\r\n",
             "in 2 attempts .*the body ended after 5 of 10 bytes",
         ),
         (
@@ -116,8 +115,7 @@ def test_an_answer_that_is_not_the_range_is_an_error(script: Script, answer: byt
 
 
 def test_chunks_that_make_up_the_range_are_the_range(script: Script) -> None:
-    head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
-    script.gives([STATE, head + b"3\r\nabc\r\n7\r\ndefghij\r\n0\r\n\r\n"])
+    script.gives([STATE, CHUNKED + b"3\r\nabc\r\n7\r\ndefghij\r\n0\r\n\r\n"])
     with RemoteReader(script.url, retries=QUICK) as reader:
         assert reader.read("a", 0, 10) == b"abcdefghij"
 
@@ -131,9 +129,9 @@ def test_what_another_server_of_a_cluster_tells_in_another_way_is_not_compared(s
 
 def test_what_is_asked(script: Script) -> None:
     script.gives([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"])
-    with RemoteReader(f"{script.url}/a folder?x=1&y=/2", retries=QUICK) as reader:
-        with pytest.raises(StorageError, match="no such file"):
-            reader.size("b#c%.d/ä")
+    url = f"{script.url}/a folder?x=1&y=/2"
+    with RemoteReader(url, retries=QUICK) as reader, pytest.raises(StorageError, match="no such file"):
+        reader.size("b#c%.d/ä")
     lines = script.asked[0].decode().splitlines()
     assert lines[0] == "GET /a%20folder/b%23c%25.d/%C3%A4?x=1&y=/2 HTTP/1.1"
     assert "Range: bytes=0-0" in lines
