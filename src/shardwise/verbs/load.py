@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Opaque, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
+from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of, materialize
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
@@ -40,7 +41,6 @@ from shardwise.planning import (
     ModelRules,
     OnMissing,
     OnUnexpected,
-    Read,
     Recompute,
     Refuse,
     Tie,
@@ -49,6 +49,9 @@ from shardwise.planning import (
 )
 from shardwise.report import LoadReport, collapse
 from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
+
+_TOLD_NAMES = 1000
+"""The most names that a rank tells the others of when plans differ."""
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
@@ -64,6 +67,7 @@ class LoadOptions:
         device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
     """
 
     seed: int = 0
@@ -71,6 +75,7 @@ class LoadOptions:
     device: torch.device | None = None
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -120,20 +125,20 @@ def load(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    world = World.current(options.process_group)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
-    with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
-    with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
-        with clock.phase("plan"):
-            transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
-            held = world.together(lambda: look_inside(model))
-            layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
-            bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
-            world.together(lambda: tie_declared(model, held, bindings))
-        request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
-        report = carry_out(world, model, request, clock)
+    with World.current(options.process_group, options.patience) as world:
+        with clock.phase("index"):
+            source = open_source(world, checkpoint, hub)
+        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+            with clock.phase("plan"):
+                transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
+                held = world.together(lambda: look_inside(model))
+                layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
+                bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
+                world.together(lambda: tie_declared(model, held, bindings))
+            request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
+            report = carry_out(world, model, request, clock)
     compat.record_conversions(model, transforms)
     return report
 
@@ -243,19 +248,18 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
         )
         plan = world.together(lambda: make_plan(model, held, computed, request))
-        agree_on(world, plan, options.seed)
+        total_bytes = agree_on(world, plan, options.seed)
         programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
     by_name = {item.fqn: item for item in held}
     home = home_of(held, options.device)
-    placed_bytes = plan.layout.local_nbytes
-    with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
             world.together(lambda: materialize(model, held, home))
         with clock.phase("read"):
-            world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
+            world.together(lambda: placer.place(destinations(plan, by_name)))
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
@@ -268,18 +272,23 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     return replace(report, recomputed=report.recomputed + attributes)
 
 
-def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
-    """All ranks have the same plan, but for the boxes, and the same seed. Collective: yes.
+def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
+    """All ranks have the same plan, but for the boxes, and the same seed; the bytes that all will hold.
+
+    Collective: yes.
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently.
     """
-    world.require_equal(seed, "the seed")
-    if len(set(world.gather(plan.digest))) == 1:
-        return
-    plans = world.gather(plan.fingerprints)
-    names = {name for found in plans for name in found}
-    differing = sorted(name for name in names if len({found.get(name) for found in plans}) > 1)
+    told = world.gather((seed, plan.digest, plan.layout.local_nbytes))
+    if others := [rank for rank, (theirs, _, _) in enumerate(told) if theirs != told[0][0]]:
+        raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
+    if all(digest == told[0][1] for _, digest, _ in told):
+        return sum(nbytes for _, _, nbytes in told)
+    first = world.from_first(lambda: plan.fingerprints)
+    mine = plan.fingerprints
+    names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
+    differing = sorted({name for found in world.gather(names[:_TOLD_NAMES]) for name in found})
     shown = ", ".join(pattern for pattern, _ in collapse(differing)[:8])
     raise DisagreementError(
         f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
@@ -328,18 +337,12 @@ def make_plan(
     return plan
 
 
-def destinations(index: CheckpointIndex, plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
-    """What to read into where, in the order in which it is stored."""
-    reads = plan.reads()
+def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+    """What to read into where."""
     return [
-        Destination(name, reads[name].expression, by_name[name].local, plan.layout.by_name[name].boxes)
-        for name in sorted(reads, key=lambda name: _place_in_files(index, reads[name]))
+        Destination(name, read.expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        for name, read in plan.reads().items()
     ]
-
-
-def _place_in_files(index: CheckpointIndex, read: Read) -> tuple[str, int]:
-    entry = index.entries[next(stored_leaves(read.expression)).key]
-    return entry.file, entry.start
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
