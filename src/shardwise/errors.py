@@ -8,7 +8,8 @@
     │   ├── CoverageError        checkpoint and model do not cover each other
     │   ├── PlacementError       a model cannot be sharded, or is sharded, as asked
     │   ├── StorageError         bytes could not be read or written
-    │   └── DisagreementError    ranks that must agree do not
+    │   ├── DisagreementError    ranks that must agree do not
+    │   └── RankLostError        a rank was killed, has ended, or is stopped
     ├── TrainingError            a training cannot go on
     └── ConfigError              an argument or an option that cannot be honoured
 
@@ -45,6 +46,10 @@ class StorageError(CheckpointError):
 
 class DisagreementError(CheckpointError):
     """Ranks that must hold or plan the same thing do not."""
+
+
+class RankLostError(CheckpointError):
+    """A rank that the others need was killed, has ended, is stopped, or never came."""
 
 
 class TrainingError(ShardwiseError):

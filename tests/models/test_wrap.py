@@ -21,6 +21,7 @@ from shardwise.models.wrap import (
     Sharding,
     WholeModel,
     select_blocks,
+    shard_dim,
     wrap,
 )
 
@@ -168,3 +169,21 @@ def test_stacked_experts_are_sharded_where_no_rank_stays_empty(shape, size, expe
     with fake_rank(0, size):
         wrapped(model, size=size, wrap=WholeModel())
         assert tuple(model.layers[0].experts.to_local().shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "expected"),
+    [
+        ((128, 3072, 4096), 128, 0),
+        ((128, 3072, 4096), 64, 0),
+        ((128, 3072, 4096), 1024, 1),
+        ((128, 3072, 4096), 96, 1),  # two experts on 64 ranks and none on 32, by FSDP2's own way
+        ((60, 2816, 2048), 48, 0),  # the same, but no other dimension is even
+        ((60, 2816, 2048), 8, 0),  # 7.5 a rank, padded to 8: near enough
+        ((128, 100, 4096), 1024, 2),
+        ((512, 4096), 1024, 0),
+        ((10,), 16, 0),
+    ],
+)
+def test_the_dimension_that_is_dealt(shape, ranks, expected):
+    assert shard_dim(shape, ranks) == expected

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import LocalReader, local
+from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, LocalReader, ReadPolicy, local
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv
@@ -253,3 +253,74 @@ def test_many_threads_and_few_descriptors(tmp_path: Path) -> None:
         assert (reader.reads, reader.bytes_read) == (800, 80000)
         assert open_descriptors() <= before + 2
     assert open_descriptors() == before
+
+
+def test_the_identity_of_an_untouched_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader:
+        before = reader.identity("a")
+        reader.read("a", 0, 100)
+        (tmp_path / "b").write_bytes(b"")
+        assert reader.identity("a") == before
+    with LocalReader(tmp_path) as another:
+        assert another.identity("a") == before
+
+
+def _rewrite(path: Path) -> None:
+    later = path.stat().st_mtime_ns + 10_000_000
+    path.write_bytes(bytes(len(CONTENT)))
+    os.utime(path, ns=(later, later))
+
+
+def _truncate(path: Path) -> None:
+    status = path.stat()
+    os.truncate(path, len(CONTENT) - 1)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _replace(path: Path) -> None:
+    status = path.stat()
+    fresh = path.with_name("fresh")
+    fresh.write_bytes(bytes(len(CONTENT)))
+    os.utime(fresh, ns=(status.st_atime_ns, status.st_mtime_ns))
+    fresh.replace(path)
+
+
+@pytest.mark.parametrize("policy", [LOCAL, NETWORK_FILE_SYSTEM])
+@pytest.mark.parametrize("change", [_rewrite, _truncate, _replace])
+def test_a_file_changed_while_it_is_read_has_another_identity(
+    tmp_path: Path, change: Callable[[Path], None], policy: ReadPolicy
+) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path, policy=policy) as reader:
+        before = reader.identity("a")
+        reader.read("a", 0, 100)
+        change(tmp_path / "a")
+        reader.read("a", 100, 200)
+        assert reader.identity("a") != before
+
+
+def test_a_file_replaced_before_anybody_asked_is_told_from_its_successor(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader, LocalReader(tmp_path) as later:
+        reader.read("a", 0, 100)
+        _replace(tmp_path / "a")
+        assert "replaced by" in reader.identity("a")
+        assert reader.identity("a") != later.identity("a")
+
+
+def test_a_file_removed_while_it_is_read_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with LocalReader(tmp_path) as reader:
+        reader.read("a", 0, 100)
+        (tmp_path / "a").unlink()
+        with pytest.raises(StorageError, match="a in .*no such file") as caught:
+            reader.identity("a")
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_the_identity_on_a_network_file_system_holds_nothing_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    status = (tmp_path / "a").stat()
+    with LocalReader(tmp_path, policy=NETWORK_FILE_SYSTEM) as reader:
+        assert reader.identity("a") == f"{len(CONTENT)} bytes, changed at {status.st_mtime_ns} ns"

@@ -7,35 +7,67 @@ no rank is left waiting for another that is gone, and what a user reads does not
 
 from __future__ import annotations
 
+import pickle
 import socket
+import time
+import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, DisagreementError
+from shardwise.execution.line import Line, Patience
+from shardwise.models import _torch_private
 
 T = TypeVar("T")
 
+_LARGE_BYTES = 1 << 20
+"""A message of this size or more is sent by a collective, once all ranks have met (a store is not made for it)."""
 
-@dataclass(frozen=True)
+_COMPRESSED_BYTES = 1 << 14
+
+
 class World:
-    """The ranks of a process group, or one process alone (``group`` None and ``size`` 1)."""
+    """The ranks of a process group, or one process alone (``group`` None and ``size`` 1).
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None = None
+    A context manager: at the end of the block nothing is heard of this rank any more.
+    """
+
+    def __init__(
+        self, rank: int, size: int, group: dist.ProcessGroup | None = None, patience: Patience | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self._line: Line | None = None
+        if size > 1:
+            name = f"shardwise/{group.group_name if group is not None else 'all'}"
+            store = _torch_private.default_store()
+            self._line = Line(store, name, rank, size, patience or Patience())
+            self._close: Callable[[], object] = weakref.finalize(self, self._line.close)
 
     @classmethod
-    def current(cls, group: dist.ProcessGroup | None = None) -> World:
-        """The given group, else the default group, else this process alone."""
+    def current(cls, group: dist.ProcessGroup | None = None, patience: Patience | None = None) -> World:
+        """The given group, else the default group, else this process alone. Collective: no."""
         if not dist.is_initialized():
             return cls(0, 1)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._line is not None:
+            self._close()
 
     def together(self, function: Callable[[], T]) -> T:
         """Run ``function`` on every rank; returns its value if it succeeded everywhere.
@@ -44,15 +76,12 @@ class World:
 
         Raises:
             CheckpointError: (or a subclass) the same on every rank, when it raised on any.
+            RankLostError: a rank has been lost.
         """
-        value: T | None = None
-        failure: Exception | None = None
-        try:
-            value = function()
-        except Exception as error:
-            failure = error
-        self._raise_any(failure)
-        return value  # type: ignore[return-value]
+        value, failure = self._attempt(function)
+        outcomes = self._meet(None if failure is None else _Failure.of(failure))
+        self._raise_any(outcomes, failure)
+        return cast(T, value)
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank and hand its value (picklable) to all.
@@ -61,27 +90,15 @@ class World:
         """
         if self.size == 1:
             return self.together(function)
-        value: T | None = None
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                value = function()
-            except Exception as error:
-                failure = error
-        box: list[Any] = [(value, None if failure is None else _Failure.of(failure))]
-        dist.broadcast_object_list(box, src=self._global_rank(0), group=self.group)
-        shared, outcome = box[0]
+        value, failure = self._attempt(function) if self.rank == 0 else (None, None)
+        outcome, shared = self._meet((None if failure is None else _Failure.of(failure), value), first_only=True)[0]
         if outcome is not None:
             raise outcome.to_error() from failure
         return cast(T, shared)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value (picklable), by rank. Collective: yes."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return self._meet(value)
 
     def require_equal(self, value: object, what: str) -> None:
         """Raise on every rank when a value differs between ranks. Collective: yes.
@@ -99,17 +116,67 @@ class World:
         hosts = self.gather(socket.gethostname())
         return hosts.index(hosts[self.rank]) == self.rank
 
-    def _raise_any(self, failure: Exception | None) -> None:
-        if self.size == 1:
-            if isinstance(failure, errors.ShardwiseError):
-                raise failure
-            if failure is not None:
-                raise _Failure.of(failure).to_error() from failure
-            return
-        failures = self.gather(None if failure is None else _Failure.of(failure))
-        found = [(rank, item) for rank, item in enumerate(failures) if item is not None]
+    # While working
+
+    def check(self) -> None:
+        """To be called now and then in a long phase: leaves it when another rank has failed."""
+        if self._line is not None and self._line.is_cut:
+            raise _Stopped
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
+        pause = 0.0001
+        while not work.is_completed():
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        work.wait()
+
+    def tell_progress(self, total: int) -> None:
+        """Let the first rank know how much this one has done so far."""
+        if self._line is not None:
+            self._line.progress = total
+
+    def heard_progress(self, own: int) -> int:
+        """What all ranks have done, as far as the first rank has heard; on the others, their own."""
+        line = self._line
+        return own if line is None else max(own, own - line.progress + line.total_progress)
+
+    # Meetings
+
+    def _attempt(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        try:
+            return function(), None
+        except Exception as error:
+            if self._line is not None and not isinstance(error, _Stopped):
+                self._line.cut()
+            return None, error
+
+    def _meet(self, value: Any, *, first_only: bool = False) -> list[Any]:
+        """Every rank's value; with ``first_only`` the first rank's alone."""
+        if self._line is None:
+            return [value]
+        speaks = self.rank == 0 or not first_only
+        message = _encode(value) if speaks else b""
+        messages = self._line.meet(message if len(message) < _LARGE_BYTES else _LARGE)
+        if _LARGE not in messages:
+            return [_decode(item) for item in (messages[:1] if first_only else messages)]
+        if first_only:
+            box: list[Any] = [message]
+            dist.broadcast_object_list(box, src=self._global_rank(0), group=self.group)
+        else:
+            box = [b""] * self.size
+            dist.all_gather_object(box, message, group=self.group)
+        return [_decode(item) for item in box]
+
+    def _raise_any(self, outcomes: list[Any], failure: Exception | None) -> None:
+        found = [(rank, item) for rank, item in enumerate(outcomes) if item is not None]
+        # Ranks that stopped because of another's failure have nothing to tell, unless that is all there is.
+        found = [(rank, item) for rank, item in found if item.kind != _Stopped.__name__] or found
         if not found:
             return
+        if self.size == 1 and isinstance(failure, errors.ShardwiseError):
+            raise failure
         rank, first = found[0]
         if len(found) == self.size and all(item == first for _, item in found):
             raise first.to_error() from failure
@@ -117,6 +184,23 @@ class World:
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _Stopped(Exception):
+    """This rank left its work because another one has failed."""
+
+
+_LARGE = b"large"
+"""In place of a message that comes by a collective."""
+
+
+def _encode(value: Any) -> bytes:
+    plain = pickle.dumps(value)
+    return b"z" + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else b"p" + plain
+
+
+def _decode(message: bytes) -> Any:
+    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == b"z" else message[1:])
 
 
 @dataclass(frozen=True)
@@ -128,7 +212,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        if isinstance(error, errors.ShardwiseError):
+        if isinstance(error, (errors.ShardwiseError, _Stopped)):
             return cls(type(error).__name__, str(error))
         return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
 

@@ -1,5 +1,6 @@
-"""What one rank holds of a model, as data. No torch."""
+"""What one rank, or every rank, holds of a model, as data. No torch."""
 
 from shardwise.layout.model_layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
+from shardwise.layout.world_layout import MeshShape, Spread, WorldLayout
 
-__all__ = ["Kind", "LocalBox", "ModelLayout", "Origin", "TensorLayout"]
+__all__ = ["Kind", "LocalBox", "MeshShape", "ModelLayout", "Origin", "Spread", "TensorLayout", "WorldLayout"]

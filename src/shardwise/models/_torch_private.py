@@ -1,9 +1,9 @@
 """Everything of torch that has an underscore, in one file.
 
 Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
-counters of tensors; ``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a
-parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which
-indices a rank holds, also of ``_StridedShard``).
+counters of tensors; the store of the default process group; ``FSDPModule._get_fsdp_state`` and below it the
+parameter groups and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materialised one); and the
+placements' ``_split_tensor`` (to learn which indices a rank holds, also of ``_StridedShard``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -74,6 +75,11 @@ def original_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
+def default_store() -> Any:
+    """The key-value store through which the default process group met."""
+    return distributed_c10d._get_default_store()
+
+
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
     """Each sharded parameter with the ``FSDPParam`` that manages it."""
     return {param.sharded_param: param for group in _param_groups(model) for param in group.fsdp_params}
@@ -120,22 +126,41 @@ def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
     fsdp_param.reset_sharded_param()
 
 
+Run = tuple[int, int]
+"""(start, count) of consecutive indices."""
+
+
 @lru_cache(maxsize=65536)
-def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """The runs (start, count) of indices of one dimension that a rank holds.
+def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tuple[Run, ...]:
+    """The runs of indices of one dimension that a rank holds.
 
     ``splits`` has, for each mesh axis that splits the dimension, in the mesh's order, the placement, the size of
     the axis, and the rank's coordinate on it.
     """
+    if len(splits) == 1:
+        placement, chunks, coordinate = splits[0]
+        return _runs_of_all(size, placement, chunks)[coordinate]
     indices = torch.arange(size)
     for placement, chunks, coordinate in splits:
-        along: Any = (
-            _StridedShard(0, split_factor=placement.split_factor)
-            if isinstance(placement, _StridedShard)
-            else Shard(0)
-        )
-        parts, _ = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)
-        indices = parts[coordinate]
+        indices = _split(indices, placement, chunks)[coordinate]
+    return _runs(indices)
+
+
+@lru_cache(maxsize=1024)
+def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
+    """For one split, the runs at every coordinate: a plan for a thousand ranks asks for each of them."""
+    return tuple(_runs(indices) for indices in _split(torch.arange(size), placement, chunks))
+
+
+def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence[torch.Tensor]:
+    along: Any = (
+        _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
+    )
+    parts: Sequence[torch.Tensor] = along._split_tensor(indices, chunks, with_padding=False, contiguous=True)[0]
+    return parts
+
+
+def _runs(indices: torch.Tensor) -> tuple[Run, ...]:
     if indices.numel() == 0:
         return ()
     breaks = torch.nonzero(indices.diff() != 1).flatten().add_(1).tolist()

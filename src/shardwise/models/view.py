@@ -131,14 +131,19 @@ def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> Mode
 
 
 def _tensor_layout(item: Held, origin: Origin) -> TensorLayout:
+    return tensor_layout(item, origin, local_boxes(item.tensor, item.fqn), describe_placement(item.tensor))
+
+
+def tensor_layout(item: Held, origin: Origin, boxes: tuple[LocalBox, ...], placement: str) -> TensorLayout:
+    """A tensor as data, held as these boxes."""
     tensor = item.tensor
     return TensorLayout(
         names=item.names,
         kind=item.kind,
         shape=tuple(tensor.shape),
         dtype=from_torch(tensor.dtype, item.fqn) if item.kind.is_saved else in_memory(tensor.dtype),
-        boxes=local_boxes(tensor, item.fqn),
-        placement=describe_placement(tensor),
+        boxes=boxes,
+        placement=placement,
         requires_grad=tensor.requires_grad,
         origin=origin,
     )
@@ -150,7 +155,12 @@ def describe_placement(tensor: torch.Tensor) -> str:
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    pairs = zip(tensor.placements, names, mesh.shape, strict=True)
+    return placement_in_words(tensor.placements, names, mesh.shape)
+
+
+def placement_in_words(placements: Sequence[Placement], names: Sequence[str], sizes: Sequence[int]) -> str:
+    """``Replicate() on replicate=2, Shard(dim=0) on shard=4``, as torch words it; one of each for every axis."""
+    pairs = zip(placements, names, sizes, strict=True)
     return ", ".join(f"{placement} on {name}={size}" for placement, name, size in pairs)
 
 

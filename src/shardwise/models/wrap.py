@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -54,6 +54,9 @@ class WholeModel:
 class Automatic:
     """The first of :class:`ModelPlan`, :class:`NoSplitModules` and :class:`ModuleListBlocks` that names blocks."""
 
+
+MAX_PADDING = 1.1
+"""How much larger stacked experts may get by the padding of an uneven first dimension, before another is taken."""
 
 WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | WholeModel
 
@@ -108,23 +111,17 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     mesh = sharding.mesh
     if mesh is None:
         raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
-    replicated = _replicated(model)
-    groups = _merge_tied(model, select_blocks(model, sharding.wrap))
-    islands, whole = _islands(model, groups, replicated)
-    groups += islands
-    replicated |= whole
-    shard_size = mesh.size(mesh.ndim - 1)
+    grouping = group_parameters(model, sharding.wrap)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
         "offload_policy": sharding.offload_policy,
-        "shard_placement_fn": _placement_for(shard_size),
-        "ignored_params": replicated,
+        "shard_placement_fn": _placement_for(mesh.size(mesh.ndim - 1)),
+        "ignored_params": set(grouping.whole),
     }
     modules = dict(model.named_modules())
-    groups.sort(key=lambda names: -max(name.count(".") for name in names))
-    for names in groups:
-        members = [modules[name] for name in names]
+    for group in grouping.blocks:
+        members = [modules[name] for name in group.modules]
         fully_shard(
             members if len(members) > 1 else members[0],
             reshard_after_forward=sharding.reshard_after_forward,
@@ -132,7 +129,51 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         )
     fully_shard(model, **options)
     compat.mark_sharded(model)
-    return tuple(name for names in groups for name in names)
+    return tuple(name for group in grouping.blocks for name in group.modules)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that ``fully_shard`` takes together, and the parameters that are therefore gathered at once."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What is to be done to a model: the blocks in the order of ``fully_shard``, and what the root then takes.
+
+    ``whole`` are the parameters that stay whole on every rank, with the reason.
+    """
+
+    blocks: tuple[Group, ...]
+    root: Group
+    whole: Mapping[nn.Parameter, str]
+
+
+def group_parameters(model: nn.Module, policy: WrapPolicy) -> Grouping:
+    """Which parameters become groups, and which stay whole: all that :func:`wrap` then carries out.
+
+    Pure: needs no mesh and no process group, and leaves the model as it is.
+
+    Raises:
+        PlacementError: when the policy matches nothing.
+    """
+    whole = _unshardable(model)
+    groups = _merge_tied(model, select_blocks(model, policy))
+    islands, strays = _islands(model, groups, set(whole))
+    groups += islands
+    whole |= strays
+    groups.sort(key=lambda names: -max(name.count(".") for name in names))
+    owner = _group_finder(model, [name for names in groups for name in names])
+    leader = {name: names[0] for names in groups for name in names} | {"": ""}
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in leader.values()}
+    for name, parameter in model.named_parameters():
+        if parameter not in whole:
+            members[leader[owner(name)]].append(parameter)
+    blocks = tuple(Group(tuple(names), tuple(members[names[0]])) for names in groups)
+    return Grouping(blocks, Group(("",), tuple(members[""])), whole)
 
 
 def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
@@ -255,9 +296,13 @@ def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], st
     return owner
 
 
-def _replicated(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters FSDP2 cannot take: 0-d and empty ones, and a minority dtype among a module's own trained ones."""
-    found = {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
+def _unshardable(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Parameters FSDP2 cannot take, and why.
+
+    These are 0-d and empty ones, and those of a minority dtype among a module's own trained ones.
+    """
+    found = {parameter: "it has no dimensions" for parameter in model.parameters() if parameter.ndim == 0}
+    found |= {parameter: "it has no elements" for parameter in model.parameters() if parameter.numel() == 0}
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.ndim > 0]
         sizes: dict[torch.dtype, int] = {}
@@ -265,13 +310,15 @@ def _replicated(model: nn.Module) -> set[nn.Parameter]:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         if len(sizes) > 1:
             main = max(sizes, key=lambda dtype: sizes[dtype])
-            found.update(parameter for parameter in own if parameter.dtype != main)
+            for parameter in own:
+                if parameter.dtype != main:
+                    found.setdefault(parameter, "its module has most of its parameters in another dtype")
     return found
 
 
 def _islands(
     model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
-) -> tuple[list[list[str]], set[nn.Parameter]]:
+) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
     """What is of another dtype than most of its group (float32 norms, say): groups of its own, if it can be.
 
     A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
@@ -291,7 +338,7 @@ def _islands(
         counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     main = {group: max(counts, key=lambda dtype: counts[dtype]) for group, counts in sizes.items()}
     islands: list[list[str]] = []
-    whole: set[nn.Parameter] = set()
+    whole: dict[nn.Parameter, str] = {}
     for name, parameter in trained.items():
         group = leader[owner(name)]
         module = name.rpartition(".")[0]
@@ -302,7 +349,7 @@ def _islands(
         if module and module != group and fits:
             islands.append([module])
         else:
-            whole.add(parameter)
+            whole[parameter] = "its group is of another dtype, and no module around it can be a group of its own"
     return islands, whole
 
 
@@ -314,16 +361,23 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return places
 
 
-def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard | None]:
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        """Stacked experts fewer than ranks: the first dimension that splits evenly, so that no rank stays empty."""
-        if parameter.ndim < 3 or parameter.shape[0] >= shard_size:
-            return None
-        even = (dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shard_size == 0)
-        dim = next(even, None)
-        return None if dim is None else Shard(dim)
+def shard_dim(shape: Sequence[int], shard_size: int) -> int:
+    """The dimension of a parameter that is dealt to ``shard_size`` ranks.
 
-    return placement
+    The first one, as FSDP2 has it by default. Of three and more dimensions, where the first leaves ranks empty or
+    much emptier than others (fewer stacked experts than ranks, or 128 of them on 96), it is the first of the others
+    that splits evenly, if there is one: FSDP2 takes no uneven split but of the first.
+    """
+    if len(shape) < 3:
+        return 0
+    padded = -(-shape[0] // shard_size) * shard_size
+    if shape[0] >= shard_size and padded <= MAX_PADDING * shape[0]:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % shard_size == 0), 0)
+
+
+def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(shard_dim(parameter.shape, shard_size))
 
 
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

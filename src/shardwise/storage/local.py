@@ -14,7 +14,11 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
+from shardwise.storage.mounts import file_system_type, is_network
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
+
+_MOUNTS = "/proc/self/mountinfo"
 
 _CALL_BYTES = 0x7FFFF000
 """The most one read call transfers on Linux (``MAX_RW_COUNT``, read(2))."""
@@ -37,13 +41,23 @@ class LocalReader:
     Descriptors are kept open, the ``max_open_files`` last used ones. Symbolic links are followed wherever
     they lead: the cache of the Hugging Face hub is made of them.
 
+    The policy is that of a local disk, or of a network file system where the mount table says that ``root``
+    lies on one; ``policy`` replaces it.
+
     ``bytes_read``, ``reads`` (system calls) and ``files_opened`` count what has been done so far.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, max_open_files: int = 64) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        policy: ReadPolicy | None = None,
+        max_open_files: int = 64,
+    ) -> None:
         self._root = os.path.abspath(os.fspath(root))
         if not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: no such directory; check the path")
+        self._policy = policy or _policy_of(self._root)
         self._max_open_files = max(1, max_open_files)
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -55,6 +69,10 @@ class LocalReader:
     @property
     def root(self) -> str:
         return self._root
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._policy
 
     def list(self) -> list[str]:
         """The names of all files below the root, sorted.
@@ -74,6 +92,22 @@ class LocalReader:
     def size(self, file: str) -> int:
         with self._descriptor(file) as descriptor:
             return os.fstat(descriptor).st_size
+
+    def identity(self, file: str) -> str:
+        """Size, time of change and, on a local disk, inode; and whether the name leads to another file by now.
+
+        A file rewritten in place, to the same size, within the resolution of the file system's clock (some
+        milliseconds) is not noticed.
+        """
+        with self._descriptor(file) as descriptor:
+            opened = os.fstat(descriptor)
+            try:
+                named = os.stat(os.path.join(self._root, file))
+            except OSError as error:
+                raise self._failed(file, "looking at", error) from error
+        if os.path.samestat(opened, named):
+            return self._state(named)
+        return f"{self._state(opened)}, replaced by {self._state(named)}"
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
         self.read_vectored(file, start, (buffer,))
@@ -115,6 +149,11 @@ class LocalReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _state(self, status: os.stat_result) -> str:
+        state = f"{status.st_size} bytes, changed at {status.st_mtime_ns} ns"
+        # Clients of a network file system may number its files each in their own way.
+        return state if self._policy.is_remote else f"{state}, inode {status.st_ino}"
 
     def _read_some(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
         """One system call; the number of bytes it brought, 0 at the end of the file."""
@@ -226,6 +265,15 @@ class LocalReader:
             raise StorageError(
                 f"{self._root}: listing it failed, {error.strerror}; check its permissions"
             ) from error
+
+
+def _policy_of(root: str) -> ReadPolicy:
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as table:
+            kind = file_system_type(os.path.realpath(root), table.read())
+    except OSError:
+        return LOCAL  # not Linux, or no /proc: nobody tells
+    return NETWORK_FILE_SYSTEM if is_network(kind) else LOCAL
 
 
 def _one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.policy import MEMORY, ReadPolicy
 
 
 class MemoryReader:
@@ -16,8 +18,9 @@ class MemoryReader:
     ``bytes_read`` and ``reads`` count what has been asked for so far (not exact when several threads read).
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, root: str = "<memory>") -> None:
+    def __init__(self, files: Mapping[str, bytes], *, root: str = "<memory>", policy: ReadPolicy = MEMORY) -> None:
         self._root = root
+        self._policy = policy
         self._files = dict(files)
         self._closed = False
         self.bytes_read = 0
@@ -27,11 +30,19 @@ class MemoryReader:
     def root(self) -> str:
         return self._root
 
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._policy
+
     def list(self) -> list[str]:
         return sorted(self._files)
 
     def size(self, file: str) -> int:
         return len(self._content(file))
+
+    def identity(self, file: str) -> str:
+        content = self._content(file)
+        return f"crc32 {zlib.crc32(content):08x}, {len(content)} bytes"
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
         self.read_vectored(file, start, (buffer,))

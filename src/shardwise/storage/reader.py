@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from shardwise.errors import StorageError
+from shardwise.storage.policy import ReadPolicy
+
+
+class CannotListError(StorageError):
+    """A storage gives files by name, but does not tell which there are."""
+
 
 @runtime_checkable
 class StorageReader(Protocol):
@@ -24,12 +31,32 @@ class StorageReader(Protocol):
         """Where the files are, for messages."""
         ...
 
+    @property
+    def policy(self) -> ReadPolicy:
+        """How this storage likes to be read; the same for as long as the reader lives."""
+        ...
+
     def list(self) -> list[str]:
-        """The names of all files below the root, sorted."""
+        """The names of all files below the root, sorted.
+
+        Raises:
+            CannotListError: for a storage that does not tell; its files can be asked for by name.
+        """
         ...
 
     def size(self, file: str) -> int:
         """The file's size in bytes."""
+        ...
+
+    def identity(self, file: str) -> str:
+        """A text that changes when the file's content is replaced; asked of the storage anew at every call.
+
+        Ask before the first and after the last read, and compare: equal means that all reads saw one state. It
+        is as good as what the storage tells: an ETag or a version, else time of change and size.
+
+        Where ``policy.is_remote``, every rank is given the same text for the same state, so ranks may compare
+        theirs. Elsewhere it means something on this machine only.
+        """
         ...
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Opaque, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
+from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of, materialize
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
@@ -50,6 +51,9 @@ from shardwise.planning import (
 from shardwise.report import LoadReport, collapse
 from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
 
+_TOLD_NAMES = 1000
+"""The most names that a rank tells the others of when plans differ."""
+
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 
@@ -64,6 +68,7 @@ class LoadOptions:
         device: where an unsharded model on meta is brought up; sharded ones go to the device of their mesh.
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
     """
 
     seed: int = 0
@@ -71,6 +76,7 @@ class LoadOptions:
     device: torch.device | None = None
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -120,20 +126,20 @@ def load(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    world = World.current(options.process_group)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
-    with clock.phase("index"):
-        source = open_source(world, checkpoint, hub)
-    with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
-        with clock.phase("plan"):
-            transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
-            held = world.together(lambda: look_inside(model))
-            layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
-            bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
-            world.together(lambda: tie_declared(model, held, bindings))
-        request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
-        report = carry_out(world, model, request, clock)
+    with World.current(options.process_group, options.patience) as world:
+        with clock.phase("index"):
+            source = open_source(world, checkpoint, hub)
+        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+            with clock.phase("plan"):
+                transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
+                held = world.together(lambda: look_inside(model))
+                layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
+                bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
+                world.together(lambda: tie_declared(model, held, bindings))
+            request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
+            report = carry_out(world, model, request, clock)
     compat.record_conversions(model, transforms)
     return report
 
@@ -277,9 +283,10 @@ def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
     world.require_equal(seed, "the seed")
     if len(set(world.gather(plan.digest))) == 1:
         return
-    plans = world.gather(plan.fingerprints)
-    names = {name for found in plans for name in found}
-    differing = sorted(name for name in names if len({found.get(name) for found in plans}) > 1)
+    first = world.from_first(lambda: plan.fingerprints)
+    mine = plan.fingerprints
+    names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
+    differing = sorted({name for found in world.gather(names[:_TOLD_NAMES]) for name in found})
     shown = ", ".join(pattern for pattern, _ in collapse(differing)[:8])
     raise DisagreementError(
         f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "

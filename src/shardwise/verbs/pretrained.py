@@ -112,37 +112,37 @@ def from_pretrained(
         CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.verbs.load.load`.
     """
     options = keywords.get("options", LoadOptions())
-    world = World.current(options.process_group)
     clock = Clock()
     hub = keywords.get("hub", HubOptions())
-    sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
-    with clock.phase("index"):
-        directory = resolve_everywhere(world, name_or_path, hub)
-        config = world.together(lambda: _config(directory, keywords))
-        source = open_source(
-            world,
-            directory,
-            HubOptions(),
-            weights_name=getattr(config, "transformers_weights", None),
-            extra=getattr(type(config), "extra_files", ()),
-        )
-    with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
-        with clock.phase("plan"):
-            built = _build_together(world, directory, config, source, keywords)
-            untied = _decide_ties(world, built, source, options)
-            world.together(lambda: _finish(built, untied, sharding))
-        request = LoadRequest(
-            source=source,
-            bindings=_without_ties(built),
-            consent=Consent(
-                keywords.get("on_missing", Refuse()),
-                keywords.get("on_mismatched", Refuse()),
-                keywords.get("on_unexpected", Refuse()),
-            ),
-            buffers=keywords.get("buffers", {}),
-            options=options,
-        )
-        report = carry_out(world, built.model, request, clock)
+    with World.current(options.process_group, options.patience) as world:
+        sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
+        with clock.phase("index"):
+            directory = resolve_everywhere(world, name_or_path, hub)
+            config = world.together(lambda: _config(directory, keywords))
+            source = open_source(
+                world,
+                directory,
+                HubOptions(),
+                weights_name=getattr(config, "transformers_weights", None),
+                extra=getattr(type(config), "extra_files", ()),
+            )
+        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+            with clock.phase("plan"):
+                built = _build_together(world, directory, config, source, keywords)
+                untied = _decide_ties(world, built, source, options)
+                world.together(lambda: _finish(built, untied, sharding))
+            request = LoadRequest(
+                source=source,
+                bindings=_without_ties(built),
+                consent=Consent(
+                    keywords.get("on_missing", Refuse()),
+                    keywords.get("on_mismatched", Refuse()),
+                    keywords.get("on_unexpected", Refuse()),
+                ),
+                buffers=keywords.get("buffers", {}),
+                options=options,
+            )
+            report = carry_out(world, built.model, request, clock)
     compat.record_conversions(built.model, built.transforms)
     if sharding.mesh is not None:
         wrap.average_replicated_gradients(built.model, sharding.mesh)

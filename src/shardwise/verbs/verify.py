@@ -17,6 +17,7 @@ from shardwise.models._torch_private import original_class
 from shardwise.models.reference import reference_buffers, reference_values
 from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
 from shardwise.report import LoadReport, VerifyReport
+from shardwise.verbs.load import LoadOptions
 from shardwise.verbs.pretrained import PretrainedOptions, from_pretrained
 
 
@@ -29,18 +30,19 @@ def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> Ver
     Collective: yes. Memory: as for the load, and the largest conversion, whole.
     """
     start = time.perf_counter()
-    world = World.current(keywords["options"].process_group if "options" in keywords else None)
     model, report = from_pretrained(name_or_path, output_loading_info=True, **keywords)
     held = look_inside(model)
-    tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
-    buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
-    found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]
-    everywhere = world.gather((elements + buffer_elements, found))
+    options = keywords.get("options", LoadOptions())
+    with World.current(options.process_group, options.patience) as world:
+        tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
+        buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
+        found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]
+        everywhere = world.gather((elements + buffer_elements, found))
     return VerifyReport(
         checkpoint=report.checkpoint,
         model_class=original_class(model).__name__,
         dtype=str(model.config.dtype).removeprefix("torch."),
-        world_size=world.size,
+        world_size=report.world_size,
         tensors=tensors,
         buffers=buffers,
         elements=sum(count for count, _ in everywhere),
