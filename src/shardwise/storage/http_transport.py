@@ -188,16 +188,18 @@ class _Connections:
     @contextmanager
     def exchange(self, place: _Place, headers: Mapping[str, str]) -> Iterator[http.client.HTTPResponse]:
         connection, response = self._send(place, headers)
+        is_usable = False
         try:
             yield response
-        except BaseException:
-            connection.close()
-            raise
-        # What was not read to its end cannot be used again: the rest would be taken for the next answer.
-        if response.isclosed() and not response.will_close:
-            self._keep(place, connection)
-        else:
-            connection.close()
+            # What was not read to its end cannot be used again: the rest would be taken for the next answer.
+            is_usable = response.isclosed() and not response.will_close
+        finally:
+            if is_usable:
+                self._keep(place, connection)
+            else:
+                # Both: a connection that the server will end belongs to its answer.
+                response.close()
+                connection.close()
 
     def close(self) -> None:
         with self._lock:
