@@ -10,7 +10,7 @@ from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Sta
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, ModelLayout, Spread, TensorLayout, WorldLayout
-from shardwise.planning.footprint import Footprint, Footprints
+from shardwise.planning.footprint import Footprint, Footprints, Wanted
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report import collapse
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
@@ -53,7 +53,7 @@ def forecast_ranks(
     The boxes of ``plan.layout`` do not count, those of ``world`` do.
     """
     holdings = _Holdings(world.first, world.spreads)
-    footprints = _footprints(plan, world.spreads, index, policy)
+    footprints = _footprints(plan, world.spreads, index, homes, policy)
     stacks = _Stacks(plan, world.first, world.spreads)
     by_position = [
         _forecast(0, holdings, position, footprints.at(position), stacks, homes)
@@ -81,7 +81,7 @@ def forecast_rank(
         memory = padded.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
     holdings = _Holdings(plan.layout, spreads)
-    footprint = _footprints(plan, spreads, index, policy).at(0)
+    footprint = _footprints(plan, spreads, index, homes, policy).at(0)
     return _forecast(rank, holdings, 0, footprint, _Stacks(plan, plan.layout, spreads), homes)
 
 
@@ -133,7 +133,7 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
     held = sum(world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.saved())
     kinds: dict[Spread, list[TensorLayout]] = {}
     for tensor in world.first.saved():
-        if tensor.fqn not in world.whole and tensor.placement != "whole":
+        if _is_sharded(tensor):
             kinds.setdefault(world.spreads[tensor.fqn], []).append(tensor)
     found: list[tuple[int, str]] = []
     for spread, tensors in kinds.items():
@@ -216,7 +216,7 @@ class _Holdings:
         for tensor in layout.tensors:
             spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
             memory = spread.padded_numel * itemsize
-            if tensor.kind is Kind.PARAMETER and tensor.placement != "whole":
+            if _is_sharded(tensor):
                 self.sharded_memory += memory
             else:
                 self.whole_memory += memory
@@ -279,10 +279,18 @@ def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:
 
 
 def _footprints(
-    plan: LoadPlan, spreads: Mapping[str, Spread], index: CheckpointIndex, policy: ReadPolicy
+    plan: LoadPlan, spreads: Mapping[str, Spread], index: CheckpointIndex, homes: Homes, policy: ReadPolicy
 ) -> Footprints:
-    wanted = [(read.expression, spreads[name]) for name, read in plan.reads().items()]
-    return Footprints(index, wanted, policy)
+    wanted: list[Wanted] = []
+    for name, read in plan.reads().items():
+        tensor = plan.layout.by_name[name]
+        on_device = homes.device != "cpu" and not (homes.offloads_shards and _is_sharded(tensor))
+        wanted.append(Wanted(read.expression, spreads[name], tensor.dtype, on_device))
+    return Footprints(index, wanted, policy, homes.budget_bytes)
+
+
+def _is_sharded(tensor: TensorLayout) -> bool:
+    return tensor.kind is Kind.PARAMETER and tensor.placement != "whole"
 
 
 def _forecast(
