@@ -205,7 +205,7 @@ class Placer:
         """
         if not isinstance(self.reader, PageCache):
             return False
-        if any(item.is_direct or item.copy.source.is_contiguous for item in request.segments):
+        if not request.segments[0].is_strided:
             return False
         if any(tensors[item.target].device.type != "cpu" for item in request.segments):
             return False
