@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.report.names import collapse
+from shardwise.report.sizes import in_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class LoadReport:
 
     def __str__(self) -> str:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
-        read = f"{_size(self.read_bytes)} of {_size(self.checkpoint_bytes)}"
+        read = f"{in_bytes(self.read_bytes)} of {in_bytes(self.checkpoint_bytes)}"
         effort = f"{self.reads} reads, {self.files_opened} files"
         lines = [
             f"loaded {self.checkpoint}",
-            f"  rank {self.rank} of {self.world_size}: read {read} ({_size(int(rate))}/s, {effort})",
-            f"  holds {_size(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
+            f"  rank {self.rank} of {self.world_size}: read {read} ({in_bytes(int(rate))}/s, {effort})",
+            f"  holds {in_bytes(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
@@ -95,12 +96,3 @@ def _listing(word: str, names: tuple[str, ...] | list[str]) -> list[str]:
     if len(groups) > 6:
         shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[6:])} more")
     return shown
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
