@@ -322,6 +322,22 @@ def test_a_circle_of_redirects_ends(store: HttpStore) -> None:
         assert "more than 8 redirects" in str(refusal(reader))
 
 
+def test_a_proxy_is_asked_in_the_place_of_the_server(store: HttpStore) -> None:
+    options = {"proxy": store.url.replace("//", "//alice:hunter22@"), "headers": {"X-Key": "k"}}
+    with RemoteReader("http://nowhere.invalid/", storage_options=options, retries=QUICK) as reader:
+        assert reader.read("a", 5, 50) == CONTENT[5:50]
+        assert reader.read("sub/b", 0, 5) == b"other"
+    headers = store.log[0].headers
+    assert headers["host"] == "nowhere.invalid:80"
+    assert headers["proxy-authorization"] == "Basic YWxpY2U6aHVudGVyMjI="
+    assert headers["x-key"] == "k"
+
+
+def test_a_proxy_that_is_spoken_to_otherwise_is_refused() -> None:
+    with pytest.raises(StorageError, match=r"https://proxy: .*write http://host:port"):
+        RemoteReader("http://host", storage_options={"proxy": "https://proxy"})
+
+
 # Many at once
 
 
@@ -432,7 +448,7 @@ def test_what_is_no_url_is_refused() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="anon.*it takes 'headers' and 'ssl_context'"):
+    with pytest.raises(ConfigError, match="anon.*it takes headers, ssl_context and proxy"):
         RemoteReader("https://host/folder", storage_options={"anon": True})
     with pytest.raises(ConfigError, match="ssl_context is a bool"):
         RemoteReader("https://host/folder", storage_options={"ssl_context": False})
