@@ -79,8 +79,9 @@ class HubTransport:
         is_abandoned: Callable[[], bool],
     ) -> None:
         http, _ = self._described(file)
-        # A commit does not change, and the servers that the hub sends us to have versions of their own.
-        http.fetch(file, start, buffers, FileState(expected.nbytes, None), is_abandoned)
+        # A commit's files do not change; only their size is compared, since the servers that the hub sends us to
+        # call versions otherwise.
+        http.fetch(file, start, buffers, expected, is_abandoned)
 
     def close(self) -> None:
         with self._lock:
