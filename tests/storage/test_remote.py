@@ -401,7 +401,7 @@ def test_an_interrupted_call_leaves_nobody_writing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(remote, "wait", interrupted)
     buffer = bytearray(NBYTES)
-    with HttpStore({"a": CONTENT}, latency_s=0.05) as store, reader_of(store, pieces=4) as reader:
+    with HttpStore({"a": CONTENT}, latency_s=0.05) as store, reader_of(store, pieces=2) as reader:
         reader.size("a")
         with pytest.raises(KeyboardInterrupt):
             reader.read_into("a", 0, memoryview(buffer))
