@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies
+from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
+from shardwise.errors import StorageError
 from shardwise.execution.landing import HostLanding, Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
@@ -20,6 +21,7 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import Request, Segment, aligned, schedule, segments_of
 from shardwise.storage import PageCache, StorageReader
+from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
 
 _HOST_BLOCK_BYTES = 4 << 20
@@ -43,7 +45,8 @@ class Destination:
 class Placer:
     """Carries out copies, and counts the elements written by FQN.
 
-    ``budget_bytes`` bounds the staging of all workers together.
+    ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
+    storage had when their headers were read.
     """
 
     reader: StorageReader
@@ -51,12 +54,44 @@ class Placer:
     budget_bytes: int
     progress: Progress
     world: World
+    identities: Mapping[str, str] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, destinations: Iterable[Destination]) -> None:
-        """Fill every destination. Memory: the budget."""
+        """Fill every destination. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        items = [item for item in destinations if item.boxes]
+        leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+        files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
+        before = self._identify(files)
+        self._require_same(self.identities, before)
+        self._place(items)
+        self._require_same(before, self._identify(files))
+
+    def _identify(self, files: Sequence[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+
+        def identify(file: str, _: None) -> None:
+            found[file] = self.reader.identity(file)
+
+        Workers(identify, [None] * self.reader.policy.concurrency, self.world.check).run(files)
+        return found
+
+    def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
+        if changed:
+            raise StorageError(
+                f"{', '.join(shown(file) for file in changed[:5])} in {self.reader.root}: replaced or rewritten "
+                f"while the checkpoint was being loaded (was {before[changed[0]]}, is {now[changed[0]]}); load "
+                "again once nobody writes to it"
+            )
+
+    def _place(self, destinations: Sequence[Destination]) -> None:
         plain: list[Destination] = []
         computed: dict[int, tuple[Opaque, list[Destination]]] = {}
         for item in destinations:
@@ -69,9 +104,8 @@ class Placer:
             on_device.setdefault(item.local.device, []).append(item)
         for device, items in on_device.items():
             self._place_stored(items, device)
-        for leaf, items in computed.values():
-            if any(item.boxes for item in items):
-                self._place_computed(self._evaluate(leaf), items)
+        for leaf, sharers in computed.values():
+            self._place_computed(self._evaluate(leaf), sharers)
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
@@ -171,7 +205,7 @@ class Placer:
         """
         if not isinstance(self.reader, PageCache):
             return False
-        if any(item.is_direct or item.copy.source.is_contiguous for item in request.segments):
+        if not request.segments[0].is_strided:
             return False
         if any(tensors[item.target].device.type != "cpu" for item in request.segments):
             return False

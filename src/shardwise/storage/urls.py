@@ -49,7 +49,9 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be shown: without user, password, query and fragment."""
+    """The URL as it may be shown: without user, password, query and fragment. What is no URL stays as it is."""
+    if not is_url(url):
+        return url
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme.lower()}://{host}{parts.path}".rstrip("/")

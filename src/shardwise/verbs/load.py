@@ -48,7 +48,7 @@ from shardwise.planning import (
     stored_tensors,
 )
 from shardwise.report import LoadReport, collapse
-from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
+from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
@@ -105,7 +105,7 @@ def load(
 
     Args:
         model: the model, in the same state on every rank.
-        checkpoint: a directory, a safetensors file, an index file, a hub id, or a storage reader.
+        checkpoint: a directory, a safetensors file, an index file, a hub id, a URL, or a storage reader.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
@@ -147,11 +147,13 @@ def load(
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    ``identities`` are those of the files of a remote storage when their headers were read. ``is_own`` tells a
+    reader opened here from one the user gave, which stays open.
     """
 
     index: CheckpointIndex
     reader: StorageReader
+    identities: Mapping[str, str]
     is_own: bool
 
     def closing(self) -> AbstractContextManager[object]:
@@ -193,13 +195,20 @@ def open_source(
 ) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
-        reader = checkpoint
-        index = world.from_first(lambda: open_checkpoint(reader, weights_name=weights_name, extra_files=extra))
-        return OpenSource(index, reader, is_own=False)
-    path = resolve_everywhere(world, checkpoint, hub)
-    index = world.from_first(lambda: open_checkpoint(path, weights_name=weights_name, extra_files=extra))
-    root = path if path.is_dir() else path.parent
-    return OpenSource(index, world.together(lambda: LocalReader(root)), is_own=True)
+        opened = OpenStorage(checkpoint, None)
+    elif is_url(checkpoint):
+        opened = world.together(lambda: open_storage(checkpoint, hub))
+    else:
+        path = resolve_everywhere(world, checkpoint, hub)
+        opened = world.together(lambda: open_storage(path))
+    reader, named = opened.reader, opened.file or weights_name
+
+    def read() -> tuple[CheckpointIndex, dict[str, str]]:
+        index = open_checkpoint(reader, weights_name=named, extra_files=extra)
+        return index, {file: reader.identity(file) for file in index.files} if reader.policy.is_remote else {}
+
+    index, identities = world.from_first(read)
+    return OpenSource(index, reader, identities, is_own=reader is not checkpoint)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
@@ -253,7 +262,7 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     by_name = {item.fqn: item for item in held}
     home = home_of(held, options.device)
     with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
