@@ -68,6 +68,8 @@ class Line:
         self.total_progress = 0
         """On the first rank: the sum of all ranks' numbers, as last heard."""
         self.is_closing = False
+        self.while_waiting: Callable[[], None] | None = None
+        """Called about once a beat by a rank that waits in :meth:`meet`."""
         self._keys = _Keys(store, name)
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._cut = threading.Event()
@@ -92,6 +94,8 @@ class Line:
             try:
                 return order.answer.result(timeout=self.patience.beat_s)
             except NotYet:
+                if self.while_waiting is not None:
+                    self.while_waiting()
                 silence = time.monotonic() - self._heard
                 if silence > 2 * self.patience.silence_s:
                     raise RankLostError(

@@ -132,6 +132,16 @@ class World:
             pause = min(2 * pause, 0.01)
         work.wait()
 
+    @property
+    def while_waiting(self) -> Callable[[], None] | None:
+        """What to do now and then while this rank waits for the others."""
+        return None if self._line is None else self._line.while_waiting
+
+    @while_waiting.setter
+    def while_waiting(self, function: Callable[[], None] | None) -> None:
+        if self._line is not None:
+            self._line.while_waiting = function
+
     def tell_progress(self, total: int) -> None:
         """Let the first rank know how much this one has done so far."""
         if self._line is not None:

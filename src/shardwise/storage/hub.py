@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.errors import StorageError
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.urls import is_url, without_secrets
 
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 """Weights, their indexes, configurations, tokenizers. No Python files: nothing from the hub is executed."""
@@ -37,12 +38,14 @@ class HubOptions:
 
 
 def is_local(name_or_path: str | os.PathLike[str]) -> bool:
-    """Whether this is a path, existing or not, rather than the name of a repository.
+    """Whether this is a path, existing or not, rather than a URL or the name of a repository.
 
     Strings that exist as a path, that look like one ("./x", "/x", "~/x", "a/b/c"), and all path objects are.
     """
     if not isinstance(name_or_path, str):
         return True
+    if is_url(name_or_path):
+        return False
     looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     return looks_like_path or "\\" in name_or_path or os.path.exists(name_or_path)
 
@@ -61,13 +64,18 @@ def resolve(
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
     """
+    if is_url(name_or_path):
+        raise StorageError(
+            f"{shown(without_secrets(os.fspath(name_or_path)))}: a folder on this machine, or a repository that "
+            "is downloaded to one, is wanted here, and a URL is neither; download it, and pass its folder"
+        )
     _check_subfolder(name_or_path, options.subfolder)
     if is_local(name_or_path):
         return _local(Path(name_or_path).expanduser(), options.subfolder)
     repo_id = os.fspath(name_or_path)
     # What the fetching sees: for a rank that must not download, the cache is all there is.
     effective = options if download else replace(options, local_files_only=True)
-    with _hub_errors_named(repo_id, options, download=download):
+    with hub_errors_named(repo_id, options, download=download):
         folder = _snapshot(repo_id, effective)
     if not folder.is_dir():
         raise StorageError(
@@ -139,7 +147,7 @@ def _fetch(repo_id: str, options: HubOptions, *, wanted: Sequence[str], ignored:
 
 
 @contextmanager
-def _hub_errors_named(repo_id: str, options: HubOptions, *, download: bool) -> Iterator[None]:
+def hub_errors_named(repo_id: str, options: HubOptions, *, download: bool) -> Iterator[None]:
     """Turn what huggingface_hub raises into a StorageError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,

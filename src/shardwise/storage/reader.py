@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from shardwise.errors import StorageError
 from shardwise.storage.policy import ReadPolicy
+
+
+class CannotListError(StorageError):
+    """A storage gives files by name, but does not tell which there are."""
 
 
 @runtime_checkable
@@ -32,7 +37,11 @@ class StorageReader(Protocol):
         ...
 
     def list(self) -> list[str]:
-        """The names of all files below the root, sorted."""
+        """The names of all files below the root, sorted.
+
+        Raises:
+            CannotListError: for a storage that does not tell; its files can be asked for by name.
+        """
         ...
 
     def size(self, file: str) -> int:
@@ -78,3 +87,16 @@ class StorageReader(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+@runtime_checkable
+class PageCache(Protocol):
+    """What a reader can do besides when the system keeps in memory what it has read."""
+
+    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
+        """The bytes ``start <= i < stop`` as a view of the system's page cache; None where it lacks some of them.
+
+        Whether it has them is found out by samples. The view must not be written to. Should the file be cut short
+        while the view is in use, the process is ended by the system (SIGBUS), as with every memory-mapped file.
+        """
+        ...

@@ -41,7 +41,6 @@ from shardwise.planning import (
     ModelRules,
     OnMissing,
     OnUnexpected,
-    Read,
     Recompute,
     Refuse,
     Tie,
@@ -49,7 +48,7 @@ from shardwise.planning import (
     stored_tensors,
 )
 from shardwise.report import LoadReport, collapse
-from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
+from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
@@ -106,7 +105,7 @@ def load(
 
     Args:
         model: the model, in the same state on every rank.
-        checkpoint: a directory, a safetensors file, an index file, a hub id, or a storage reader.
+        checkpoint: a directory, a safetensors file, an index file, a hub id, a URL, or a storage reader.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
@@ -148,11 +147,13 @@ def load(
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    ``identities`` are those of the files of a remote storage when their headers were read. ``is_own`` tells a
+    reader opened here from one the user gave, which stays open.
     """
 
     index: CheckpointIndex
     reader: StorageReader
+    identities: Mapping[str, str]
     is_own: bool
 
     def closing(self) -> AbstractContextManager[object]:
@@ -194,13 +195,20 @@ def open_source(
 ) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
-        reader = checkpoint
-        index = world.from_first(lambda: open_checkpoint(reader, weights_name=weights_name, extra_files=extra))
-        return OpenSource(index, reader, is_own=False)
-    path = resolve_everywhere(world, checkpoint, hub)
-    index = world.from_first(lambda: open_checkpoint(path, weights_name=weights_name, extra_files=extra))
-    root = path if path.is_dir() else path.parent
-    return OpenSource(index, world.together(lambda: LocalReader(root)), is_own=True)
+        opened = OpenStorage(checkpoint, None)
+    elif is_url(checkpoint):
+        opened = world.together(lambda: open_storage(checkpoint, hub))
+    else:
+        path = resolve_everywhere(world, checkpoint, hub)
+        opened = world.together(lambda: open_storage(path))
+    reader, named = opened.reader, opened.file or weights_name
+
+    def read() -> tuple[CheckpointIndex, dict[str, str]]:
+        index = open_checkpoint(reader, weights_name=named, extra_files=extra)
+        return index, {file: reader.identity(file) for file in index.files} if reader.policy.is_remote else {}
+
+    index, identities = world.from_first(read)
+    return OpenSource(index, reader, identities, is_own=reader is not checkpoint)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
@@ -249,19 +257,18 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
         )
         plan = world.together(lambda: make_plan(model, held, computed, request))
-        agree_on(world, plan, options.seed)
+        total_bytes = agree_on(world, plan, options.seed)
         programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
     by_name = {item.fqn: item for item in held}
     home = home_of(held, options.device)
-    placed_bytes = plan.layout.local_nbytes
-    with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
             world.together(lambda: materialize(model, held, home))
         with clock.phase("read"):
-            world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
+            world.together(lambda: placer.place(destinations(plan, by_name)))
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
@@ -274,15 +281,19 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     return replace(report, recomputed=report.recomputed + attributes)
 
 
-def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
-    """All ranks have the same plan, but for the boxes, and the same seed. Collective: yes.
+def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
+    """All ranks have the same plan, but for the boxes, and the same seed; the bytes that all will hold.
+
+    Collective: yes.
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently.
     """
-    world.require_equal(seed, "the seed")
-    if len(set(world.gather(plan.digest))) == 1:
-        return
+    told = world.gather((seed, plan.digest, plan.layout.local_nbytes))
+    if others := [rank for rank, (theirs, _, _) in enumerate(told) if theirs != told[0][0]]:
+        raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
+    if all(digest == told[0][1] for _, digest, _ in told):
+        return sum(nbytes for _, _, nbytes in told)
     first = world.from_first(lambda: plan.fingerprints)
     mine = plan.fingerprints
     names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
@@ -335,18 +346,12 @@ def make_plan(
     return plan
 
 
-def destinations(index: CheckpointIndex, plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
-    """What to read into where, in the order in which it is stored."""
-    reads = plan.reads()
+def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+    """What to read into where."""
     return [
-        Destination(name, reads[name].expression, by_name[name].local, plan.layout.by_name[name].boxes)
-        for name in sorted(reads, key=lambda name: _place_in_files(index, reads[name]))
+        Destination(name, read.expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        for name, read in plan.reads().items()
     ]
-
-
-def _place_in_files(index: CheckpointIndex, read: Read) -> tuple[str, int]:
-    entry = index.entries[next(stored_leaves(read.expression)).key]
-    return entry.file, entry.start
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -14,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
-from shardwise.errors import ConfigError, PlacementError
+from shardwise.errors import ConfigError, FormatError, PlacementError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -29,7 +31,8 @@ from shardwise.models.view import layout_of, look_inside
 from shardwise.models.wrap import Sharding
 from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse, stored_tensors
 from shardwise.report import LoadReport
-from shardwise.storage import HubOptions
+from shardwise.storage import HubOptions, StorageReader, is_url, open_storage
+from shardwise.storage.urls import without_secrets
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
@@ -39,6 +42,9 @@ from shardwise.verbs.load import (
     open_source,
     resolve_everywhere,
 )
+
+_CONFIGS = ("config.json", "generation_config.json")
+_MAX_CONFIG_BYTES = 10_000_000
 
 
 class PretrainedOptions(TypedDict, total=False):
@@ -94,7 +100,7 @@ def from_pretrained(
     output_loading_info: bool = False,
     **keywords: Unpack[PretrainedOptions],
 ) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
-    """A transformers model from a local directory or a hub id, sharded by FSDP2 and loaded.
+    """A transformers model from a local directory, a hub id or a URL, sharded by FSDP2 and loaded.
 
     Every rank builds the model on meta, ties what the checkpoint says is tied, wraps blocks with ``fully_shard``
     over the mesh (all ranks of the default process group when none is given; no sharding when there is no process
@@ -114,15 +120,19 @@ def from_pretrained(
     options = keywords.get("options", LoadOptions())
     clock = Clock()
     hub = keywords.get("hub", HubOptions())
-    with World.current(options.process_group, options.patience) as world:
+    with World.current(options.process_group, options.patience) as world, ExitStack() as stack:
         sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
         with clock.phase("index"):
-            directory = resolve_everywhere(world, name_or_path, hub)
+            if is_url(name_or_path):
+                directory = stack.enter_context(_small_files(world, os.fspath(name_or_path), hub))
+            else:
+                directory = resolve_everywhere(world, name_or_path, hub)
             config = world.together(lambda: _config(directory, keywords))
+            config.name_or_path = without_secrets(os.fspath(name_or_path))
             source = open_source(
                 world,
-                directory,
-                HubOptions(),
+                name_or_path if is_url(name_or_path) else directory,
+                hub if is_url(name_or_path) else HubOptions(),
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
@@ -147,6 +157,36 @@ def from_pretrained(
     if sharding.mesh is not None:
         wrap.average_replicated_gradients(built.model, sharding.mesh)
     return (built.model, report) if output_loading_info else built.model
+
+
+@contextmanager
+def _small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+    """A temporary folder with the configs that lie beside the weights at a URL. Collective: yes.
+
+    One rank reads them. The weights themselves are never on disk.
+    """
+
+    def read() -> dict[str, bytes]:
+        with open_storage(url, hub).reader as reader:
+            return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
+
+    contents = world.from_first(read)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content)
+        yield Path(folder)
+
+
+def _read_small(reader: StorageReader, name: str) -> bytes | None:
+    try:
+        nbytes = reader.size(name)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    if nbytes > _MAX_CONFIG_BYTES:
+        raise FormatError(f"{name} in {reader.root}: has {nbytes} bytes, more than any config")
+    return reader.read(name, 0, nbytes)
 
 
 @dataclass
@@ -230,8 +270,8 @@ def _decide_ties(world: World, built: _Built, source: OpenSource, options: LoadO
         return set()
 
     def differing() -> set[str]:
-        with ProgressBar("Comparing ties", 0, enabled=False) as bar:
-            placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+        with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
+            placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
             return {
                 name
                 for name, first in pairs

@@ -1,0 +1,152 @@
+"""The ways of bringing a checkpoint up as a model sharded by FSDP2. Each is called on every rank.
+
+Every arm returns a model whose parameters hold their values and whose buffers are computed. Where an arm leaves
+something to its user (buffers on meta, ties), the arm does what a careful user would, in the cheapest way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Request:
+    """A folder with a checkpoint; "auto" or the name of a dtype; ranks that hold the same shards."""
+
+    folder: Path
+    dtype: str = "auto"
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, and what its loader says about the load."""
+
+    model: nn.Module
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_shardwise(request: Request) -> Loaded:
+    """shardwise, options left at their defaults."""
+    import shardwise
+
+    keywords: dict[str, Any] = {}
+    if request.replicas > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (request.replicas, dist.get_world_size() // request.replicas)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        keywords["sharding"] = shardwise.Sharding(mesh=mesh)
+    model, report = shardwise.from_pretrained(
+        request.folder, dtype=request.dtype, output_loading_info=True, **keywords
+    )
+    facts = {
+        "seconds": dict(report.seconds),
+        "read_bytes": report.read_bytes,
+        "reads": report.reads,
+        "checkpoint_bytes": report.checkpoint_bytes,
+    }
+    return Loaded(model, facts)
+
+
+def with_transformers(request: Request) -> Loaded:
+    """transformers' own way to FSDP2."""
+    from transformers.distributed import DistributedConfig
+
+    shards = dist.get_world_size() // request.replicas
+    config = DistributedConfig(fsdp_size=shards, dp_replicate_size=request.replicas)
+    model = AutoModelForCausalLM.from_pretrained(request.folder, dtype=request.dtype, distributed_config=config)
+    return Loaded(model)
+
+
+def with_accelerate(request: Request) -> Loaded:
+    """accelerate's FSDP2 with ``cpu_ram_efficient_loading``: rank 0 loads, then each tensor is sent to all.
+
+    ``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it; ``Accelerator`` itself offers FSDP on
+    accelerators only. Ranks other than the first start from a model on meta and read nothing. (transformers makes
+    them read too; that is not held against accelerate.)
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    if dist.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(request.folder, dtype=request.dtype)
+    else:
+        model = _on_meta(request)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=True,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        is_main_process=dist.get_rank() == 0,
+        device=torch.device("cpu"),
+    )
+    return Loaded(fsdp2_prepare_model(accelerator, model))
+
+
+def with_set_model_state_dict(request: Request) -> Loaded:
+    """torch: rank 0 reads with safetensors, ``set_model_state_dict`` broadcasts."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = _wrapped(_on_meta(request))
+    whole: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        for path in sorted(request.folder.glob("*.safetensors")):
+            whole |= load_file(path)
+    # Not strict: a tied head is not stored, and is the embedding's own parameter in the model.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, whole, options=options)
+    model.tie_weights()
+    return Loaded(model)
+
+
+def with_dcp(request: Request) -> Loaded:
+    """torch: distributed checkpoint, with its reader of Hugging Face's layout."""
+    import torch.distributed.checkpoint as dcp
+
+    model = _wrapped(_on_meta(request))
+    wanted = {name: parameter for name, parameter in model.named_parameters()}  # tied ones once
+    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(request.folder)))
+    model.load_state_dict(wanted, strict=False, assign=True)
+    model.tie_weights()
+    return Loaded(model)
+
+
+def _on_meta(request: Request) -> Any:
+    """The model on meta, but for the rotary embedding's buffers, which no checkpoint holds."""
+    config = AutoConfig.from_pretrained(request.folder)
+    dtype = config.dtype if request.dtype == "auto" else getattr(torch, request.dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    return model.eval()
+
+
+def _wrapped(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+ARMS: dict[str, Callable[[Request], Loaded]] = {
+    "shardwise": with_shardwise,
+    "transformers": with_transformers,
+    "accelerate": with_accelerate,
+    "set_model_state_dict": with_set_model_state_dict,
+    "dcp": with_dcp,
+}

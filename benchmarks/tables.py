@@ -1,0 +1,146 @@
+"""Results as a text with tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """Markdown, of what :mod:`benchmarks.load` has measured."""
+    return "\n".join(_lines(results)).rstrip() + "\n"
+
+
+def _lines(results: Mapping[str, Any]) -> Iterator[str]:
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    yield "# Loading"
+    yield ""
+    yield f"{results['date']}, commit {results['commit']}, `{results['command']}`, {results['minutes']:.0f} minutes."
+    yield (
+        f"{machine['cpus']} cores ({machine['processor']}), {machine['memory_bytes'] / 2**30:.0f} GiB, Linux "
+        f"{machine['kernel']}, huge pages {machine['thp_enabled']}; Python {machine['python']}, {versions}."
+    )
+    yield (
+        f"{results['ranks']} gloo ranks, fresh processes for every load, {results['repeats']} repeats, arms in turn. "
+        "The clock runs from a barrier until every page of every parameter has been written to on the last rank. "
+        "Processor time and page faults are summed over the ranks; memory is that of the rank with most. "
+        "'Others' is what the machine did meanwhile for somebody else; a load with more than a tenth was done again."
+    )
+    yield ""
+    if results.get("limits"):
+        yield "## Limits"
+        yield ""
+        yield "| promise | measured | at most | |"
+        yield "|---|--:|--:|---|"
+        for limit in results["limits"]:
+            value = "–" if limit["value"] is None else f"{limit['value']:.3g}"
+            yield f"| {limit['name']} | {value} | {limit['most']:g} | {limit['verdict']} |"
+        yield ""
+    for row in results["rows"]:
+        yield from _row(row)
+    yield from _capped(results)
+    yield from _others(results)
+
+
+def _row(row: Mapping[str, Any]) -> Iterator[str]:
+    cold = "page cache dropped before each load" if row["cold"] else "files in the page cache"
+    yield f"## {row['name']}"
+    yield ""
+    yield f"{row['bytes'] / 1e9:.2f} GB bf16, loaded as {row['dtype']}; {cold}."
+    yield ""
+    yield (
+        "| arm | seconds | min .. max | shardwise / it | user s | system s | minor faults / GB | major / GB "
+        "| memory growth MiB | over the shards MiB | others | model |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
+    ours = row["arms"].get("shardwise")
+    for name, arm in row["arms"].items():
+        wall = arm["wall_s"]
+        ratio = f"{ours['wall_s']['median'] / wall['median']:.2f}" if ours is not None else "–"
+        grown = f"{arm['growth_bytes'] / 2**20:.0f}" if "growth_bytes" in arm else "–"
+        over = f"{arm['excess_bytes'] / 2**20:.0f}" if "excess_bytes" in arm else "–"
+        same = row["same_model"].get(name, "–")
+        if arm.get("all_private") is False:
+            same += "; NOT ALL IN MEMORY"
+        yield (
+            f"| {name} | {wall['median']:.3f} | {wall['min']:.3f} .. {wall['max']:.3f} | {ratio} "
+            f"| {arm['user_s']:.2f} | {arm['system_s']:.2f} | {arm['minor_faults_per_gb']:,.0f} "
+            f"| {arm['major_faults_per_gb']:,.0f} | {grown} | {over} | {arm['others_share']:.0%} "
+            f"| {same} |"
+        )
+    yield ""
+    for name, why in row["skipped"].items():
+        yield f"{name} is not measured: {why}."
+        yield ""
+    if ours is not None and "phases" in ours:
+        phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in ours["phases"].items())
+        yield (
+            f"shardwise by phase, seconds of the slowest rank: {phases}. "
+            f"It read {ours['read_fraction']:.4f} of the checkpoint's bytes in {ours['reads']:,} calls."
+        )
+        yield ""
+    if row["cold"]:
+        left = max(part for arm in row["arms"].values() for part in arm["cached_fraction"])
+        yield f"At most {left:.2%} of the pages were in the cache when the clock started (mincore)."
+        yield "What the storage itself caches, below this machine, is not under control."
+        yield ""
+
+
+def _capped(results: Mapping[str, Any]) -> Iterator[str]:
+    capped = results.get("capped")
+    if capped is None:
+        return
+    yield "## In little memory"
+    yield ""
+    if "skipped" in capped:
+        yield f"Not measured: {capped['skipped']}."
+        yield ""
+        return
+    yield (
+        f"{capped['shape']}, {capped['model_bytes'] / 2**20:.0f} MiB; the kernel kills a rank that allocates more "
+        f"than {capped['cap_bytes'] / 2**20:.0f} MiB while loading (its shard, 256 MiB, 32 MiB)."
+    )
+    yield ""
+    yield "| arm | outcome |"
+    yield "|---|---|"
+    for name, arm in capped["arms"].items():
+        seconds = f" in {arm['wall_s']:.2f} s" if "wall_s" in arm else ""
+        yield f"| {name} | {arm['outcome']}{seconds} |"
+    yield ""
+
+
+def _others(results: Mapping[str, Any]) -> Iterator[str]:
+    if found := results.get("replicated"):
+        yield "## Two replicas of two shards"
+        yield ""
+        yield f"{found['shape']}: {found['read_fraction']:.4f} of the checkpoint's bytes read by all ranks together."
+        yield ""
+    if found := results.get("planning"):
+        yield from _planning(found)
+    if found := results.get("gpu"):
+        yield "## GPU"
+        yield ""
+        if isinstance(found, str):
+            yield f"{found}."
+        else:
+            yield "| what | value |"
+            yield "|---|--:|"
+            for name, value in found.items():
+                yield f"| {name} | {value:.3f} |"
+        yield ""
+
+
+def _planning(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Planning"
+    yield ""
+    yield (
+        f"One rank of {found['ranks']}; {found['layers']} layers of {found['experts']} experts, "
+        f"{found['stored']:,} stored tensors; median of {found['repeats']} fresh processes."
+    )
+    yield ""
+    yield "| phase | seconds | min .. max |"
+    yield "|---|--:|--:|"
+    for name, phase in {**found["phases"], "total": found["total_s"]}.items():
+        yield f"| {name} | {phase['median']:.3f} | {phase['min']:.3f} .. {phase['max']:.3f} |"
+    yield ""

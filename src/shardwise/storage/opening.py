@@ -1,0 +1,76 @@
+"""From whatever names a checkpoint to a reader of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import StorageError
+from shardwise.storage.hub import HubOptions, resolve
+from shardwise.storage.local import LocalReader
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.reader import StorageReader
+from shardwise.storage.urls import is_url, scheme_of, split_file, without_secrets
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStorage:
+    """A reader of a checkpoint's folder, and the file in it that was named, if one was."""
+
+    reader: StorageReader
+    file: str | None
+
+
+def open_storage(
+    name_or_path: str | os.PathLike[str],
+    hub: HubOptions = HubOptions(),  # noqa: B008 - frozen
+    *,
+    download: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> OpenStorage:
+    """Open a folder, a safetensors or index file, a hub id or a URL; whoever calls closes the reader.
+
+    URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
+    ``hub.subfolder`` holds for all of them, ``hub.token`` and ``hub.revision`` for hf:// as for hub ids.
+    ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+
+    Raises:
+        StorageError: for what is not there, or cannot be opened.
+    """
+    if is_url(name_or_path):
+        return _open_url(os.fspath(name_or_path), hub, storage_options or {})
+    if storage_options:
+        raise StorageError(
+            f"{shown(os.fspath(name_or_path))}: storage_options are for URLs, and this is none; leave them out"
+        )
+    place = resolve(name_or_path, hub, download=download)
+    if place.is_file():
+        return OpenStorage(LocalReader(place.parent), place.name)
+    return OpenStorage(LocalReader(place), None)
+
+
+def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
+    # Imported here: what is local needs no network code.
+    from shardwise.storage.remote import RemoteReader
+
+    where = shown(without_secrets(url))
+    if scheme_of(url) == "file":
+        raise StorageError(f"{where}: is on this machine; pass the path without file://")
+    if hub.local_files_only:
+        raise StorageError(f"{where}: is read over the network, but local_files_only is set; pass a local folder")
+    folder, file = split_file(url)
+    if hub.subfolder:
+        fault = why_unsafe(hub.subfolder)
+        if fault is not None:
+            raise StorageError(f"{where}: subfolder {hub.subfolder!r} is refused, {fault}; name it as in 'a/b'")
+        if file is not None:
+            raise StorageError(f"{where}: is a file, so subfolder={hub.subfolder!r} has no place; leave it out")
+        before, mark, query = folder.partition("?")
+        folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
+    options = dict(storage_options)
+    if scheme_of(url) == "hf":
+        asked = {"token": hub.token, "revision": hub.revision}
+        options = {**{name: value for name, value in asked.items() if value is not None}, **options}
+    return OpenStorage(RemoteReader(folder, storage_options=options), file)
