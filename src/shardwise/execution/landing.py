@@ -42,7 +42,7 @@ class HostLanding:
 
     def begin(self) -> memoryview:
         if self._staging is None:
-            self._staging = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return memory_of(self._staging)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
@@ -76,7 +76,9 @@ class DeviceLanding:
 
     def begin(self) -> memoryview:
         if not self._pinned:
-            self._pinned = [torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned = [
+                torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+            ]
             self._sent = [torch.cuda.Event() for _ in range(2)]
         self._turn = 1 - self._turn
         self._sent[self._turn].synchronize()

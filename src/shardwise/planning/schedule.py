@@ -39,6 +39,11 @@ class Segment:
     copy: Copy
     is_direct: bool
 
+    @property
+    def is_strided(self) -> bool:
+        """Whether there is more between the first byte and the last than the copy needs."""
+        return not self.copy.source.is_contiguous
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -112,7 +117,8 @@ def schedule(
     """Requests, in the order of the files and of the bytes in them.
 
     Neighbours are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
-    nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``.
+    nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``. Strided segments stay among
+    themselves: they may be copied another way.
 
     Args:
         segments: with the file each lies in.
@@ -129,6 +135,7 @@ def schedule(
         more = aligned(max(gap, 0)) + own
         fits = (
             name == file
+            and joined[-1].is_strided == segment.is_strided
             and 0 <= gap <= policy.max_gap_bytes
             and segment.bytes.stop - start <= policy.request_bytes
             and staged + more <= staging_bytes

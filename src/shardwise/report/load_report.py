@@ -17,8 +17,9 @@ class LoadReport:
 
     ``tied`` maps each tied name to the name that holds the values; ``cast`` maps a name to
     ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
-    consent or because the model ignores them on purpose; ``replicated`` are parameters that are whole on every
-    rank of a sharded model.
+    consent or because the model ignores them on purpose; ``read_once`` and ``read_alone`` are tensors of which
+    several ranks need the same bytes, with the reason why one rank read for all, or each for itself; ``replicated``
+    are parameters that are whole on every rank of a sharded model.
     """
 
     checkpoint: str
@@ -35,7 +36,7 @@ class LoadReport:
     reads: int
     """Read system calls (or requests) of this rank."""
     seconds: Mapping[str, float]
-    """Seconds by phase, in order: index, plan, materialize, read, fill, audit."""
+    """Seconds by phase, in order: index, plan, materialize, read, share, fill, audit."""
     loaded: int
     """Tensors filled from the checkpoint."""
     files: tuple[str, ...]
@@ -50,6 +51,8 @@ class LoadReport:
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    read_once: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicated: tuple[str, ...] = ()
 
     @property
@@ -78,6 +81,10 @@ class LoadReport:
             names = [name for name, cast in self.cast.items() if cast == pair]
             lines += _listing(f"{pair[0]}→{pair[1]}", names)
         lines += _listing("opaque", self.opaque)
+        for word, reasons in (("read once", self.read_once), ("read alone", self.read_alone)):
+            for reason in dict.fromkeys(reasons.values()):
+                names = [name for name, found in reasons.items() if found == reason]
+                lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
         lines += _listing("replicated", self.replicated)
         lines += _listing("ignored", self.ignored_keys)
         return "\n".join(lines)

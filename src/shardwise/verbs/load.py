@@ -23,6 +23,7 @@ from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of, materialize
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
+from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -47,6 +48,7 @@ from shardwise.planning import (
     plan_load,
     stored_tensors,
 )
+from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
 
@@ -68,6 +70,8 @@ class LoadOptions:
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
+        shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
+            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``.
     """
 
     seed: int = 0
@@ -76,6 +80,7 @@ class LoadOptions:
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = field(default_factory=Weighed)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -267,8 +272,13 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
             world.together(lambda: materialize(model, held, home))
+        items = destinations(plan, by_name)
+        with clock.phase("plan"):
+            sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
         with clock.phase("read"):
-            world.together(lambda: placer.place(destinations(plan, by_name)))
+            world.together(lambda: placer.place(item for item in items if item.fqn not in sharing.shared))
+        with clock.phase("share"):
+            read_shared(world, sharing, by_name, items, placer, options.patience)
     written = dict(placer.written)
     with clock.phase("fill"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
@@ -277,7 +287,7 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
         world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
         world.together(lambda: mark_loaded(model, held))
-    report = make_report(world, model, plan, request, placer, clock)
+    report = make_report(world, model, plan, request, placer, sharing, clock)
     return replace(report, recomputed=report.recomputed + attributes)
 
 
@@ -405,14 +415,20 @@ def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
 
 
 def make_report(
-    world: World, model: nn.Module, plan: LoadPlan, request: LoadRequest, placer: Placer, clock: Clock
+    world: World,
+    model: nn.Module,
+    plan: LoadPlan,
+    request: LoadRequest,
+    placer: Placer,
+    sharing: SharePlan,
+    clock: Clock,
 ) -> LoadReport:
     index, reads = request.source.index, plan.reads()
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
         for name, read in reads.items()
     }
-    order = ("index", "plan", "materialize", "read", "fill", "audit")
+    order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return LoadReport(
         checkpoint=index.root,
@@ -426,6 +442,8 @@ def make_report(
         reads=getattr(request.source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
+        read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
+        read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
         files=tuple(index.files),
         tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         initialized=plan.names(Init),
