@@ -26,7 +26,7 @@ from shardwise.execution.landing import landings
 from shardwise.execution.place import _HOST_BLOCK_BYTES
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, Spread
-from shardwise.planning.footprint import Footprint, Footprints, Wanted
+from shardwise.planning.footprint import Footprint, Footprints, Reading
 from shardwise.planning.schedule import schedule, segments_of
 from shardwise.planning.staging import staging_within
 from shardwise.storage import ReadPolicy
@@ -116,7 +116,7 @@ def wanted_of(expressions, ranks, *, dtype=F16, on_device=False, dim=0):
     """The expressions as tensors, dealt to ranks; equal spreads are one object."""
     made = {}
     return [
-        Wanted(item, made.setdefault(item.shape, spread(item.shape, ranks, dim)), dtype, on_device)
+        Reading(item, made.setdefault(item.shape, spread(item.shape, ranks, dim)), dtype, on_device)
         for item in expressions
     ]
 
@@ -179,7 +179,7 @@ def test_what_computes_reads_its_inputs_whole_and_once():
     made = [Opaque("Op", name, (3, 2), inputs, operation) for name in ("x", "y")]
     one_rank = Spread((spread((3, 2), 1).boxes[0], ()), 6)
     index = index_of(inputs, files=1)
-    wanted = [Wanted(item, one_rank, F16, on_device=True) for item in made]
+    wanted = [Reading(item, one_rank, F16, on_device=True) for item in made]
     footprints = Footprints(index, wanted, policy(), BUDGET)
     assert footprints.at(0) == Footprint(24, 24, 1, ("0.safetensors",))
     assert footprints.at(1) == Footprint(0, 0, 0, ())

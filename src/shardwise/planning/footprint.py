@@ -42,7 +42,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Reading:
     """A tensor to read: what it is made of, how it is spread over the positions, its dtype and where it lives."""
 
     expression: Expression
@@ -62,7 +62,7 @@ class Footprints:
     """
 
     def __init__(
-        self, index: CheckpointIndex, wanted: Iterable[Wanted], policy: ReadPolicy, budget_bytes: int
+        self, index: CheckpointIndex, wanted: Iterable[Reading], policy: ReadPolicy, budget_bytes: int
     ) -> None:
         self._map = _FileMap(index, policy.max_gap_bytes)
         self._policy = policy
@@ -128,6 +128,7 @@ class Footprints:
 class Segments:
     """Ranges ``starts <= i < stops`` of bytes; ``staged`` is what each takes of staging memory.
 
+    ``strided`` is 1 for those that are not wanted whole.
     Places count along all files, one after the other, with a distance between them. ``needed_bytes`` are wanted of
     all of them together: inside of a range there may be gaps, to be read over.
     """
@@ -135,6 +136,7 @@ class Segments:
     starts: _Numbers
     stops: _Numbers
     staged: _Numbers
+    strided: _Numbers
     needed_bytes: int
 
     @classmethod
@@ -145,6 +147,7 @@ class Segments:
             np.concatenate([part.starts for part in parts] or none),
             np.concatenate([part.stops for part in parts] or none),
             np.concatenate([part.staged for part in parts] or none),
+            np.concatenate([part.strided for part in parts] or none),
             sum(part.needed_bytes for part in parts),
         )
 
@@ -152,7 +155,8 @@ class Segments:
         """The same at every one of ``places``."""
         starts = np.add.outer(places, self.starts).ravel()
         stops = np.add.outer(places, self.stops).ravel()
-        return Segments(starts, stops, np.tile(self.staged, len(places)), self.needed_bytes * len(places))
+        staged, strided = np.tile(self.staged, len(places)), np.tile(self.strided, len(places))
+        return Segments(starts, stops, staged, strided, self.needed_bytes * len(places))
 
 
 class _FileMap:
@@ -181,7 +185,7 @@ class _FileMap:
 class _Kind:
     """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
 
-    wanted: Wanted
+    wanted: Reading
     keys: tuple[str, ...]
     policy: ReadPolicy
     staging_bytes: int
@@ -235,6 +239,7 @@ def _within_leaf(
         np.asarray([segment.bytes.start for segment in found], np.int64),
         np.asarray([segment.bytes.stop for segment in found], np.int64),
         np.asarray([0 if segment.is_direct else aligned(segment.bytes.nbytes) for segment in found], np.int64),
+        np.asarray([segment.is_strided for segment in found], np.int64),
         copy.numel * leaf.dtype.itemsize,
     )
 
@@ -248,8 +253,10 @@ def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tup
         return segments.starts, segments.stops
     order = np.lexsort((segments.stops, segments.starts))
     starts, stops, staged = segments.starts[order], segments.stops[order], segments.staged[order]
+    strided = segments.strided[order]
     gaps = starts[1:] - stops[:-1]
-    first = np.flatnonzero(np.concatenate(([True], (gaps < 0) | (gaps > policy.max_gap_bytes))))
+    apart = (gaps < 0) | (gaps > policy.max_gap_bytes) | (strided[1:] != strided[:-1])
+    first = np.flatnonzero(np.concatenate(([True], apart)))
     last = np.concatenate((first[1:], [len(starts)])) - 1
     lengths = stops[last] - starts[first]
     # Side by side: no gap is left over when all that is asked for is taken from the length.

@@ -10,7 +10,7 @@ from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Sta
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, ModelLayout, Spread, TensorLayout, WorldLayout
-from shardwise.planning.footprint import Footprint, Footprints, Wanted
+from shardwise.planning.footprint import Footprint, Footprints, Reading
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.report import collapse
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
@@ -281,11 +281,11 @@ def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:
 def _footprints(
     plan: LoadPlan, spreads: Mapping[str, Spread], index: CheckpointIndex, homes: Homes, policy: ReadPolicy
 ) -> Footprints:
-    wanted: list[Wanted] = []
+    wanted: list[Reading] = []
     for name, read in plan.reads().items():
         tensor = plan.layout.by_name[name]
         on_device = homes.device != "cpu" and not (homes.offloads_shards and _is_sharded(tensor))
-        wanted.append(Wanted(read.expression, spreads[name], tensor.dtype, on_device))
+        wanted.append(Reading(read.expression, spreads[name], tensor.dtype, on_device))
     return Footprints(index, wanted, policy, homes.budget_bytes)
 
 
