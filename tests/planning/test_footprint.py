@@ -25,7 +25,7 @@ from shardwise.conversion import (
 from shardwise.execution.landing import landings
 from shardwise.execution.place import _HOST_BLOCK_BYTES
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.layout import LocalBox, Spread
+from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.footprint import Footprint, Footprints, Reading
 from shardwise.planning.schedule import schedule, segments_of
 from shardwise.planning.staging import staging_within
@@ -134,7 +134,7 @@ def test_footprints_are_those_of_the_schedule(ranks, gap, at_once):
         wanted += wanted_of(made[1:], ranks, on_device=True)
         wanted += wanted_of(made[:1], ranks, dim=2)
     index = index_of(stored, files=4)
-    footprints = Footprints(index, wanted, policy(gap, at_once), BUDGET)
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, policy(gap, at_once), BUDGET)
     for position in range(ranks):
         assert footprints.at(position) == expected(index, wanted, policy(gap, at_once), position)
 
@@ -153,7 +153,7 @@ def test_any_sizes_gaps_and_budgets(sizes, ranks, gap, at_once, budget, files, o
     wanted = wanted_of(stored, ranks, on_device=on_device)
     rules = policy(gap, at_once)
     index = index_of(stored, files)
-    footprints = Footprints(index, wanted, rules, budget)
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, rules, budget)
     found = [footprints.at(position) for position in range(ranks)]
     assert found == [expected(index, wanted, rules, position, budget) for position in range(ranks)]
     assert sum(item.needed_bytes for item in found) == index.nbytes
@@ -164,7 +164,7 @@ def test_all_positions_tile_every_stored_tensor():
     leaves, made = layer(0)
     wanted = wanted_of((*made[:4], made[5]), 3)
     index = index_of(leaves, files=2)
-    footprints = Footprints(index, wanted, policy(), BUDGET)
+    footprints = Footprints(MeshShape.flat(3), index, wanted, policy(), BUDGET)
     found = [footprints.segments(position, on_device=False) for position in range(3)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])
@@ -180,7 +180,7 @@ def test_what_computes_reads_its_inputs_whole_and_once():
     one_rank = Spread((spread((3, 2), 1).boxes[0], ()), 6)
     index = index_of(inputs, files=1)
     wanted = [Reading(item, one_rank, F16, on_device=True) for item in made]
-    footprints = Footprints(index, wanted, policy(), BUDGET)
+    footprints = Footprints(MeshShape.flat(2), index, wanted, policy(), BUDGET)
     assert footprints.at(0) == Footprint(24, 24, 1, ("0.safetensors",))
     assert footprints.at(1) == Footprint(0, 0, 0, ())
 

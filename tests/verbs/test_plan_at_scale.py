@@ -87,7 +87,9 @@ def assert_tiled(shapes: Shapes, ranks: int) -> None:
         Reading(read.expression, world.spreads[name], world.first.by_name[name].dtype, on_device=True)
         for name, read in sharded.items()
     ]
-    footprints = Footprints(index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28)
+    footprints = Footprints(
+        MeshShape.flat(ranks), index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28
+    )
     found = [footprints.segments(position, on_device=True) for position in range(ranks)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])

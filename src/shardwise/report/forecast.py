@@ -100,8 +100,8 @@ class Forecast:
 
     ``device`` is "cpu" or the kind of accelerator that the shards go to. ``parameters`` counts elements, tied ones
     once. ``bytes_per_dtype`` are those of the whole model. ``whole`` are parameters that stay whole on every rank,
-    with the reason; ``cast`` maps a name to ("stored dtype", "dtype in the model"). ``notes`` are sentences about
-    what should be known before the load.
+    with the reason; ``cast`` maps a name to ("stored dtype", "dtype in the model"). Of the tensors ``read_once``,
+    ranks that need the same read it once in all. ``notes`` are sentences to be read before the load.
     """
 
     checkpoint: str
@@ -123,6 +123,7 @@ class Forecast:
     initialized: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     ignored_keys: tuple[str, ...] = ()
+    read_once: tuple[str, ...] = ()
     computed: tuple[ComputedForecast, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -199,6 +200,7 @@ class Forecast:
             *_listing("cast", [f"{name}: {' to '.join(pair)}" for name, pair in self.cast.items()]),
             *_listing("initialized", self.initialized),
             *_listing("ignored", self.ignored_keys),
+            *_listing("read once", self.read_once),
             *(("computed", _computed(item)) for item in self.computed[:_SHOWN]),
         ]
         below = [

@@ -51,8 +51,10 @@ from shardwise.planning.forecast import (
     forecast_computed,
     forecast_groups,
     forecast_ranks,
+    shared_tensors,
     uneven_tensors,
 )
+from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage import HubOptions, LocalReader, ReadPolicy, resolve
@@ -75,6 +77,7 @@ class PlanOptions(ModelOptions, total=False):
         sharding: wrap policy, mixed precision and offload; its mesh is None, since there are no ranks.
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.verbs.load.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
+        shared_reads: as ``shared_reads`` of :class:`~shardwise.verbs.load.LoadOptions`.
         buffers, on_missing, on_mismatched, on_unexpected, hub: as for :func:`~shardwise.verbs.load.load`.
     """
 
@@ -84,6 +87,7 @@ class PlanOptions(ModelOptions, total=False):
     sharding: Sharding
     budget_bytes: int
     read_policy: ReadPolicy
+    shared_reads: SharedReads
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
@@ -142,6 +146,7 @@ def forecast(
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
     world, load_plan = _plan(built, index, mesh, sharding.wrap, homes, options)
+    shared = shared_tensors(load_plan, world, index, homes, policy, options.get("shared_reads", Weighed()))
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
     made = Forecast(
@@ -157,7 +162,8 @@ def forecast(
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),
-        ranks=forecast_ranks(load_plan, world, index, homes, policy),
+        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared),
+        read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
         cast=_casts(load_plan),
