@@ -23,7 +23,6 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.execution.landing import landings
-from shardwise.execution.place import _HOST_BLOCK_BYTES
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.footprint import Footprint, Footprints, Reading
@@ -188,7 +187,7 @@ def test_what_computes_reads_its_inputs_whole_and_once():
 @pytest.mark.parametrize("budget", [4096, 1 << 18, 3 << 19, 5_000_000, 256 << 20])
 @pytest.mark.parametrize("concurrency", [1, 4, 8, 32])
 def test_staging_is_what_the_workers_of_a_load_have(budget, concurrency):
-    tools, nbytes = landings(budget, _HOST_BLOCK_BYTES, concurrency, torch.device("cpu"))
+    tools, nbytes = landings(budget, concurrency, torch.device("cpu"))
     found = staging_within(budget, concurrency, on_device=False)
     assert (found.workers, found.nbytes) == (len(tools), nbytes)
     on_device = staging_within(budget, concurrency, on_device=True)

@@ -24,12 +24,6 @@ from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
 
-_HOST_BLOCK_BYTES = 4 << 20
-"""Staging of one worker for tensors in host memory: it stays in the cache between the read and the copy."""
-
-_DEVICE_BLOCK_BYTES = 32 << 20
-"""Staging of one worker for tensors on an accelerator: large enough that the transfer runs at full speed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -131,8 +125,7 @@ class Placer:
 
     def _place_stored(self, items: Sequence[Destination], device: torch.device) -> None:
         policy = self.reader.policy
-        most_bytes = _HOST_BLOCK_BYTES if device.type == "cpu" else _DEVICE_BLOCK_BYTES
-        tools, staging_bytes = landings(self.budget_bytes, most_bytes, policy.concurrency, device)
+        tools, staging_bytes = landings(self.budget_bytes, policy.concurrency, device)
         segments: list[tuple[str, Segment]] = []
         for number, item in enumerate(items):
             for copy in self._copies(item):

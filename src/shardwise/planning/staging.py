@@ -21,10 +21,11 @@ _DEVICE_SLABS = 2
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The number of workers, and the bytes that each can stage at once."""
+    """The number of workers, the bytes that each can stage at once, and the host memory that all of it takes."""
 
     workers: int
     nbytes: int
+    total_bytes: int
 
 
 def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> Staging:
@@ -34,4 +35,6 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     share = min(_DEVICE_BYTES if on_device else _HOST_BYTES, budget_bytes // (slabs * workers))
     nbytes = max(aligned(1), share // aligned(1) * aligned(1))
     # torch rounds pinned blocks up to a power of two; a slab that is one wastes nothing.
-    return Staging(workers, 1 << (nbytes.bit_length() - 1) if on_device else nbytes)
+    if on_device:
+        nbytes = 1 << (nbytes.bit_length() - 1)
+    return Staging(workers, nbytes, slabs * workers * nbytes)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack, overload
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import FormatError, PlacementError, StorageError
@@ -119,7 +118,7 @@ def from_pretrained(
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
-        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+        with source.closing():
             with clock.phase("plan"):
                 built = _build_together(world, directory, config, source, keywords)
                 untied = _decide_ties(world, built, source, options)
