@@ -14,7 +14,8 @@ import shardwise
 from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
 from shardwise.models.wrap import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.planning.sharing import Alone, OncePerGroup
-from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM
+from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.testing.http_store import HttpStore
 from shardwise.verbs.plan import sharding_named, wrap_named
 
 
@@ -176,6 +177,14 @@ def test_a_mesh_of_real_ranks_is_refused(qwen3):
 def test_a_repository_that_is_not_in_the_cache_is_not_downloaded(tmp_path):
     with pytest.raises(shardwise.ShardwiseError, match="no/such-model"):
         shardwise.plan("no/such-model", ranks=2, hub=shardwise.HubOptions(cache_dir=tmp_path))
+
+
+def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3):
+    with HttpStore(qwen3) as store:
+        there = shardwise.plan(store.url, ranks=4, mesh={"replicate": 2, "shard": 2})
+    here = shardwise.plan(qwen3, ranks=4, mesh={"replicate": 2, "shard": 2}, read_policy=OBJECT_STORE)
+    assert there.checkpoint == store.url
+    assert there.to_dict() == here.to_dict() | {"checkpoint": store.url}
 
 
 def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion import stored_leaves
 from shardwise.errors import ConfigError
+from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.layout import Kind, MeshShape, ModelLayout, Origin, WorldLayout
 from shardwise.models import initialize
@@ -57,9 +59,10 @@ from shardwise.planning.forecast import (
 from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
-from shardwise.storage import HubOptions, LocalReader, ReadPolicy, resolve
+from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
 from shardwise.verbs.outline import ModelOptions, Outline, config_of, outline
+from shardwise.verbs.pretrained import small_files
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""
@@ -98,8 +101,9 @@ class PlanOptions(ModelOptions, total=False):
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
     """What :func:`~shardwise.verbs.pretrained.from_pretrained` would take on each of ``ranks`` ranks.
 
-    Only the config and the headers of the checkpoint are read, and nothing is downloaded. Neither ranks nor a
-    process group are needed, nor the accelerator. Tied tensors that are stored twice are taken to be equal.
+    The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
+    read, and nothing is downloaded. Neither ranks nor a process group are needed, nor the accelerator. Tied tensors
+    that are stored twice are taken to be equal.
 
     Keyword arguments: see :class:`PlanOptions`.
 
@@ -113,17 +117,23 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     mesh = _mesh(ranks, options)
-    hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    directory = resolve(name_or_path, hub, download=False)
-    config = config_of(directory, options)
-    index = open_checkpoint(
-        directory,
-        weights_name=getattr(config, "transformers_weights", None) if directory.is_dir() else None,
-        extra_files=getattr(type(config), "extra_files", ()),
-    )
-    policy = options.get("read_policy") or _policy_of(directory)
-    with torch.device("cpu"):
-        return forecast(directory, config, index, mesh, policy, options)
+    hub = options.get("hub", HubOptions())
+    with ExitStack() as stack:
+        if is_url(name_or_path):
+            folder = stack.enter_context(small_files(World(0, 1), os.fspath(name_or_path), hub))
+            opened = open_storage(name_or_path, hub)
+        else:
+            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False)
+            opened = open_storage(folder)
+        reader = stack.enter_context(opened.reader)
+        config = config_of(folder, options)
+        index = open_checkpoint(
+            reader,
+            weights_name=opened.file or getattr(config, "transformers_weights", None),
+            extra_files=getattr(type(config), "extra_files", ()),
+        )
+        stack.enter_context(torch.device("cpu"))
+        return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
 
 
 def forecast(
@@ -241,11 +251,6 @@ def _mesh(ranks: int, options: PlanOptions) -> MeshShape:
         )
     axes = options.get("mesh")
     return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
-
-
-def _policy_of(directory: Path) -> ReadPolicy:
-    with LocalReader(directory if directory.is_dir() else directory.parent) as reader:
-        return reader.policy
 
 
 def _plan(
