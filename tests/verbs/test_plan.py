@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ def test_a_load_does_what_was_foretold(worlds, name, request):
         assert rank.rank == fact["rank"]
         assert rank.shard_bytes == fact["placed_bytes"]
         assert rank.read_bytes == fact["read_bytes"] >= rank.needed_bytes
+        assert dataclasses.asdict(rank) == fact["forecast"]
         seen = (rank.reads, rank.files)
         done = (fact["reads"], fact["files_opened"])
         if rank.rank == 0:  # it reads the headers of all files, too

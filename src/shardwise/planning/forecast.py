@@ -22,6 +22,7 @@ from shardwise.planning.sharing import (
     choose,
     times_read,
 )
+from shardwise.planning.staging import staging_within
 from shardwise.report import collapse
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
@@ -39,12 +40,21 @@ class Homes:
     Attributes:
         device: "cpu", or the kind of accelerator that the mesh is of.
         offloads_shards: sharded parameters live on the host although the mesh is of an accelerator.
-        budget_bytes: host memory for staging, and for conversions that compute.
+        budget_bytes: host memory for staging, or for the conversion that computes and needs the most.
     """
 
     device: str
     budget_bytes: int
     offloads_shards: bool = False
+
+    @classmethod
+    def of(
+        cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
+    ) -> Homes:
+        """Those of a load with this budget, of which only what it uses counts."""
+        staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
+        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
+        return cls(device, max(staging.total_bytes, computed), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
         """(bytes on the device, bytes on the host) of tensors of these sizes, and the budget."""

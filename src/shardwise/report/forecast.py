@@ -45,8 +45,8 @@ class RankForecast:
 
     ``shard_bytes`` are those of the elements this rank holds (parameters and persistent buffers), ``padded_bytes``
     the memory they get: FSDP2 pads every rank's shards to the size of the first. ``device_bytes`` and
-    ``host_bytes`` are the peak of bringing the model up, nothing of training included; ``host_bytes`` has the whole
-    budget for staging in it. ``needed_bytes`` are the stored bytes that the shards are made of, ``read_bytes``
+    ``host_bytes`` are the peak of bringing the model up, nothing of training included; ``host_bytes`` has
+    staging in it. ``needed_bytes`` are the stored bytes that the shards are made of, ``read_bytes``
     those that are asked for, gaps included, in ``reads`` requests to ``files`` files; headers are not counted.
     ``experts`` is by stack of experts, equal layers under one pattern.
     """

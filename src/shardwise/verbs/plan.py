@@ -150,12 +150,15 @@ def forecast(
     built.equal_ties = frozenset(name for name, _ in twice)
     built.tie(set())
     sharding = options.get("sharding", Sharding())
-    homes = Homes(
+    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
+    world, load_plan = _plan(built, index, mesh, sharding.wrap, budget_bytes, options)
+    homes = Homes.of(
+        load_plan,
+        policy,
         device=options.get("device", "cuda"),
-        budget_bytes=options.get("budget_bytes", LoadOptions().budget_bytes),
+        budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    world, load_plan = _plan(built, index, mesh, sharding.wrap, homes, options)
     shared = shared_tensors(load_plan, world, index, homes, policy, options.get("shared_reads", Weighed()))
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
@@ -185,9 +188,9 @@ def forecast(
     notes = [_about_tie(built, name, other) for name, other in twice]
     notes += [
         f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
-        f"{homes.budget_bytes:,} refuses them"
+        f"{budget_bytes:,} refuses them"
         for item in computed
-        if item.budget_bytes > homes.budget_bytes
+        if item.budget_bytes > budget_bytes
     ]
     if made.held_imbalance > MAX_PADDING:
         notes += uneven_tensors(world, MAX_PADDING)
@@ -258,7 +261,7 @@ def _plan(
     index: CheckpointIndex,
     mesh: MeshShape,
     wrap_policy: WrapPolicy,
-    homes: Homes,
+    budget_bytes: int,
     options: PlanOptions,
 ) -> tuple[WorldLayout, LoadPlan]:
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
@@ -278,7 +281,7 @@ def _plan(
     )
     rules = ModelRules(*compat.ignore_patterns(model))
     found = plan_load(index, world.first, built.bindings_less_ties(), rules, consent)
-    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=homes.budget_bytes))
+    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
 
