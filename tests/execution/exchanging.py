@@ -90,7 +90,7 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
         for name, tensor in everything.items()
     ]
     if source_of is None:
-        plan = rounds(dealt(wanted, range(world.size)), budget)
+        plan = rounds(dealt(wanted, range(world.size), budget // 8), budget)
     else:
         spread = from_sources(wanted, source_of)
         plan = rounds(spread.first, budget) + rounds(spread.then, budget)

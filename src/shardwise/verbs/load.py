@@ -55,12 +55,10 @@ from shardwise.planning.forecast import (
     Homes,
     MemoryCheck,
     RequireMemory,
-    forecast_computed,
     forecast_rank,
     require_fits,
 )
 from shardwise.planning.sharing import SharedReads, Weighed
-from shardwise.planning.staging import staging_within
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
@@ -348,11 +346,11 @@ def foresee_memory(
     options, policy = request.options, request.source.reader.policy
 
     def foresee() -> RankForecast:
-        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
-        staging = staging_within(options.budget_bytes, policy.concurrency, on_device=home.type != "cpu")
-        homes = Homes(
+        homes = Homes.of(
+            plan,
+            policy,
             device=home.type,
-            budget_bytes=max(staging.total_bytes, computed),
+            budget_bytes=options.budget_bytes,
             offloads_shards=home.type != "cpu" and offloads_shards(model),
         )
         return forecast_rank(plan, request.source.index, world.rank, homes, policy, padded_numels(model))
