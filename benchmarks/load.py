@@ -113,7 +113,7 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
     placed_bytes = row.shape.nbytes * (2 if row.dtype == "float32" else 1)
     conditions = {
         "cold": row.cold,
-        "backed_bytes": min(3 * placed_bytes, meter.available_bytes() // 2) // RANKS,
+        "backed_bytes": min(placed_bytes * 5 // 4, meter.available_bytes() // 3) // RANKS,
         "patience_s": patience_s,
     }
 
@@ -302,9 +302,14 @@ def capped(shape: Shape, root: Path, arms: Sequence[str], timeout_s: float) -> d
             run = summary(load_once(arm, folder, warm_up, timeout_s, cap_bytes=cap))
             found["arms"][arm] = {"outcome": "loaded", "wall_s": run["wall_s"]}
         except RankError as error:
-            # The rank with the shortest story was killed; the others miss it, at length.
-            rank, story = min(error.failures.items(), key=lambda item: len(item[1]))
-            found["arms"][arm] = {"outcome": f"rank {rank}: {story.splitlines()[-1]}"}
+            killed = [rank for rank, story in error.failures.items() if "exit code -9" in story]
+            rank, story = next(iter(error.failures.items()))
+            outcome = (
+                f"killed: rank {', '.join(map(str, killed))}"
+                if killed
+                else f"rank {rank}: {story.splitlines()[-1]}"
+            )
+            found["arms"][arm] = {"outcome": outcome}
         caps.clean_up()
         say(f"  {shape.name} capped at {cap >> 20} MiB: {arm} {found['arms'][arm]['outcome']}")
     return found

@@ -79,7 +79,7 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = job.wants_priority and meter.take_priority()
     dist.barrier()
-    meter.back_memory(job.backed_bytes)
+    meter.back_memory(job.backed_bytes, dist.barrier)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
