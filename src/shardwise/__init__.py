@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         WholeModel,
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
-    from shardwise.report import LoadReport
+    from shardwise.report import Forecast, LoadReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _HOMES = {
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
@@ -61,6 +63,7 @@ _HOMES = {
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
+    "plan": "shardwise.verbs.plan",
 }
 
 __all__ = [
@@ -70,6 +73,7 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "Forecast",
     "FormatError",
     "HubOptions",
     "Ignore",
@@ -88,6 +92,7 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "load",
+    "plan",
 ]
 
 

@@ -8,6 +8,7 @@ import io
 import pytest
 
 from shardwise.execution.progress import ProgressBar
+from shardwise.execution.world import World
 
 
 class Terminal(io.StringIO):
@@ -22,7 +23,8 @@ def _bars_are_on(monkeypatch):
 
 def shown(screen, *, enabled=True):
     """What a quarter of a load writes to standard error."""
-    with contextlib.redirect_stderr(screen), ProgressBar("Loading weights", 4 << 20, enabled=enabled) as bar:
+    alone = World(0, 1)
+    with contextlib.redirect_stderr(screen), ProgressBar("Loading weights", alone, 4 << 20, enabled=enabled) as bar:
         bar.advance(1 << 20)
         bar._bar.refresh()
     return screen.getvalue()

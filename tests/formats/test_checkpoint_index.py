@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import fsspec
 import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
 
@@ -18,6 +19,8 @@ from shardwise.errors import CheckpointError, FormatError, StorageError
 from shardwise.formats import CheckpointIndex, checkpoint_index, open_checkpoint
 from shardwise.storage import MemoryReader
 from shardwise.tensors import DType
+from shardwise.testing import HttpStore
+from shardwise.testing.http_store import Status
 
 
 def opened(files: Mapping[str, bytes], **options: object) -> CheckpointIndex:
@@ -465,3 +468,73 @@ def test_formats_import_no_torch() -> None:
         "assert not {'huggingface_hub', 'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# At a URL
+
+
+INDEXED = {
+    "m/x.safetensors": A,
+    "m/y.safetensors": B,
+    "m/model.safetensors.index.json": index_of({"a": "x.safetensors", "b": "y.safetensors"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "chosen"),
+    [
+        ({"m/model.safetensors": A}, "m", ["model.safetensors"]),
+        ({"m/model.safetensors": A}, "m/", ["model.safetensors"]),
+        ({"m/foo.safetensors": A}, "m/foo.safetensors", ["foo.safetensors"]),
+        (INDEXED, "m", ["x.safetensors", "y.safetensors"]),
+        (INDEXED, "m/model.safetensors.index.json?sig=1", ["x.safetensors", "y.safetensors"]),
+        ({**INDEXED, "m/model.safetensors": C}, "m", ["model.safetensors"]),
+    ],
+)
+def test_a_checkpoint_at_a_url(files: dict[str, bytes], path: str, chosen: list[str]) -> None:
+    with HttpStore(files) as store:
+        index = open_checkpoint(f"{store.url}/{path}")
+        assert index.root == f"{store.url}/m"
+    assert list(index.files) == chosen
+
+
+def test_a_file_named_beside_the_url() -> None:
+    with HttpStore({"m/foo.safetensors": A, "m/model.safetensors": B}) as store:
+        index = open_checkpoint(
+            f"{store.url}/m", weights_name="foo.safetensors", extra_files=["absent.safetensors"]
+        )
+        assert list(index.files) == ["foo.safetensors"]
+        with pytest.raises(FormatError, match=r"foo\.safetensors: is a file, so weights_name"):
+            open_checkpoint(f"{store.url}/m/foo.safetensors", weights_name="model.safetensors")
+
+
+def test_a_server_without_the_usual_names_says_what_to_pass() -> None:
+    with HttpStore({"m/foo.safetensors": A}) as store, pytest.raises(FormatError) as caught:
+        open_checkpoint(f"{store.url}/m")
+    assert "looked for: model.safetensors, model.safetensors.index.json" in str(caught.value)
+    assert "the URL of the *.safetensors or *.safetensors.index.json file itself" in str(caught.value)
+
+
+def test_an_object_store_that_refuses_what_it_does_not_have() -> None:
+    with HttpStore(INDEXED) as store:
+        store.inject(Status(403), file="m/model.safetensors")
+        assert sorted(open_checkpoint(f"{store.url}/m").entries) == ["a", "b"]
+        store.inject(Status(403))
+        with pytest.raises(StorageError, match=r"model\.safetensors\.index\.json in .*access is refused"):
+            open_checkpoint(f"{store.url}/m")
+
+
+def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
+    with HttpStore({**INDEXED}) as store:
+        store.replace("m/y.safetensors", None)
+        with pytest.raises(FormatError, match=r"missing files: 1\n.*y\.safetensors in .*no such file"):
+            open_checkpoint(f"{store.url}/m")
+
+
+def test_a_storage_that_lists_its_files_is_searched() -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/checkpoint-at-url/only.safetensors", A)
+    try:
+        assert list(open_checkpoint("memory://checkpoint-at-url").files) == ["only.safetensors"]
+    finally:
+        files.rm("/checkpoint-at-url", recursive=True)

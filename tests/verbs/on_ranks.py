@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests import truth
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
+from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
 from shardwise.storage import LocalReader
 
 
@@ -314,3 +316,77 @@ def load_again_after_a_step(directory: str) -> list[str]:
     shardwise.load(model, directory)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     return truth.differences(truth.snapshot(model), before)
+
+
+def file_replaced_while_reading(directory: str, rank: int) -> tuple[str, str]:
+    """On one rank, the file is replaced by a copy of itself after its first bytes have been read."""
+    original = LocalReader.read_vectored
+    replaced: list[str] = []
+
+    def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
+        original(self, file, start, buffers)
+        if not replaced:
+            replaced.append(file)
+            Path(directory, "copy").write_bytes(Path(directory, file).read_bytes())
+            os.replace(Path(directory, "copy"), Path(directory, file))
+
+    if dist.get_rank() == rank:
+        LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
+    try:
+        return error_of(directory, {})
+    finally:
+        LocalReader.read_vectored = original  # type: ignore[method-assign]
+
+
+class Wide(nn.Module):
+    """Matrices whose column shards are strided in the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 700, 40, bias=False)
+        self.second = nn.Linear(3 * 5, 4000, dtype=torch.bfloat16)
+
+
+def save_wide(folder: Path) -> None:
+    torch.manual_seed(1)
+    save_file(Wide().state_dict(), Path(folder) / "model.safetensors")
+
+
+def column_shards(directory: str, way: str) -> list[str]:
+    """Names of what differs from the file in a model sharded by columns."""
+    with torch.device("meta"):
+        model = Wide().to(torch.float32)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    asked: list[bool] = []
+    original = LocalReader._is_cached
+
+    def is_cached(self: LocalReader, file: str, start: int, stop: int) -> bool:
+        asked.append(way == "cached")
+        return way == "cached"
+
+    LocalReader._is_cached = is_cached  # type: ignore[method-assign]
+    try:
+        budget = 4096 if way == "tiny budget" else 1 << 20
+        shardwise.load(model, directory, options=shardwise.LoadOptions(budget_bytes=budget))
+    finally:
+        LocalReader._is_cached = original  # type: ignore[method-assign]
+    assert asked
+    stored = load_file(Path(directory) / "model.safetensors")
+    whole = {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
+    return [name for name in stored if not torch.equal(stored[name].float(), whole[name])]
+
+
+def shared_load(
+    directory: str, mesh_shape: tuple[int, ...], mode: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Whole values of a model on a mesh, and the report."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    modes = {"once": OncePerGroup(), "alone": Alone(), "weighed": Weighed()}
+    model, report = shardwise.from_pretrained(
+        directory,
+        sharding=shardwise.Sharding(mesh=mesh),
+        options=shardwise.LoadOptions(shared_reads=modes[mode], budget_bytes=1 << 16),
+        output_loading_info=True,
+    )
+    return truth.snapshot(model)["values"], report.to_dict()

@@ -138,7 +138,8 @@ def test_the_report_says_what_was_done(tied_qwen3):
 @pytest.mark.distributed
 def test_each_rank_reads_its_own_part(worlds, qwen3):
     reports = worlds(2).run(on_ranks.report_of, str(qwen3), {})
-    assert sum(report["read_bytes"] for report in reports) == reports[0]["checkpoint_bytes"]
+    checkpoint = reports[0]["checkpoint_bytes"]
+    assert checkpoint <= sum(report["read_bytes"] for report in reports) <= 1.02 * checkpoint
 
 
 def test_the_class_comes_from_the_config_or_is_given(qwen3):

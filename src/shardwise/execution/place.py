@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies
+from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
+from shardwise.errors import StorageError
+from shardwise.execution.host_memory import populate
+from shardwise.execution.landing import HostLanding, Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
+from shardwise.execution.workers import Workers
+from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.storage import StorageReader
+from shardwise.planning.schedule import Request, Segment, aligned, schedule, segments_of
+from shardwise.storage import PageCache, StorageReader
+from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
 
-_BLOCK_BYTES = 16 << 20
-"""Staging for one strided or casting copy. Large enough for sequential reads, small enough for the cache."""
-
-_READ_BYTES = 64 << 20
-"""A direct read is told to the progress bar in parts of this size."""
-
-_GAP_BYTES = 4096
-"""Gaps up to this size are read over: storages read whole pages anyway."""
+_WORTH_POPULATING_BYTES = 1 << 16
+"""Memory of this size is worth a system call that provides its pages, before it is read into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,105 +41,223 @@ class Destination:
 
 @dataclass
 class Placer:
-    """Carries out copies one after the other, and counts the elements written by FQN."""
+    """Carries out copies, and counts the elements written by FQN.
+
+    ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
+    storage had when their headers were read.
+    """
 
     reader: StorageReader
     index: CheckpointIndex
     budget_bytes: int
     progress: Progress
+    world: World
+    identities: Mapping[str, str] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
-    _staging: torch.Tensor | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(self, destinations: Iterable[Destination]) -> None:
-        """Fill every destination. Memory: one staging block; for opaque leaves their inputs and outputs."""
+        """Fill every destination. Memory: the budget.
+
+        Raises:
+            StorageError: bytes could not be read, or a file was replaced meanwhile.
+        """
+        items = [item for item in destinations if item.boxes]
+        leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+        files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
+        before = self._identify(files)
+        self._require_same(self.identities, before)
+        self._place(items)
+        self._require_same(before, self._identify(files))
+
+    def _identify(self, files: Sequence[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+
+        def identify(file: str, _: None) -> None:
+            found[file] = self.reader.identity(file)
+
+        Workers(identify, [None] * self.reader.policy.concurrency, self.world.check).run(files)
+        return found
+
+    def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
+        if changed:
+            raise StorageError(
+                f"{', '.join(shown(file) for file in changed[:5])} in {self.reader.root}: replaced or rewritten "
+                f"while the checkpoint was being loaded (was {before[changed[0]]}, is {now[changed[0]]}); load "
+                "again once nobody writes to it"
+            )
+
+    def _place(self, destinations: Sequence[Destination]) -> None:
+        plain: list[Destination] = []
         computed: dict[int, tuple[Opaque, list[Destination]]] = {}
         for item in destinations:
             if isinstance(item.expression, Opaque):
                 computed.setdefault(id(item.expression.operation), (item.expression, []))[1].append(item)
             else:
-                self._place(item, {})
-        for leaf, items in computed.values():
-            if any(item.boxes for item in items):
-                outputs = self._evaluate(leaf)
-                for item in items:
-                    self._place(item, outputs)
+                plain.append(item)
+        on_device: dict[torch.device, list[Destination]] = {}
+        for item in plain:
+            on_device.setdefault(item.local.device, []).append(item)
+        for device, items in on_device.items():
+            self._place_stored(items, device)
+        for leaf, sharers in computed.values():
+            self._place_computed(self._evaluate(leaf), sharers)
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
-        local = torch.empty(box.sizes, dtype=dtype)
-        outputs = self._evaluate(expression) if isinstance(expression, Opaque) else {}
-        self._place(Destination("", expression, local, (LocalBox(box, Strided.contiguous(box.sizes)),)), outputs)
-        return local
+        return self.values_of([(expression, box, dtype)])[0]
 
-    def _place(self, item: Destination, outputs: Mapping[str, torch.Tensor]) -> None:
-        count = 0
-        for part in item.boxes:
-            for copy in copies(item.expression, part.box, part.local):
-                if isinstance(copy.leaf, Opaque):
-                    whole = outputs[copy.leaf.output].contiguous()
-                    strided_view(item.local, copy.target).copy_(strided_view(whole, copy.source))
-                else:
-                    self._copy_stored(copy.leaf, copy, item.local)
-                count += copy.numel
-        self.written[item.fqn] = self.written.get(item.fqn, 0) + count
+    def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
+        """Boxes of expressions as new contiguous CPU tensors, read together."""
+        items = [
+            Destination(
+                "",
+                expression,
+                torch.empty(box.sizes, dtype=dtype, device="cpu"),
+                (LocalBox(box, Strided.contiguous(box.sizes)),),
+            )
+            for expression, box, dtype in wanted
+        ]
+        self._place(items)
+        return [item.local for item in items]
 
-    def _copy_stored(self, leaf: Stored, copy: Copy, local: torch.Tensor) -> None:
-        direct = (
-            local.device.type == "cpu"
-            and local.dtype == to_torch(leaf.dtype)
-            and copy.source.is_contiguous
-            and copy.target.is_contiguous
-        )
-        if direct:
-            memory = _bytes_of(local)
-            start = copy.target.offset * local.element_size()
-            self._read(leaf, copy.source.offset, memory[start : start + copy.numel * local.element_size()])
-            return
-        itemsize = leaf.dtype.itemsize
-        for block in copy.blocks(max(1, min(self.budget_bytes, _BLOCK_BYTES) // itemsize)):
-            strided_view(local, block.target).copy_(self._stage(leaf, block.source))
+    def count(self, fqn: str, numel: int) -> None:
+        """Note that elements of a tensor have been written."""
+        self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _stage(self, leaf: Stored, source: Strided) -> torch.Tensor:
-        """The elements of one block, as a view of the staging buffer with the block's sizes."""
-        itemsize = leaf.dtype.itemsize
-        span = source.stop - source.offset
-        staging = self._staging_bytes(span * itemsize)
-        values = staging.view(to_torch(leaf.dtype))
-        run, outer_sizes, outer_strides = _runs(source)
-        gap = (outer_strides[-1] - run) * itemsize if outer_strides else 0
-        if gap <= _GAP_BYTES:
-            self._read(leaf, source.offset, _memory(staging))
-            return torch.as_strided(values, source.sizes, source.strides)
-        memory = _memory(staging)
-        width = run * itemsize
-        for number, offset in enumerate(_offsets(source.offset, outer_sizes, outer_strides)):
-            self._read(leaf, offset, memory[number * width : (number + 1) * width])
-        return values[: source.numel].view(source.sizes)
+    def _place_stored(self, items: Sequence[Destination], device: torch.device) -> None:
+        policy = self.reader.policy
+        tools, staging_bytes = landings(self.budget_bytes, policy.concurrency, device)
+        segments: list[tuple[str, Segment]] = []
+        for number, item in enumerate(items):
+            for copy in self._copies(item):
+                assert isinstance(copy.leaf, Stored)
+                entry = self.index.entries[copy.leaf.key]
+                needs_staging = device.type != "cpu" or item.local.dtype != to_torch(copy.leaf.dtype)
+                segments += (
+                    (entry.file, segment)
+                    for segment in segments_of(
+                        copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=staging_bytes
+                    )
+                )
+        start_at = self.world.rank / self.world.size if policy.is_remote else 0.0
+        requests = schedule(segments, policy, staging_bytes=staging_bytes, start_at=start_at)
+        self._carry_out(requests, [item.local for item in items], tools)
 
-    def _read(self, leaf: Stored, first: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the stored bytes from element ``first`` of a leaf on."""
-        entry = self.index.entries[leaf.key]
-        start = entry.start + first * leaf.dtype.itemsize
-        for done in range(0, len(buffer), _READ_BYTES):
-            part = buffer[done : done + _READ_BYTES]
-            self.reader.read_into(entry.file, start + done, part)
-            self.read_bytes += len(part)
-            self.progress.advance(len(part))
+    def _copies(self, item: Destination) -> list[Copy]:
+        found = [copy for part in item.boxes for copy in copies(item.expression, part.box, part.local)]
+        self.count(item.fqn, sum(copy.numel for copy in found))
+        return found
+
+    def _carry_out(
+        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor], tools: Sequence[Landing]
+    ) -> None:
+        memories: dict[int, memoryview] = {}
+
+        def memory(target: int) -> memoryview:
+            if target not in memories:
+                memories[target] = _bytes_of(tensors[target])
+            return memories[target]
+
+        def carry_out(request: Request, landing: Landing) -> None:
+            if not self._copy_from_cache(request, tensors):
+                self._read_request(request, tensors, memory, landing)
+            with self._lock:
+                self.read_bytes += request.bytes.nbytes
+                self.progress.advance(request.bytes.nbytes)
+
+        Workers(carry_out, tools, self.world.check).run(requests)
+        for landing in tools:
+            landing.finish()
+
+    def _read_request(
+        self,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        memory: Callable[[int], memoryview],
+        landing: Landing,
+    ) -> None:
+        """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
+        staged: list[tuple[Segment, int]] = []
+        buffers: list[memoryview] = []
+        staging: memoryview | None = None
+        position, used = request.bytes.start, 0
+        for segment in request.segments:
+            gap = segment.bytes.start - position
+            position = segment.bytes.stop
+            if gap or not segment.is_direct:
+                staging = landing.begin() if staging is None else staging
+            if gap:
+                assert staging is not None
+                buffers.append(staging[used : used + gap])
+                used += aligned(gap)
+            if segment.is_direct:
+                target = segment.copy.target.offset * tensors[segment.target].element_size()
+                buffers.append(memory(segment.target)[target : target + segment.bytes.nbytes])
+            else:
+                assert staging is not None
+                buffers.append(staging[used : used + segment.bytes.nbytes])
+                staged.append((segment, used))
+                used += aligned(segment.bytes.nbytes)
+        for buffer in buffers:
+            if buffer.nbytes >= _WORTH_POPULATING_BYTES:
+                populate(buffer)
+        self.reader.read_vectored(request.file, request.bytes.start, buffers)
+        for segment, start in staged:
+            landing.put(segment, start, tensors[segment.target])
+        if staging is not None:
+            landing.end()
+
+    def _copy_from_cache(self, request: Request, tensors: Sequence[torch.Tensor]) -> bool:
+        """Strided segments straight from the system's page cache, where it has them; False where it has not.
+
+        A strided read through staging moves every byte twice, and the unwanted ones too.
+        """
+        if not isinstance(self.reader, PageCache):
+            return False
+        if not request.segments[0].is_strided:
+            return False
+        if any(tensors[item.target].device.type != "cpu" for item in request.segments):
+            return False
+        cached = self.reader.cached(request.file, request.bytes.start, request.bytes.stop)
+        if cached is None:
+            return False
+        for segment in request.segments:
+            first = segment.bytes.start - request.bytes.start
+            if (request.bytes.start + first) % segment.dtype.itemsize:
+                return False  # an unaligned view is no tensor
+            stored = torch.frombuffer(cached, dtype=torch.uint8, count=segment.bytes.nbytes, offset=first)
+            strided_view(tensors[segment.target], segment.copy.target).copy_(as_stored(stored, segment, 0))
+        return True
+
+    # Conversions that compute
+
+    def _place_computed(self, outputs: Mapping[str, torch.Tensor], items: Sequence[Destination]) -> None:
+        for item in items:
+            for copy in self._copies(item):
+                assert isinstance(copy.leaf, Opaque)
+                whole = outputs[copy.leaf.output].contiguous()
+                strided_view(item.local, copy.target).copy_(strided_view(whole, copy.source))
 
     def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
-        inputs: list[torch.Tensor] = []
-        for stored in leaf.inputs:
-            whole = torch.empty(stored.shape, dtype=to_torch(stored.dtype))
-            if whole.numel():
-                self._read(stored, 0, _bytes_of(whole))
-            inputs.append(whole)
+        """The conversion's outputs, from its inputs whole."""
+        inputs = [torch.empty(stored.shape, dtype=to_torch(stored.dtype), device="cpu") for stored in leaf.inputs]
+        policy = self.reader.policy
+        segments = [
+            (entry.file, segment)
+            for number, stored in enumerate(leaf.inputs)
+            for entry in [self.index.entries[stored.key]]
+            for copy in copies(stored, Box.whole(stored.shape))
+            for segment in segments_of(
+                copy, number, entry, needs_staging=False, policy=policy, block_bytes=policy.request_bytes
+            )
+        ]
+        tools = [HostLanding(policy.max_gap_bytes) for _ in range(policy.concurrency)]
+        requests = schedule(segments, policy, staging_bytes=policy.max_gap_bytes)
+        self._carry_out(requests, inputs, tools)
         return leaf.operation(inputs)
-
-    def _staging_bytes(self, nbytes: int) -> torch.Tensor:
-        if self._staging is None or self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8)
-        return self._staging[:nbytes]
 
 
 def opaque_bytes(leaf: Opaque) -> int:
@@ -149,29 +269,8 @@ def _nbytes(stored: Stored) -> int:
     return Strided.contiguous(stored.shape).numel * stored.dtype.itemsize
 
 
-def _runs(source: Strided) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """(elements of each contiguous run, sizes and strides of what repeats it). Axes are sorted, widest first."""
-    if source.sizes and source.strides[-1] == 1:
-        return source.sizes[-1], source.sizes[:-1], source.strides[:-1]
-    return 1, source.sizes, source.strides
-
-
-def _offsets(first: int, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
-    if not sizes:
-        yield first
-        return
-    for index in range(sizes[0]):
-        yield from _offsets(first + index * strides[0], sizes[1:], strides[1:])
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The CPU memory of a tensor, from its first element to the end of its storage."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,))
-    return _memory(flat)
-
-
-def _memory(flat: torch.Tensor) -> memoryview:
-    array: Any = flat.numpy()
-    return memoryview(array)
+    return memory_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

@@ -18,13 +18,17 @@ from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.local import LocalReader
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reader import StorageReader
+from shardwise.storage.opening import OpenStorage, open_storage
+from shardwise.storage.reader import CannotListError, StorageReader
+from shardwise.storage.urls import is_url
 
 MAX_INDEX_BYTES = 100_000_000
 """The longest index file that is read, the same as the longest header."""
 
 Layout = Literal["indexed", "single file", "several files without an index"]
 
+_SINGLE_FILE = "model.safetensors"
+_USUAL_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
@@ -61,25 +65,33 @@ def open_checkpoint(
 ) -> CheckpointIndex:
     """Find the safetensors files of a checkpoint and read their headers.
 
-    ``path`` is a folder, a safetensors file, an index file, or a reader. In a folder the first of these
-    counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
-    ``model.safetensors.index.json``, the only other index, all safetensors files. ``extra_files`` are read in
-    addition where they are there. Files named by an index are relative to the folder, as in transformers.
+    ``path`` is a folder, a safetensors file, an index file, the URL of one of these, or a reader. In a folder
+    the first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
+    ``model.safetensors.index.json``, the only other index, all safetensors files. Where the storage does not tell
+    which files there are, the first three are tried. ``extra_files`` are read in addition where they are there.
+    Files named by an index are relative to the folder, as in transformers.
 
     Raises :class:`FormatError` with all faults of all files at once; :class:`StorageError` when nothing is
     wrong but that bytes could not be read.
     """
     if isinstance(path, StorageReader):
         return _open(path, weights_name, extra_files)
-    place = Path(path)
+    opened = open_storage(path) if is_url(path) else _open_local(Path(path))
+    with opened.reader:
+        if opened.file is not None:
+            if weights_name is not None:
+                raise FormatError(
+                    f"{opened.reader.root}/{shown(opened.file)}: is a file, so weights_name={weights_name!r} has "
+                    "no place; pass one of the two"
+                )
+            weights_name = opened.file
+        return _open(opened.reader, weights_name, extra_files)
+
+
+def _open_local(place: Path) -> OpenStorage:
     if place.is_file():
-        if weights_name is not None:
-            raise FormatError(
-                f"{place}: is a file, so weights_name={weights_name!r} has no place; pass one of the two"
-            )
-        place, weights_name = place.parent, place.name
-    with LocalReader(place) as reader:
-        return _open(reader, weights_name, extra_files)
+        return OpenStorage(LocalReader(place.parent), place.name)
+    return OpenStorage(LocalReader(place), None)
 
 
 @dataclass
@@ -165,20 +177,44 @@ def _is_there(reader: StorageReader, name: str) -> bool:
 def _select(reader: StorageReader, weights_name: str | None, faults: _Faults) -> _Selection:
     if weights_name is not None:
         return _select_named(reader, weights_name, faults)
-    names = [name for name in reader.list() if "/" not in name]
-    if "model.safetensors" in names:
-        return _Selection("single file", ["model.safetensors"])
-    if "model.safetensors.index.json" in names:
-        return _select_indexed(reader, "model.safetensors.index.json", faults)
+    try:
+        names = [name for name in reader.list() if "/" not in name]
+    except CannotListError:
+        return _select_probed(reader, faults)
+    if _SINGLE_FILE in names:
+        return _Selection("single file", [_SINGLE_FILE])
+    if _USUAL_INDEX in names:
+        return _select_indexed(reader, _USUAL_INDEX, faults)
     indexes = _without_side_files(name for name in names if name.endswith(_INDEX))
     if len(indexes) > 1:
         raise FormatError(
-            f"{reader.root}: several index files and no model.safetensors.index.json: {_listed(indexes)}; "
+            f"{reader.root}: several index files and no {_USUAL_INDEX}: {_listed(indexes)}; "
             "pass the one that is meant as weights_name, or its path"
         )
     if indexes:
         return _select_indexed(reader, indexes[0], faults)
     return _select_all(reader, names, faults)
+
+
+def _select_probed(reader: StorageReader, faults: _Faults) -> _Selection:
+    """By their usual names, one after the other, where the storage does not tell which files it has."""
+    refusal: StorageError | None = None
+    for name in (_SINGLE_FILE, _USUAL_INDEX):
+        try:
+            if _is_there(reader, name):
+                return _select_named(reader, name, faults)
+        except StorageError as error:
+            # An object store that must not tell which files it has refuses those it does not have.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            refusal = error
+    if refusal is not None:
+        raise refusal
+    raise FormatError(
+        f"{reader.root}: no weights found\n"
+        f"  looked for: {_SINGLE_FILE}, {_USUAL_INDEX}; for others the storage would have to list its files\n"
+        f"Check the URL, or name the file: the URL of the *{_WEIGHTS} or *{_INDEX} file itself, or weights_name=..."
+    )
 
 
 def _select_named(reader: StorageReader, name: str, faults: _Faults) -> _Selection:
@@ -235,7 +271,7 @@ def _check_numbering(files: Sequence[str], faults: _Faults) -> None:
 def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     lines = [
         f"{root}: no weights found",
-        f"  looked for: model.safetensors, model.safetensors.index.json, another *{_INDEX}, *{_WEIGHTS}",
+        f"  looked for: {_SINGLE_FILE}, {_USUAL_INDEX}, another *{_INDEX}, *{_WEIGHTS}",
         f"  files there: {_listed(map(shown, names)) or 'none'}",
     ]
     if any(fnmatchcase(name, "adapter_model*") for name in names):
@@ -302,8 +338,8 @@ def _read_headers(reader: StorageReader, files: Sequence[str], faults: _Faults) 
         except (FormatError, StorageError) as error:
             return error
 
-    # Threads because of network file systems, where a checkpoint of hundreds of files is hundreds of waits.
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+    # Threads because of networks, where a checkpoint of hundreds of files is hundreds of waits.
+    with ThreadPoolExecutor(max(_HEADER_THREADS, reader.policy.concurrency)) as pool:
         results = list(pool.map(attempt, files))
     for result in results:
         if not isinstance(result, FileHeader):

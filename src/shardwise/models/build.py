@@ -126,7 +126,6 @@ def build_on_meta(
     Raises:
         ConfigError: when the class cannot be built from the config.
     """
-    config.name_or_path = str(directory)
     try:
         with compat.building_on_meta(dtype):
             model = model_class(config)

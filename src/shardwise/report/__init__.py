@@ -1,7 +1,8 @@
-"""What happened, as plain data, and how names are put into words."""
+"""What happened or will happen, as plain data, and how names and sizes are put into words."""
 
+from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
 from shardwise.report.names import collapse
 from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["LoadReport", "VerifyReport", "collapse"]
+__all__ = ["Forecast", "LoadReport", "VerifyReport", "collapse"]

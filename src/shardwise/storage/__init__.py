@@ -9,7 +9,7 @@ from shardwise.storage.local import LocalReader
 from shardwise.storage.memory import MemoryReader
 from shardwise.storage.opening import OpenStorage, open_storage
 from shardwise.storage.policy import LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_STORE, ReadPolicy
-from shardwise.storage.reader import CannotListError, StorageReader
+from shardwise.storage.reader import CannotListError, PageCache, StorageReader
 from shardwise.storage.retries import Retries
 from shardwise.storage.urls import is_url
 
@@ -26,6 +26,7 @@ __all__ = [
     "LocalReader",
     "MemoryReader",
     "OpenStorage",
+    "PageCache",
     "ReadPolicy",
     "RemoteReader",
     "Retries",

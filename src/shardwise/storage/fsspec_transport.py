@@ -174,7 +174,7 @@ def _fault(error: Exception, timeout_s: float) -> Exception:
         return PermissionError(f"access is refused ({type(error).__name__}: {error})")
     # fsspec's own timeout, which is no TimeoutError before Python 3.11's asyncio has it so.
     if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-        return TransientFault(f"nothing came in time ({timeout_s:g} s at most)")
+        return TransientFault(f"nothing came in time ({timeout_s:.3g} s at most)")
     told = f"{type(error).__name__}: {error}"
     if isinstance(error, _WRONG_USE):
         return PermanentFault(f"the file system refuses ({told})", "check the URL and storage_options")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 import threading
@@ -26,6 +27,9 @@ _CALL_BYTES = 0x7FFFF000
 _CALL_BUFFERS = 1024
 """The most buffers one preadv call takes on Linux (``IOV_MAX``)."""
 
+_CACHE_SAMPLES = 5
+"""Bytes of a range by which it is judged whether the page cache has it."""
+
 
 @dataclass(slots=True)
 class _OpenFile:
@@ -33,6 +37,7 @@ class _OpenFile:
 
     descriptor: int
     users: int = 0
+    map: mmap.mmap | None = None
 
 
 class LocalReader:
@@ -132,6 +137,31 @@ class LocalReader:
                     raise self._ends_early(file, start, stop, position)
                 position += count
                 first = _advance(pending, first, count)
+
+    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
+        if not self._is_cached(file, start, stop):
+            return None
+        with self._descriptor(file) as descriptor, self._lock:
+            opened = self._open_files[file]
+            if opened.map is None:
+                # Copy-on-write: numpy and torch warn of views of a map that is read-only, or refuse them.
+                opened.map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            if stop > len(opened.map):
+                raise self._ends_early(file, start, stop, len(opened.map))
+            self.bytes_read += stop - start
+            return memoryview(opened.map)[start:stop]
+
+    def _is_cached(self, file: str, start: int, stop: int) -> bool:
+        sample = bytearray(1)
+        with self._descriptor(file) as descriptor:
+            try:
+                for part in range(_CACHE_SAMPLES):
+                    place = start + (stop - 1 - start) * part // (_CACHE_SAMPLES - 1)
+                    if os.preadv(descriptor, [sample], place, os.RWF_NOWAIT) == 0:
+                        return False
+            except OSError:  # not there without waiting for the disk, or a file system that cannot tell
+                return False
+        return stop > start
 
     def close(self) -> None:
         with self._lock:

@@ -87,3 +87,16 @@ class StorageReader(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+@runtime_checkable
+class PageCache(Protocol):
+    """What a reader can do besides when the system keeps in memory what it has read."""
+
+    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
+        """The bytes ``start <= i < stop`` as a view of the system's page cache; None where it lacks some of them.
+
+        Whether it has them is found out by samples. The view must not be written to. Should the file be cut short
+        while the view is in use, the process is ended by the system (SIGBUS), as with every memory-mapped file.
+        """
+        ...

@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -34,6 +34,30 @@ _Piece = tuple[int, list[memoryview]]
 """Where a request begins, and what it fills."""
 
 
+class _Call:
+    """The requests of one call of a reader: the first failure among them, and whether anybody waits for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = threading.Event()
+        self.failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+        self._abandoned.set()
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+    def is_abandoned(self) -> bool:
+        return self._abandoned.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but no longer than somebody waits for the outcome."""
+        self._abandoned.wait(seconds)
+
+
 class RemoteReader:
     """Reads files below a URL by range; see :class:`~shardwise.storage.reader.StorageReader`.
 
@@ -50,8 +74,9 @@ class RemoteReader:
     Args:
         url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``,
             ``hf://organisation/name@revision``, or of any kind that fsspec knows. A query is sent with every file.
-        storage_options: for http and https ``headers`` and ``ssl_context``; for hf ``token``, ``endpoint`` and
-            ``revision``; else what the fsspec file system takes (``key``, ``secret``, ``anon``, ...).
+        storage_options: for http and https ``headers``, ``ssl_context`` and ``proxy`` (the environment's is not
+            used); for hf ``token``, ``endpoint``, ``revision`` and ``proxy``; else what the fsspec file system
+            takes (``key``, ``secret``, ``anon``, ...).
         concurrency: replaces ``policy.concurrency``.
         policy: how the storage is read.
         retries: attempts, waits and timeouts.
@@ -79,7 +104,7 @@ class RemoteReader:
         self._states: dict[str, FileState] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._halts: set[threading.Event] = set()
+        self._calls: set[_Call] = set()
         # One pool bounds the requests in flight and is where they wait their turn.
         self._pool = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="shardwise-remote")
         self.bytes_read = 0
@@ -124,18 +149,20 @@ class RemoteReader:
         if not nbytes:
             return
         pieces = _pieces(start, flat, self._policy.request_bytes)
-        with self._call() as halt:
-            requests = [self._submit(file, self._fetch_piece, file, piece, state, halt) for piece in pieces]
+        requests: list[Future[None]] = []
+        with self._call() as call:
             try:
-                wait(requests, return_when=FIRST_EXCEPTION)
-                for request in requests:
-                    if request.done():
-                        request.result()
-            except BaseException:
-                # Nobody writes to the caller's buffers once this call is over.
-                halt.set()
-                wait(requests)
-                raise
+                for piece in pieces:
+                    requests.append(self._submit(file, self._fetch_piece, file, piece, state, call))
+            finally:
+                # Nobody writes to the caller's buffers once this call is over, whatever ends it.
+                try:
+                    wait(requests)
+                finally:
+                    call.abandon()
+                    wait(requests)
+        if call.failure is not None:
+            raise call.failure
 
     def read(self, file: str, start: int, stop: int) -> bytes:
         # A range that the file does not have is refused before it is allocated: the numbers may be hostile.
@@ -147,8 +174,8 @@ class RemoteReader:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for halt in self._halts:
-                halt.set()
+            for call in self._calls:
+                call.abandon()
         # What waits in the pool for its turn is not cancelled: it finds the reader closed, and says so.
         self._pool.shutdown(wait=False)
         self._transport.close()
@@ -211,16 +238,15 @@ class RemoteReader:
         return self._root if file is None else f"{shown(file)} in {self._root}"
 
     @contextmanager
-    def _call(self) -> Iterator[threading.Event]:
-        """What tells the requests of one call that nobody waits for them any more."""
-        halt = threading.Event()
+    def _call(self) -> Iterator[_Call]:
+        call = _Call()
         with self._lock:
-            self._halts.add(halt)
+            self._calls.add(call)
         try:
-            yield halt
+            yield call
         finally:
             with self._lock:
-                self._halts.discard(halt)
+                self._calls.discard(call)
 
     def _submit(self, file: str | None, function: Callable[..., T], *arguments: Any) -> Future[T]:
         try:
@@ -229,29 +255,32 @@ class RemoteReader:
             raise self._is_closed(file) from error
 
     def _ask(self, file: str | None, doing: str, request: Callable[[], T]) -> T:
-        with self._call() as halt:
-            answer: Future[T] = self._submit(file, self._persist, file, doing, request, halt)
+        with self._call() as call:
+            answer: Future[T] = self._submit(file, self._persist, file, doing, request, call)
             return answer.result()
 
-    def _fetch_piece(self, file: str, piece: _Piece, state: FileState, halt: threading.Event) -> None:
+    def _fetch_piece(self, file: str, piece: _Piece, state: FileState, call: _Call) -> None:
         start, buffers = piece
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._persist(
-            file,
-            f"bytes {start}..{start + nbytes}",
-            lambda: self._transport.fetch(file, start, buffers, state, halt.is_set),
-            halt,
-        )
+
+        def fetch() -> None:
+            self._transport.fetch(file, start, buffers, state, call.is_abandoned)
+
+        try:
+            self._persist(file, f"bytes {start}..{start + nbytes}", fetch, call)
+        except BaseException as error:
+            call.fail(error)
+            return
         with self._lock:
             self.bytes_read += nbytes
 
-    def _persist(self, file: str | None, doing: str, request: Callable[[], T], halt: threading.Event) -> T:
+    def _persist(self, file: str | None, doing: str, request: Callable[[], T], call: _Call) -> T:
         """Make the request until it succeeds, or fails for good, or nobody waits for it any more."""
         begun = time.monotonic()
         failures = 0
         while True:
             self._require_open(file)
-            if halt.is_set():
+            if call.is_abandoned():
                 raise StorageError(f"{self._named(file)}: {doing} was given up, as another request failed")
             with self._lock:
                 self.reads += 1
@@ -267,7 +296,7 @@ class RemoteReader:
                 break
             if failures >= self._retries.attempts:
                 break
-            halt.wait(pause_s)
+            call.pause(pause_s)
         message = self._explain(file, doing, fault, failures, time.monotonic() - begun)
         # The cause is made anew: the original one, and what it was raised from, may quote credentials.
         raise StorageError(message) from _without_secrets(fault, self._redacted)
@@ -291,15 +320,21 @@ class RemoteReader:
 def _transport(url: str, options: Mapping[str, Any], policy: ReadPolicy, retries: Retries) -> Transport:
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
-        unknown = sorted(set(options) - {"headers", "ssl_context"})
+        unknown = sorted(set(options) - {"headers", "ssl_context", "proxy"})
         if unknown:
             raise ConfigError(
-                f"storage_options {unknown} mean nothing to {scheme}://; it takes 'headers' and 'ssl_context'"
+                f"storage_options {unknown} mean nothing to {scheme}://; it takes headers, ssl_context and proxy"
             )
         context = options.get("ssl_context")
         if context is not None and not isinstance(context, ssl.SSLContext):
             raise ConfigError(f"storage_options: ssl_context is a {type(context).__name__}, not an ssl.SSLContext")
-        return HttpTransport(url, retries=retries, headers=options.get("headers", {}), context=context)
+        return HttpTransport(
+            url,
+            retries=retries,
+            headers=options.get("headers", {}),
+            context=context,
+            proxy=options.get("proxy"),
+        )
     if scheme == "hf" and not url.startswith("hf://buckets/"):
         return HubTransport(url, retries=retries, options=options)
     return FsspecTransport(url, retries=retries, concurrency=policy.concurrency, options=options)

@@ -49,7 +49,9 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be shown: without user, password, query and fragment."""
+    """The URL as it may be shown: without user, password, query and fragment. What is no URL stays as it is."""
+    if not is_url(url):
+        return url
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme.lower()}://{host}{parts.path}".rstrip("/")
@@ -79,3 +81,6 @@ def _collect_secrets(options: Mapping[str, object], found: set[str], *, is_secre
             _collect_secrets(value, found, is_secret=hidden)
         elif hidden and isinstance(value, str):
             found.add(value)
+        elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
+            parts = urlsplit(value)
+            found |= {parts.username or "", parts.password or ""}

@@ -26,6 +26,7 @@ from shardwise.errors import ConfigError
 from shardwise.storage.names import why_unsafe
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_SERVER = re.compile(r"^http://[^/]*/")
 _SEND_BYTES = 1 << 20
 _SLICE_S = 0.005
 _CREDIT_S = 0.02
@@ -198,12 +199,9 @@ class HttpStore:
         self._sockets: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._acceptor = threading.Thread(target=self._accept, name="http-store", daemon=True)
         self._acceptor.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
     def counters(self) -> Counters:
@@ -238,6 +236,16 @@ class HttpStore:
             if content is not None:
                 self._contents[file] = _in_memory(content)
 
+    def hang_up(self) -> None:
+        """End all connections there are, as servers do with idle ones; new ones are accepted."""
+        with self._lock:
+            connections, threads = list(self._sockets), list(self._threads)
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
     def close(self) -> None:
         """End all connections; closing twice is fine."""
         if self._closing.is_set():
@@ -247,13 +255,7 @@ class HttpStore:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._acceptor.join()
-        with self._lock:
-            sockets, threads = list(self._sockets), list(self._threads)
-        for connection in sockets:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
+        self.hang_up()
         for descriptor in (*self._replaced, *(content.descriptor for content in self._contents.values())):
             os.close(descriptor)
         self._replaced, self._contents = [], {}
@@ -423,14 +425,14 @@ class HttpStore:
             nbytes = min(most, stop - start)
             if self._bandwidth is not None:
                 self._bandwidth.take(nbytes)
+            with self._lock:
+                self._counts["bytes_sent"] += nbytes  # first: whoever has the bytes finds them counted
             while nbytes:
                 sent = os.sendfile(connection.fileno(), content.descriptor, start, nbytes)
                 if sent == 0:
                     raise ConnectionError("the file became shorter")
                 start += sent
                 nbytes -= sent
-                with self._lock:
-                    self._counts["bytes_sent"] += sent
 
 
 class HttpStoreProcess:
@@ -512,7 +514,8 @@ def _parse(lines: BinaryIO) -> tuple[str, str, dict[str, str]] | None:
         if not colon:
             break
         headers[name.strip().lower()] = value.strip()
-    path = unquote(words[1].partition("?")[0])
+    # What a proxy is asked for begins with the server; a store serves its files for all of them.
+    path = unquote(_SERVER.sub("/", words[1]).partition("?")[0])
     return words[0], path.removeprefix("/"), headers
 
 

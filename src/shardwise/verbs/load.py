@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,15 +21,18 @@ from shardwise.conversion import Bindings, Opaque, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.line import Patience
-from shardwise.execution.materialize import home_of, materialize
+from shardwise.execution.materialize import home_of, materialize, offloads_shards
+from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
+from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.layout import Kind, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
+from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
@@ -41,15 +45,25 @@ from shardwise.planning import (
     ModelRules,
     OnMissing,
     OnUnexpected,
-    Read,
     Recompute,
     Refuse,
     Tie,
     plan_load,
     stored_tensors,
 )
+from shardwise.planning.forecast import (
+    Homes,
+    MemoryCheck,
+    RequireMemory,
+    forecast_computed,
+    forecast_rank,
+    require_fits,
+)
+from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.planning.staging import staging_within
 from shardwise.report import LoadReport, collapse
-from shardwise.storage import HubOptions, LocalReader, StorageReader, is_local, resolve
+from shardwise.report.forecast import RankForecast
+from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
@@ -69,6 +83,10 @@ class LoadOptions:
         progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
+        shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
+            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``.
+        memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
+            before anything is read, ``TryAnyway()`` goes on.
     """
 
     seed: int = 0
@@ -77,6 +95,8 @@ class LoadOptions:
     progress: bool = True
     process_group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
+    shared_reads: SharedReads = field(default_factory=Weighed)
+    memory_check: MemoryCheck = field(default_factory=RequireMemory)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -106,7 +126,7 @@ def load(
 
     Args:
         model: the model, in the same state on every rank.
-        checkpoint: a directory, a safetensors file, an index file, a hub id, or a storage reader.
+        checkpoint: a directory, a safetensors file, an index file, a hub id, a URL, or a storage reader.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
@@ -131,7 +151,7 @@ def load(
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("index"):
             source = open_source(world, checkpoint, hub)
-        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+        with source.closing():
             with clock.phase("plan"):
                 transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
                 held = world.together(lambda: look_inside(model))
@@ -148,11 +168,13 @@ def load(
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    ``identities`` are those of the files of a remote storage when their headers were read. ``is_own`` tells a
+    reader opened here from one the user gave, which stays open.
     """
 
     index: CheckpointIndex
     reader: StorageReader
+    identities: Mapping[str, str]
     is_own: bool
 
     def closing(self) -> AbstractContextManager[object]:
@@ -194,13 +216,20 @@ def open_source(
 ) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
-        reader = checkpoint
-        index = world.from_first(lambda: open_checkpoint(reader, weights_name=weights_name, extra_files=extra))
-        return OpenSource(index, reader, is_own=False)
-    path = resolve_everywhere(world, checkpoint, hub)
-    index = world.from_first(lambda: open_checkpoint(path, weights_name=weights_name, extra_files=extra))
-    root = path if path.is_dir() else path.parent
-    return OpenSource(index, world.together(lambda: LocalReader(root)), is_own=True)
+        opened = OpenStorage(checkpoint, None)
+    elif is_url(checkpoint):
+        opened = world.together(lambda: open_storage(checkpoint, hub))
+    else:
+        path = resolve_everywhere(world, checkpoint, hub)
+        opened = world.together(lambda: open_storage(path))
+    reader, named = opened.reader, opened.file or weights_name
+
+    def read() -> tuple[CheckpointIndex, dict[str, str]]:
+        index = open_checkpoint(reader, weights_name=named, extra_files=extra)
+        return index, {file: reader.identity(file) for file in index.files} if reader.policy.is_remote else {}
+
+    index, identities = world.from_first(read)
+    return OpenSource(index, reader, identities, is_own=reader is not checkpoint)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
@@ -245,44 +274,56 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     options, source = request.options, request.source
     with clock.phase("plan"):
         held = world.together(lambda: look_inside(model))
-        computed = world.together(
-            lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
-        )
+        with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
+            computed = world.together(
+                lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+            )
         plan = world.together(lambda: make_plan(model, held, computed, request))
-        agree_on(world, plan, options.seed)
-        programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
+        total_bytes = agree_on(world, plan, options.seed)
+        with torch.device("cpu"):
+            programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
+        home = home_of(held, options.device)
+        forecast = foresee_memory(world, model, held, plan, request, home)
     by_name = {item.fqn: item for item in held}
-    home = home_of(held, options.device)
-    placed_bytes = plan.layout.local_nbytes
-    with ProgressBar("Loading weights", placed_bytes, enabled=options.progress and world.rank == 0) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar)
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
             world.together(lambda: materialize(model, held, home))
+        items = destinations(plan, by_name)
+        with clock.phase("plan"):
+            sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
         with clock.phase("read"):
-            world.together(lambda: placer.place(destinations(source.index, plan, by_name)))
+            world.together(lambda: placer.place(item for item in items if item.fqn not in sharing.shared))
+        if sharing.shared:
+            with clock.phase("share"):
+                read_shared(world, sharing, by_name, items, placer, options.patience)
     written = dict(placer.written)
-    with clock.phase("fill"):
+    with clock.phase("fill"), torch.device("cpu"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
         attributes = world.together(lambda: initialize.recompute_attributes(model, home))
     with clock.phase("audit"):
         world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
         world.together(lambda: mark_loaded(model, held))
-    report = make_report(world, model, plan, request, placer, clock)
+    report = make_report(world, model, plan, request, placer, sharing, forecast, clock)
     return replace(report, recomputed=report.recomputed + attributes)
 
 
-def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
-    """All ranks have the same plan, but for the boxes, and the same seed. Collective: yes.
+def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
+    """All ranks have the same plan, but for the boxes, and the same seed; the bytes that all will hold.
+
+    Collective: yes.
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently.
     """
-    world.require_equal(seed, "the seed")
-    if len(set(world.gather(plan.digest))) == 1:
-        return
+    told = world.gather((seed, plan.digest, plan.layout.local_nbytes))
+    if others := [rank for rank, (theirs, _, _) in enumerate(told) if theirs != told[0][0]]:
+        raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
+    if all(digest == told[0][1] for _, digest, _ in told):
+        return sum(nbytes for _, _, nbytes in told)
     first = world.from_first(lambda: plan.fingerprints)
     mine = plan.fingerprints
     names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
@@ -292,6 +333,37 @@ def agree_on(world: World, plan: LoadPlan, seed: int) -> None:
         f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
         "arguments, and versions of torch and transformers"
     )
+
+
+def foresee_memory(
+    world: World, model: nn.Module, held: Sequence[Held], plan: LoadPlan, request: LoadRequest, home: torch.device
+) -> RankForecast:
+    """What the load will take on this rank; refused where a model on meta does not fit. Collective: yes.
+
+    The ranks of one machine share its memory, so what they need together counts.
+
+    Raises:
+        PlacementError: naming the rank, what it needs and what there is.
+    """
+    options, policy = request.options, request.source.reader.policy
+
+    def foresee() -> RankForecast:
+        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
+        staging = staging_within(options.budget_bytes, policy.concurrency, on_device=home.type != "cpu")
+        homes = Homes(
+            device=home.type,
+            budget_bytes=max(staging.total_bytes, computed),
+            offloads_shards=home.type != "cpu" and offloads_shards(model),
+        )
+        return forecast_rank(plan, request.source.index, world.rank, homes, policy, padded_numels(model))
+
+    forecast = world.together(foresee)
+    everywhere = world.gather((socket.gethostname(), forecast.host_bytes))
+    neighbours = sum(nbytes for host, nbytes in everywhere if host == everywhere[world.rank][0])
+    if any(item.tensor.is_meta for item in held):
+        need = replace(forecast, host_bytes=neighbours)
+        world.together(lambda: require_fits(need, available_memory(home), options.memory_check))
+    return forecast
 
 
 def foresee_initial_values(
@@ -335,18 +407,12 @@ def make_plan(
     return plan
 
 
-def destinations(index: CheckpointIndex, plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
-    """What to read into where, in the order in which it is stored."""
-    reads = plan.reads()
+def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+    """What to read into where."""
     return [
-        Destination(name, reads[name].expression, by_name[name].local, plan.layout.by_name[name].boxes)
-        for name in sorted(reads, key=lambda name: _place_in_files(index, reads[name]))
+        Destination(name, read.expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        for name, read in plan.reads().items()
     ]
-
-
-def _place_in_files(index: CheckpointIndex, read: Read) -> tuple[str, int]:
-    entry = index.entries[next(stored_leaves(read.expression)).key]
-    return entry.file, entry.start
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
@@ -400,14 +466,21 @@ def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
 
 
 def make_report(
-    world: World, model: nn.Module, plan: LoadPlan, request: LoadRequest, placer: Placer, clock: Clock
+    world: World,
+    model: nn.Module,
+    plan: LoadPlan,
+    request: LoadRequest,
+    placer: Placer,
+    sharing: SharePlan,
+    forecast: RankForecast,
+    clock: Clock,
 ) -> LoadReport:
     index, reads = request.source.index, plan.reads()
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
         for name, read in reads.items()
     }
-    order = ("index", "plan", "materialize", "read", "fill", "audit")
+    order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return LoadReport(
         checkpoint=index.root,
@@ -421,6 +494,9 @@ def make_report(
         reads=getattr(request.source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
+        forecast=forecast,
+        read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
+        read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
         files=tuple(index.files),
         tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
         initialized=plan.names(Init),

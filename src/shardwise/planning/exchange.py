@@ -1,0 +1,238 @@
+"""Who hands which box to whom, and in which rounds: the plan of an exchange between ranks.
+
+A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of two questions: from
+ranks that have them already (:func:`from_sources`), or from ranks that fetch them, each a part of what a group of
+ranks needs (:func:`dealt`). Both answer with parcels. :func:`rounds` then cuts these into rounds, none of which
+takes more staging memory on any rank than it may. All of it is the same on every rank.
+
+[Note: Spreading] Where several ranks want the same box from one source, sending it to each would cost the source
+as many times the bytes. Instead it deals them even parts, once in all, and they hand them to each other: twice the
+way, but at the rate of all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.tensors import Box, numel
+
+ALIGNMENT_BYTES = 16
+"""Parcels lie at multiples of this in staging memory, so that each can be seen as its own dtype."""
+
+SMALL_BYTES = 1 << 16
+"""What is not larger is fetched whole by one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target."""
+
+    tensor: str
+    source: int
+    targets: tuple[int, ...]
+    box: Box
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.itemsize
+
+    @property
+    def staged_bytes(self) -> int:
+        """What one copy takes in staging memory."""
+        return -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor, and the boxes of it that each rank is to have; a rank's boxes do not overlap."""
+
+    tensor: str
+    itemsize: int
+    boxes: tuple[tuple[Box, ...], ...]
+    """By rank; none for an empty shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Parcels from the sources, and those that ranks then hand to each other. See [Note: Spreading]."""
+
+    first: tuple[Parcel, ...]
+    then: tuple[Parcel, ...]
+
+
+Round = tuple[Parcel, ...]
+
+
+def from_sources(wanted: Sequence[Wanted], source_of: Sequence[int]) -> Spread:
+    """Every rank's boxes from a rank that has the tensors whole: ``source_of[rank]``, which may be the rank itself.
+
+    A rank is its own source, or its source is.
+    """
+    first: list[Parcel] = []
+    then: list[Parcel] = []
+    load: dict[int, int] = {}
+    for item in wanted:
+        holders: dict[tuple[int, Box], list[int]] = {}
+        for rank, boxes in enumerate(item.boxes):
+            for box in boxes:
+                if box.numel:
+                    holders.setdefault((source_of[rank], box), []).append(rank)
+        for (source, box), ranks in holders.items():
+            if source in ranks:
+                first.append(Parcel(item.tensor, source, (source,), box, item.itemsize))
+            others = [rank for rank in ranks if rank != source]
+            for reader, share in _shares(box, item.itemsize, others, load):
+                first.append(Parcel(item.tensor, source, (reader,), share, item.itemsize))
+                rest = tuple(rank for rank in others if rank != reader)
+                if rest:
+                    then.append(Parcel(item.tensor, reader, rest, share, item.itemsize))
+    return Spread(tuple(first), tuple(then))
+
+
+def dealt(wanted: Sequence[Wanted], readers: Sequence[int]) -> tuple[Parcel, ...]:
+    """The boxes of the ranks ``readers`` from these ranks, each of which fetches an even part of the rows.
+
+    What the group needs is fetched once in all: by all of them, in rows, or by one of them where it is small. Boxes
+    of other ranks are passed over.
+    """
+    parcels: list[Parcel] = []
+    load: dict[int, int] = {}
+    for item in wanted:
+        needed = {box for rank in readers for box in item.boxes[rank] if box.numel}
+        for band in _bands(sorted(needed, key=lambda box: (box.offsets, box.sizes))):
+            for reader, share in _shares(band, item.itemsize, readers, load):
+                targets: dict[Box, list[int]] = {}
+                for rank in readers:
+                    for box in item.boxes[rank]:
+                        common = box.intersect(share) if box.numel else None
+                        if common is not None:
+                            targets.setdefault(common, []).append(rank)
+                parcels += [
+                    Parcel(item.tensor, reader, tuple(ranks), box, item.itemsize) for box, ranks in targets.items()
+                ]
+    return tuple(parcels)
+
+
+def rounds(parcels: Iterable[Parcel], budget_bytes: int) -> list[Round]:
+    """The parcels in order, in rounds: in none of them does a rank give, get and keep more than ``budget_bytes``.
+
+    A parcel that is too large for that is cut along its rows, and a row that is too large along what is below it.
+
+    Raises:
+        ValueError: when not even one element fits into the budget.
+    """
+    made: list[Round] = []
+    current: list[Parcel] = []
+    used: dict[int, int] = {}
+    for parcel in parcels:
+        for piece in _pieces(parcel, budget_bytes):
+            costs = staging_of(piece)
+            if any(used.get(rank, 0) + nbytes > budget_bytes for rank, nbytes in costs.items()):
+                made.append(tuple(current))
+                current, used = [], {}
+            current.append(piece)
+            for rank, nbytes in costs.items():
+                used[rank] = used.get(rank, 0) + nbytes
+    return [*made, tuple(current)] if current else made
+
+
+def staging_of(parcel: Parcel) -> dict[int, int]:
+    """Bytes by rank that a parcel occupies while it is handed over; what a rank keeps for itself counts once."""
+    staged = parcel.staged_bytes
+    others = sum(target != parcel.source for target in parcel.targets)
+    costs = dict.fromkeys(parcel.targets, staged)
+    costs[parcel.source] = costs.get(parcel.source, 0) + others * staged
+    return costs
+
+
+def cut(box: Box, max_numel: int) -> Iterator[Box]:
+    """A box as boxes of at most ``max_numel`` elements, in row-major order."""
+    if box.numel <= max_numel:
+        if box.numel:
+            yield box
+        return
+    rows, row_numel = box.sizes[0], numel(box.sizes[1:])
+    step = max(1, max_numel // row_numel)
+    for start in range(0, rows, step):
+        part = _rows(box, start, min(start + step, rows))
+        if part.numel <= max_numel:
+            yield part
+        else:
+            for below in cut(Box(box.offsets[1:], box.sizes[1:]), max_numel):
+                yield Box((part.offsets[0], *below.offsets), (1, *below.sizes))
+
+
+def _pieces(parcel: Parcel, budget_bytes: int) -> Iterator[Parcel]:
+    """A parcel, cut where it is large: a quarter of the budget, so that a round is left with little room unused."""
+    copies = max(1, max(staging_of(parcel).values(), default=0) // max(1, parcel.staged_bytes))
+    for part in (4, 1):
+        numel_allowed = (budget_bytes // part // copies // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // parcel.itemsize
+        if numel_allowed:
+            for box in cut(parcel.box, numel_allowed):
+                yield parcel if box == parcel.box else replace(parcel, box=box)
+            return
+    raise ValueError(
+        f"{budget_bytes} bytes are too few to hand an element of {parcel.tensor} to {len(parcel.targets)} ranks"
+    )
+
+
+def _shares(box: Box, itemsize: int, readers: Sequence[int], load: dict[int, int]) -> Iterator[tuple[int, Box]]:
+    """(reader, its part) of a box; a small one goes to the reader that has the fewest bytes of such so far."""
+    if not readers:
+        return
+    nbytes = box.numel * itemsize
+    if nbytes <= SMALL_BYTES or len(readers) == 1:
+        reader = min(readers, key=lambda rank: (load.get(rank, 0), rank))
+        load[reader] = load.get(reader, 0) + nbytes
+        yield reader, box
+        return
+    parts = list(even_parts(box, len(readers)))
+    for index, part in enumerate(parts):
+        yield readers[index * len(readers) // len(parts)], part
+
+
+def even_parts(box: Box, parts: int) -> Iterator[Box]:
+    """A box as about ``parts`` boxes of nearly the same number of elements, in row-major order."""
+    rows = box.sizes[0] if box.sizes else 1
+    if rows >= parts:
+        for index in range(parts):
+            yield _rows(box, index * rows // parts, (index + 1) * rows // parts)
+    elif len(box.sizes) < 2:
+        yield from cut(box, 1)
+    else:
+        for row in range(rows):
+            for below in even_parts(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
+                yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
+
+
+def _bands(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes that cover the given ones: runs of rows, as wide as what is wanted of them."""
+    if not boxes or not boxes[0].sizes:
+        return list(boxes[:1])
+    edges = sorted({edge for box in boxes for edge in (box.offsets[0], box.offsets[0] + box.sizes[0])})
+    bands: list[Box] = []
+    for start, stop in itertools.pairwise(edges):
+        inside = {box for box in boxes if box.offsets[0] <= start and stop <= box.offsets[0] + box.sizes[0]}
+        if not inside:
+            continue
+        dims = range(1, len(boxes[0].sizes))
+        offsets = tuple(min(box.offsets[dim] for box in inside) for dim in dims)
+        stops = tuple(max(box.offsets[dim] + box.sizes[dim] for box in inside) for dim in dims)
+        sizes = tuple(end - offset for offset, end in zip(offsets, stops, strict=True))
+        last = bands[-1] if bands else None
+        if last and (last.offsets[1:], last.sizes[1:], _stop(last)) == (offsets, sizes, start):
+            bands[-1] = Box(last.offsets, (stop - last.offsets[0], *sizes))
+        else:
+            bands.append(Box((start, *offsets), (stop - start, *sizes)))
+    return bands
+
+
+def _stop(box: Box) -> int:
+    return box.offsets[0] + box.sizes[0]
+
+
+def _rows(box: Box, start: int, stop: int) -> Box:
+    return Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))

@@ -1,0 +1,193 @@
+"""What the ranks of a test world hand to each other."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import StorageError
+from shardwise.execution.exchange import exchange
+from shardwise.execution.world import World
+from shardwise.planning.exchange import Parcel, Wanted, dealt, from_sources, rounds
+from shardwise.tensors import Box
+
+CPU = torch.device("cpu")
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+    torch.uint32,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Every bit random, so that NaNs have payloads."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    numel = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, high, (numel,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def of_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    made = {f"{dtype}": noise((7, 3), dtype, number) for number, dtype in enumerate(DTYPES)}
+    return made | {
+        "scalar": noise((), torch.float64, 90),
+        "none": torch.empty(0, 4),
+        "column": noise((6, 8), torch.float32, 91),
+        "strided": noise((8, 2), torch.float32, 92),
+    }
+
+
+def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
+    """Rows, columns, two strided runs, whole tensors, and empty shards."""
+    if name == "scalar":
+        return (Box((), ()),)
+    if name == "none":
+        return (Box((0, 0), (0, 4)),)
+    if name == "column":
+        return (Box((0, 8 * rank // size), (6, 8 * (rank + 1) // size - 8 * rank // size)),)
+    if name == "strided":
+        half = 4 // size
+        return (Box((rank * half, 0), (half, 2)), Box((4 + rank * half, 0), (half, 2)))
+    if name.endswith("float16"):
+        return (Box((0, 0), (7, 3)),)
+    rows = -(-7 // (size - 1 or 1))  # the last rank's shard is empty
+    start = min(7, rank * rows)
+    return (Box((start, 0), (min(7, start + rows) - start, 3)),)
+
+
+def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
+    """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: dealt among all."""
+    world = World.current()
+    everything = tensors()
+    wanted = [
+        Wanted(name, tensor.itemsize, tuple(boxes(name, rank, world.size) for rank in range(world.size)))
+        for name, tensor in everything.items()
+    ]
+    if source_of is None:
+        plan = rounds(dealt(wanted, range(world.size)), budget)
+    else:
+        spread = from_sources(wanted, source_of)
+        plan = rounds(spread.first, budget) + rounds(spread.then, budget)
+    found = {name: tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)
+             for name, tensor in everything.items()}  # fmt: skip
+    written = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in everything.items()}
+
+    def give(parcel: Parcel) -> torch.Tensor:
+        is_source = source_of is None or source_of[world.rank] == world.rank
+        return of_box((everything if is_source else found)[parcel.tensor], parcel.box)
+
+    def take(parcel: Parcel, values: torch.Tensor) -> None:
+        of_box(found[parcel.tensor], parcel.box).copy_(values)
+        of_box(written[parcel.tensor], parcel.box).add_(1)
+
+    with world:
+        traffic = exchange(world, plan, give, take, lambda parcel: everything[parcel.tensor].dtype, CPU)
+    wrong = []
+    for item in wanted:
+        mine = torch.zeros(everything[item.tensor].shape, dtype=torch.int32)
+        for box in item.boxes[world.rank]:
+            of_box(mine, box).fill_(1)
+            one, other = (of_box(source[item.tensor], box).contiguous() for source in (found, everything))
+            if not torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
+                wrong.append(item.tensor)
+        if not torch.equal(mine, written[item.tensor]):
+            wrong.append(f"{item.tensor} not written once")
+    return wrong, {"staging": traffic.staging_bytes, "rounds": traffic.rounds, "sent": traffic.sent_bytes}
+
+
+def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
+    """One rank raises in the middle; everybody gets the same error, soon."""
+    world = World.current()
+    whole = noise((64, 64), torch.float32, 0)
+    wanted = [Wanted("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
+    plan = rounds(from_sources(wanted, [0] * world.size).first, 1024)
+    calls = 0
+
+    def spoil(call: str, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if world.rank == failing and call == where and calls > 3:
+            raise StorageError("the disk is gone")
+        return tensor
+
+    begin = time.monotonic()
+    try:
+        with world:
+            exchange(
+                world,
+                plan,
+                lambda parcel: spoil("give", of_box(whole, parcel.box)),
+                lambda parcel, values: spoil("take", values),
+                lambda parcel: torch.float32,
+                CPU,
+            )
+    except Exception as error:
+        dist.barrier()  # the ranks are in step afterwards
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def measure(megabytes: int, budget: int) -> dict[str, Any]:
+    """Seconds of an exchange from the first rank, against a broadcast of every tensor. For measuring by hand."""
+    world = World.current()
+    count, rows, width = megabytes // 8, 2048, 1024
+    source = [torch.ones(rows, width) for _ in range(count)] if world.rank == 0 else []
+    part = rows // world.size
+    mine = [torch.zeros(part, width) for _ in range(count)]
+    held = tuple((Box((rank * part, 0), (part, width)),) for rank in range(world.size))
+    spread = from_sources([Wanted(str(number), 4, held) for number in range(count)], [0] * world.size)
+    plan = rounds(spread.first, budget)
+    dist.barrier()
+    start = time.perf_counter()
+    with world:
+        traffic = exchange(
+            world,
+            plan,
+            lambda parcel: of_box(source[int(parcel.tensor)], parcel.box),
+            lambda parcel, values: of_box(
+                mine[int(parcel.tensor)], Box((parcel.box.offsets[0] - world.rank * part, 0), parcel.box.sizes)
+            ).copy_(values),
+            lambda parcel: torch.float32,
+            CPU,
+        )
+    dist.barrier()
+    exchanged = time.perf_counter() - start
+    start = time.perf_counter()
+    for number in range(count):
+        whole = source[number] if world.rank == 0 else torch.empty(rows, width)
+        dist.broadcast(whole, src=0)
+        mine[number].copy_(whole[world.rank * part : (world.rank + 1) * part])
+    dist.barrier()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return {
+        "exchange_s": exchanged,
+        "broadcast_s": time.perf_counter() - start,
+        "rounds": traffic.rounds,
+        "peak_mib": peak,
+    }

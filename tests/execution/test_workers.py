@@ -1,0 +1,61 @@
+"""Threads that work off a list and leave it together."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from shardwise.execution.workers import Workers
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tasks", [0, 1, 50])
+def test_every_task_is_carried_out_once(threads, tasks):
+    done: list[int] = []
+    Workers(lambda task, tool: done.append(task), list(range(threads)), nothing).run(list(range(tasks)))
+    assert sorted(done) == list(range(tasks))
+
+
+def test_each_thread_has_its_own_tool():
+    seen: dict[int, set[int]] = {}
+
+    def carry_out(task: int, tool: int) -> None:
+        seen.setdefault(threading.get_ident(), set()).add(tool)
+        time.sleep(0.001)
+
+    Workers(carry_out, [0, 1, 2], nothing).run(list(range(30)))
+    assert all(len(tools) == 1 for tools in seen.values())
+    assert len(seen) == 3
+
+
+def test_the_first_error_ends_the_work_and_is_raised():
+    done: list[int] = []
+
+    def carry_out(task: int, tool: None) -> None:
+        if task == 5:
+            raise OSError("gone")
+        time.sleep(0.002)
+        done.append(task)
+
+    with pytest.raises(OSError, match="gone"):
+        Workers(carry_out, [None, None], nothing).run(list(range(1000)))
+    assert len(done) < 100
+
+
+def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
+    release = threading.Event()
+
+    def check() -> None:
+        raise RuntimeError("another rank failed")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="another rank"):
+        Workers(lambda task, tool: release.wait(20), [None], check).run([1])
+    assert time.monotonic() - start < 5
+    release.set()

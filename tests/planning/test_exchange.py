@@ -1,0 +1,179 @@
+"""Parcels reach every rank's boxes exactly once, and rounds keep the budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.planning import exchange
+from shardwise.planning.exchange import Parcel, Wanted, cut, dealt, from_sources, rounds, staging_of
+from shardwise.tensors import Box
+
+SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+
+
+@st.composite
+def partitions(draw, shape, ranks):
+    """Boxes by rank: a dimension is cut anywhere, and the parts are dealt to ranks, to several of them perhaps."""
+    if not shape:
+        return tuple((Box((), ()),) if draw(st.booleans()) else () for _ in range(ranks))
+    dim = draw(st.integers(0, len(shape) - 1))
+    edges = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim]), max_size=4))})
+    held = [[] for _ in range(ranks)]
+    for start, stop in itertools.pairwise(edges):
+        offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+        sizes = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
+        for rank in draw(st.sets(st.integers(0, ranks - 1))):
+            held[rank].append(Box(offsets, sizes))
+    return tuple(map(tuple, held))
+
+
+@st.composite
+def worlds_of_tensors(draw):
+    ranks = draw(st.integers(1, 5))
+    wanted = tuple(
+        Wanted(f"t{number}", draw(ITEMSIZES), draw(partitions(draw(SHAPES), ranks)))
+        for number in range(draw(st.integers(1, 3)))
+    )
+    return ranks, wanted
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch):
+    monkeypatch.setattr(exchange, "SMALL_BYTES", 24)
+
+
+def indices(box):
+    return itertools.product(*(range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)))
+
+
+def elements(boxes):
+    return sorted(index for box in boxes for index in indices(box))
+
+
+def received(parcels, tensor, rank):
+    return [parcel.box for parcel in parcels if parcel.tensor == tensor and rank in parcel.targets]
+
+
+@given(worlds_of_tensors(), st.data())
+def test_everybody_gets_exactly_its_boxes_from_sources(world, data):
+    ranks, wanted = world
+    sources = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+    source_of = [rank if rank in sources else data.draw(st.sampled_from(sources)) for rank in range(ranks)]
+    spread = from_sources(wanted, source_of)
+    parcels = [*spread.first, *spread.then]
+    for item in wanted:
+        for rank in range(ranks):
+            assert elements(received(parcels, item.tensor, rank)) == elements(item.boxes[rank])
+    for parcel in spread.first:
+        assert parcel.source in sources
+        assert all(source_of[target] == parcel.source for target in parcel.targets)
+    for parcel in spread.then:  # what is handed on has been received before
+        assert parcel.source not in parcel.targets
+        mine = set(elements(received(spread.first, parcel.tensor, parcel.source)))
+        assert mine.issuperset(indices(parcel.box))
+
+
+@given(worlds_of_tensors(), st.data())
+def test_a_group_gets_exactly_its_boxes_from_itself(world, data):
+    ranks, wanted = world
+    readers = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+    parcels = dealt(wanted, readers)
+    for item in wanted:
+        for rank in range(ranks):
+            mine = elements(item.boxes[rank]) if rank in readers else []
+            assert elements(received(parcels, item.tensor, rank)) == mine
+    assert {parcel.source for parcel in parcels} <= set(readers)
+
+
+@given(worlds_of_tensors(), st.integers(0, 400))
+def test_rounds_keep_the_budget_and_lose_nothing(world, extra):
+    ranks, wanted = world
+    spread = from_sources(wanted, [0] * ranks)
+    budget = 16 * ranks + extra
+    made = rounds([*spread.first, *spread.then], budget)
+    assert made == rounds([*spread.first, *spread.then], budget)
+    assert all(made)
+    for items in made:
+        used = [0] * ranks
+        for parcel in items:
+            for rank, nbytes in staging_of(parcel).items():
+                used[rank] += nbytes
+        assert max(used) <= budget
+    for item in wanted:
+        for rank in range(ranks):
+            boxes = received(itertools.chain(*made), item.tensor, rank)
+            assert elements(boxes) == elements(item.boxes[rank])
+
+
+@given(SHAPES, st.integers(1, 40))
+def test_cuts_are_in_memory_order_and_no_larger_than_asked(shape, most):
+    parts = list(cut(Box.whole(shape), most))
+    assert [index for part in parts for index in indices(part)] == list(indices(Box.whole(shape)))
+    assert all(part.numel <= most for part in parts)
+    rows = math.prod(shape[1:])
+    if rows and most >= rows:
+        assert len(parts) == -(-shape[0] // (most // rows)) if shape else 1
+
+
+def replicas(shape, ranks):
+    return tuple((Box.whole(shape),) for _ in range(ranks))
+
+
+def test_replicas_fetch_even_parts_of_the_rows():
+    parcels = dealt([Wanted("w", 4, replicas((10, 8), 3))], (0, 1, 2))
+    assert [(p.source, p.box.offsets[0], p.box.sizes[0], p.targets) for p in parcels] == [
+        (0, 0, 3, (0, 1, 2)),
+        (1, 3, 3, (0, 1, 2)),
+        (2, 6, 4, (0, 1, 2)),
+    ]
+
+
+def test_few_and_long_rows_are_dealt_in_parts():
+    parcels = dealt([Wanted("experts", 4, replicas((2, 6, 5), 4))], (0, 1, 2, 3))
+    assert [(p.source, p.box) for p in parcels] == [
+        (0, Box((0, 0, 0), (1, 3, 5))),
+        (1, Box((0, 3, 0), (1, 3, 5))),
+        (2, Box((1, 0, 0), (1, 3, 5))),
+        (3, Box((1, 3, 0), (1, 3, 5))),
+    ]
+
+
+def test_small_tensors_are_fetched_whole_by_who_has_the_least():
+    wanted = [Wanted(f"norm{size}", 4, replicas((size,), 2)) for size in (6, 2, 3, 4)]
+    parcels = dealt(wanted, (0, 1))
+    assert [(p.tensor, p.source, p.box.numel) for p in parcels] == [
+        ("norm6", 0, 6),
+        ("norm2", 1, 2),
+        ("norm3", 1, 3),
+        ("norm4", 1, 4),
+    ]
+
+
+def test_columns_are_fetched_in_rows():
+    columns = tuple((Box((0, 4 * rank), (6, 4)),) for rank in range(2))
+    parcels = dealt([Wanted("w", 4, columns)], (0, 1))
+    assert [(p.source, p.targets, p.box) for p in parcels] == [
+        (0, (0,), Box((0, 0), (3, 4))),
+        (0, (1,), Box((0, 4), (3, 4))),
+        (1, (0,), Box((3, 0), (3, 4))),
+        (1, (1,), Box((3, 4), (3, 4))),
+    ]
+
+
+def test_a_source_sends_what_several_ranks_want_once():
+    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [0, 0, 0, 0])
+    sent = sum(p.nbytes for p in spread.first if p.targets != (0,))
+    assert sent == 12 * 8 * 4
+    assert {p.source for p in spread.then} == {1, 2, 3}
+    assert all(0 not in p.targets for p in spread.then)
+
+
+def test_a_budget_below_one_element_is_refused():
+    with pytest.raises(ValueError, match="too few to hand an element of w to 3 ranks"):
+        rounds([Parcel("w", 0, (1, 2, 3), Box((0,), (5,)), 8)], 32)

@@ -1,0 +1,130 @@
+"""A repository of the hub that is read in place; the hub is a store on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import constants
+from tests.formats.building import file_with
+
+from shardwise.errors import StorageError
+from shardwise.formats import open_checkpoint
+from shardwise.storage import HubOptions, RemoteReader, Retries, open_storage
+from shardwise.testing import HttpStore
+from shardwise.testing.http_store import Redirect, Status
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WEIGHTS = file_with("a", "b", nbytes=1000)
+QUICK = Retries(attempts=3, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=1.0)
+FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "fp16/my model.safetensors": WEIGHTS[:-8]}
+
+
+def info(commit: str = COMMIT) -> bytes:
+    siblings = []
+    for name, content in FILES.items():
+        lfs = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        more = {"lfs": lfs} if name.endswith(".safetensors") else {}
+        siblings.append({"rfilename": name, "size": len(content), "blobId": f"b{len(content)}", **more})
+    return json.dumps({"id": "org/name", "modelId": "org/name", "sha": commit, "siblings": siblings}).encode()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpStore]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    files = {f"org/name/resolve/{COMMIT}/{name}": content for name, content in FILES.items()}
+    described = {"api/models/org/name": info(), "api/models/org/name/revision/v1": info()}
+    with HttpStore({**files, **described}) as store:
+        yield store
+
+
+def reader_of(hub: HttpStore, url: str = "hf://org/name", **options: object) -> RemoteReader:
+    return RemoteReader(url, storage_options={"endpoint": hub.url, "token": False, **options}, retries=QUICK)
+
+
+def test_a_repository_is_listed_and_read_at_one_commit(hub: HttpStore) -> None:
+    with reader_of(hub) as reader:
+        assert reader.list() == sorted(FILES)
+        assert reader.size("model.safetensors") == len(WEIGHTS)
+        assert reader.read("model.safetensors", 3, 500) == WEIGHTS[3:500]
+        assert reader.root == "hf://org/name"
+    asked = [request.file for request in hub.log]
+    assert asked == ["api/models/org/name", f"org/name/resolve/{COMMIT}/model.safetensors"]
+
+
+@pytest.mark.parametrize("url", ["hf://org/name@v1", "hf://models/org/name@v1/"])
+def test_a_revision_is_asked_for(hub: HttpStore, url: str) -> None:
+    with reader_of(hub, url) as reader:
+        assert reader.read("config.json", 0, 2) == b"{}"
+    assert hub.log[0].file == "api/models/org/name/revision/v1"
+
+
+def test_a_folder_of_a_repository(hub: HttpStore) -> None:
+    with reader_of(hub, "hf://org/name/fp16") as reader:
+        assert reader.list() == ["my model.safetensors"]
+        assert reader.read("my model.safetensors", 0, 9) == WEIGHTS[:9]
+
+
+def test_the_identity_is_the_hash_of_the_content(hub: HttpStore) -> None:
+    with reader_of(hub) as reader:
+        sha256 = hashlib.sha256(WEIGHTS).hexdigest()
+        assert reader.identity("model.safetensors") == f"sha256 {sha256}, {len(WEIGHTS)} bytes"
+        assert reader.identity("config.json") == "blob b2, 2 bytes"
+
+
+def test_a_push_in_the_middle_changes_nothing(hub: HttpStore) -> None:
+    with reader_of(hub) as reader:
+        reader.size("model.safetensors")
+        hub.replace("api/models/org/name", info("f" * 40))
+        assert reader.read("model.safetensors", 0, 9) == WEIGHTS[:9]
+
+
+def test_the_token_goes_to_the_hub_and_not_where_it_sends_us(hub: HttpStore) -> None:
+    with HttpStore({f"org/name/resolve/{COMMIT}/model.safetensors": WEIGHTS}) as cdn:
+        hub.inject(Redirect(cdn.url), file="org/name/resolve/*")
+        with reader_of(hub, token="hf_secret") as reader:
+            assert reader.read("model.safetensors", 0, 9) == WEIGHTS[:9]
+            assert reader.read("model.safetensors", 9, 20) == WEIGHTS[9:20]
+    assert [request.headers["authorization"] for request in hub.log] == ["Bearer hf_secret"] * 2
+    assert [request.headers.get("authorization") for request in cdn.log] == [None] * 2
+
+
+def test_a_hub_that_fails_is_asked_again(hub: HttpStore) -> None:
+    hub.inject(Status(503), times=2)
+    with reader_of(hub) as reader:
+        assert reader.read("config.json", 0, 2) == b"{}"
+
+
+def test_a_refusal_is_told_once(hub: HttpStore) -> None:
+    hub.inject(Status(404))
+    with reader_of(hub) as reader, pytest.raises(StorageError, match=r"org/name at revision main: .*404 Not Found"):
+        reader.list()
+    assert hub.counters.requests == 1
+
+
+def test_a_hub_that_is_gone_is_told_after_some_attempts(hub: HttpStore) -> None:
+    hub.close()
+    with reader_of(hub) as reader, pytest.raises(StorageError, match="in 3 attempts .* the hub failed"):
+        reader.list()
+
+
+def test_a_checkpoint_is_opened_in_place(hub: HttpStore) -> None:
+    with reader_of(hub) as reader:
+        index = open_checkpoint(reader)
+    assert sorted(index.entries) == ["a", "b"]
+
+
+def test_options_for_hub_ids_hold_for_urls_of_the_hub(hub: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = HubOptions(revision="v1", token="hf_secret", subfolder="fp16")
+    opened = open_storage("hf://org/name", options, storage_options={"endpoint": hub.url})
+    with opened.reader as reader:
+        assert reader.list() == ["my model.safetensors"]
+    assert hub.log[0].file == "api/models/org/name/revision/v1"
+    assert hub.log[0].headers["authorization"] == "Bearer hf_secret"
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(StorageError, match=r"\['anon'\] mean nothing to the hub"):
+        RemoteReader("hf://org/name", storage_options={"anon": True})

@@ -1,0 +1,120 @@
+"""The verbs over every storage: the same bits, and faults that are told on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save
+from tests import truth
+from tests.verbs import on_ranks
+from tests.verbs.conftest import small_qwen3
+
+import shardwise
+from shardwise.storage import LocalReader, MemoryReader
+from shardwise.testing.http_store import HttpStore, Status
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def wanted(qwen3):
+    return truth.snapshot(on_ranks.bring_up(str(qwen3)))["values"]
+
+
+def same(found, wanted) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_url_brings_up_the_same_model(worlds, qwen3, wanted):
+    with HttpStore(qwen3) as store:
+        for values in worlds(3).run(on_ranks.whole_values, store.url, {}):
+            assert same(values, wanted)
+        alone = on_ranks.bring_up(store.url)
+    assert same(truth.snapshot(alone)["values"], wanted)
+    assert alone.config.name_or_path == store.url
+
+
+def test_a_url_of_the_file_itself_will_do(qwen3, wanted):
+    with HttpStore(qwen3) as store:
+        assert same(
+            truth.snapshot(on_ranks.bring_up(f"{store.url}/model.safetensors.index.json"))["values"], wanted
+        )
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_a_reader_fills_a_model_that_is_there(tmp_path, kind):
+    torch.manual_seed(0)
+    model = on_ranks.Plain()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    content = save(values)
+    other = on_ranks.Plain()
+    if kind == "memory":
+        shardwise.load(other, MemoryReader({"model.safetensors": content}))
+    else:
+        (tmp_path / "model.safetensors").write_bytes(content)
+        shardwise.load(other, LocalReader(tmp_path))
+    assert same(other.state_dict(), values)
+
+
+def test_a_passing_fault_is_survived(worlds, qwen3, wanted):
+    with HttpStore(qwen3) as store:
+        store.inject(Status(503), file="*.safetensors", skip=6, times=3)
+        for values in worlds(3).run(on_ranks.whole_values, store.url, {}):
+            assert same(values, wanted)
+
+
+def test_a_lasting_fault_is_the_same_error_on_every_rank(worlds, qwen3):
+    with HttpStore(qwen3) as store:
+        store.inject(Status(403), file="*.safetensors", skip=8)
+        errors = worlds(3).run(on_ranks.error_of, store.url, {})
+    assert len({text for _, text in errors}) == 1
+    kind, text = errors[0]
+    assert kind == "StorageError"
+    assert "403" in text
+    assert ".safetensors" in text
+
+
+def test_a_file_replaced_while_it_is_read_is_noticed(worlds, qwen3, tmp_path):
+    small_qwen3().save_pretrained(tmp_path)
+    errors = worlds(3).run(on_ranks.file_replaced_while_reading, str(tmp_path), 1)
+    assert len({text for _, text in errors}) == 1
+    kind, text = errors[0]
+    assert kind == "StorageError"
+    assert "model.safetensors" in text
+    assert "replaced or rewritten" in text
+
+
+def test_strided_reads_from_the_page_cache_and_through_staging_are_the_same(worlds, tmp_path):
+    """Column shards are strided in the file: small gaps are read over, through staging or from the cache."""
+    on_ranks.save_wide(tmp_path)
+    for way in ("cached", "staged", "tiny budget"):
+        assert worlds(3).run(on_ranks.column_shards, str(tmp_path), way) == [[]] * 3
+
+
+@pytest.mark.parametrize("mode", ["once", "alone"])
+def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mode):
+    outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), mode)
+    for values, _ in outcomes:
+        assert same(values, wanted)
+    checkpoint = outcomes[0][1]["checkpoint_bytes"]
+    reads = sum(report["read_bytes"] for _, report in outcomes)
+    copies = 1 if mode == "once" else 2
+    assert copies * checkpoint <= reads <= 1.02 * copies * checkpoint
+
+
+def test_a_remote_checkpoint_is_read_once_for_all_replicas_and_the_report_says_why(worlds, qwen3, wanted):
+    with HttpStore(qwen3) as store:
+        outcomes = worlds(4).run(on_ranks.shared_load, store.url, (2, 2), "weighed")
+    for values, report in outcomes:
+        assert same(values, wanted)
+        assert len(report["read_once"]) == report["loaded"]
+        assert all("2 reads of each byte" in reason for reason in report["read_once"].values())
+    reads = sum(report["read_bytes"] for _, report in outcomes)
+    assert reads <= 1.02 * outcomes[0][1]["checkpoint_bytes"]
+
+
+def test_replicas_read_for_themselves_from_a_local_disk(worlds, qwen3):
+    outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), "weighed")
+    for _, report in outcomes:
+        assert not report["read_once"]
+        assert all("page cache" in reason for reason in report["read_alone"].values())
