@@ -438,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.profile:
         shape = SHAPES[models[0]]
         folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
-        run = summary(load_once(given.profile, folder, warm_up, given.timeout, profile=True))
+        run = summary(load_once(given.profile, folder, warm_up, given.timeout, profile=True, wants_priority=True))
         say(run["profile"])
         return 0
     began = time.monotonic()
