@@ -52,7 +52,7 @@ def test_a_row_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(SHAPES, shape.name, shape)
     row = load.Row("tiny", shape, ("shardwise", "roof"), skipped={"dcp": "a reason"})
     found = load.run_row(row, tmp_path, repeats=1, timeout_s=60, patience_s=0)
-    assert found["runs"]["shardwise"][0]["read_fraction"] == 1.0
+    assert found["runs"]["shardwise"][0]["read_fraction"] >= 1.0  # gaps in so small a file are read over
     results = {
         "date": "today",
         "command": "none",
