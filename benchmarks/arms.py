@@ -120,7 +120,7 @@ def with_dcp(request: Request) -> Loaded:
     import torch.distributed.checkpoint as dcp
 
     model = _wrapped(_on_meta(request))
-    wanted = {name: parameter for name, parameter in model.named_parameters()}  # tied ones once
+    wanted = dict(model.named_parameters())  # tied ones once
     dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(request.folder)))
     model.load_state_dict(wanted, strict=False, assign=True)
     model.tie_weights()
