@@ -92,7 +92,7 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
     if source_of is None:
         plan = rounds(dealt(wanted, range(world.size)), budget)
     else:
-        spread = from_sources(wanted, source_of)
+        spread = from_sources(wanted, [source_of] * len(wanted))
         plan = rounds(spread.first, budget) + rounds(spread.then, budget)
     found = {name: tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)
              for name, tensor in everything.items()}  # fmt: skip
@@ -126,7 +126,7 @@ def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
     world = World.current()
     whole = noise((64, 64), torch.float32, 0)
     wanted = [Wanted("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
-    plan = rounds(from_sources(wanted, [0] * world.size).first, 1024)
+    plan = rounds(from_sources(wanted, [[0] * world.size]).first, 1024)
     calls = 0
 
     def spoil(call: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def measure(megabytes: int, budget: int) -> dict[str, Any]:
     part = rows // world.size
     mine = [torch.zeros(part, width) for _ in range(count)]
     held = tuple((Box((rank * part, 0), (part, width)),) for rank in range(world.size))
-    spread = from_sources([Wanted(str(number), 4, held) for number in range(count)], [0] * world.size)
+    spread = from_sources([Wanted(str(number), 4, held) for number in range(count)], [[0] * world.size] * count)
     plan = rounds(spread.first, budget)
     dist.barrier()
     start = time.perf_counter()
