@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import LoadReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.shard import ShardOptions, shard
 
@@ -51,6 +52,7 @@ _HOMES = {
     "DisagreementError": "shardwise.errors",
     "EveryRank": "shardwise.planning.sources",
     "FirstRank": "shardwise.planning.sources",
+    "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
@@ -72,6 +74,7 @@ _HOMES = {
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
+    "plan": "shardwise.verbs.plan",
     "shard": "shardwise.verbs.shard",
 }
 
@@ -86,6 +89,7 @@ __all__ = [
     "DisagreementError",
     "EveryRank",
     "FirstRank",
+    "Forecast",
     "FormatError",
     "HubOptions",
     "Ignore",
@@ -108,6 +112,7 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "load",
+    "plan",
     "shard",
 ]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlacementError
 from shardwise.layout import MeshShape, ModelLayout, Origin
 from shardwise.models import _torch_private
-from shardwise.models.foresee import foresee
+from shardwise.models.foresee import foresee, padded_numels
 from shardwise.models.view import boxes_at, layout_of, look_inside
 from shardwise.models.wrap import (
     Automatic,
@@ -25,7 +25,6 @@ from shardwise.models.wrap import (
     WholeModel,
     wrap,
 )
-from shardwise.tensors import numel
 
 FLAT = [MeshShape.flat(size) for size in (1, 2, 3, 5, 8, 16)]
 HYBRID = [MeshShape(("replicate", "shard"), sizes) for sizes in ((2, 4), (3, 1), (1, 5), (4, 16))]
@@ -55,26 +54,22 @@ def really_sharded(model, mesh, rank, policy=None):
             assert sum(part.box.numel for part in boxes) == item.local.numel()
             tensor = replace(tensor, boxes=boxes)
         tensors.append(tensor)
-    padded = {
-        parameter: manager.padded_sharded_param_size.numel()
-        for parameter, manager in _torch_private.fsdp_params(model).items()
-    }
-    return held, ModelLayout(tuple(tensors)), padded
+    return held, ModelLayout(tuple(tensors)), padded_numels(model)
 
 
 def assert_as_foreseen(make, mesh, policy=None):
-    foresight = foreseen(make(), mesh, policy)
+    world = foreseen(make(), mesh, policy)
     for rank in sorted({0, 1 % mesh.ranks, mesh.ranks // 2, mesh.ranks - 1}):
         with fake_rank(rank, mesh.ranks):
             model = make()
             held, layout, padded = really_sharded(model, mesh, rank, policy)
-        assert foresight.layout.at(rank) == layout
+        assert world.at(rank) == layout
         for item in held:
-            memory = padded.get(item.tensor, item.tensor.numel())
-            assert foresight.layout.spreads[item.fqn].padded_numel == memory, item.fqn
+            memory = padded.get(item.fqn, item.tensor.numel())
+            assert world.spreads[item.fqn].padded_numel == memory, item.fqn
         fqns = {item.tensor: item.fqn for item in held}
         groups = [{fqns[param.sharded_param] for param in group.fsdp_params} for group in param_groups(model)]
-        expected = [set(group.parameters) for group in foresight.groups if group.parameters]
+        expected = [set(group.parameters) for group in world.groups if group.parameters]
         assert sorted(map(sorted, groups)) == sorted(map(sorted, expected))
 
 
@@ -153,8 +148,8 @@ def test_what_fsdp2_cannot_take_is_foreseen(mesh):
 
 
 def test_reasons_for_staying_whole():
-    foresight = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
-    assert {name: reason for name, reason in foresight.whole.items() if "layers.0" in name} == {
+    world = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
+    assert {name: reason for name, reason in world.whole.items() if "layers.0" in name} == {
         "layers.0.decay": "its module has most of its parameters in another dtype",
         "layers.0.scale": "it has no dimensions",
         "layers.0.registers": "it has no elements",
@@ -163,15 +158,15 @@ def test_reasons_for_staying_whole():
 
 
 def test_groups_have_names_and_parameters():
-    foresight = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
-    groups = {group.modules: group.parameters for group in foresight.groups}
+    world = foreseen(odd(), MeshShape.flat(4), ModuleListBlocks())
+    groups = {group.modules: group.parameters for group in world.groups}
     assert groups["layers.1.norm",] == ("layers.1.norm.weight", "layers.1.norm.bias")
     assert groups["",] == ("embed.weight", "embed.bias")
     assert list(groups)[-1] == ("",)
 
 
 def test_equal_tensors_share_their_spread():
-    spreads = foreseen(odd(), MeshShape.flat(1024), ModuleListBlocks()).layout.spreads
+    spreads = foreseen(odd(), MeshShape.flat(1024), ModuleListBlocks()).spreads
     assert spreads["layers.0.weight"] is spreads["layers.1.weight"]
     assert len(spreads["layers.0.weight"].boxes) == 1024
 
@@ -182,10 +177,3 @@ def test_a_parameter_that_is_not_contiguous_is_named():
     model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
     with pytest.raises(PlacementError, match=r"layers\.1\.weight has shape \(6, 4\) and strides \(1, 6\)"):
         foreseen(model, MeshShape.flat(2), ModuleListBlocks())
-
-
-def test_positions_of_ranks_on_a_mesh():
-    mesh = MeshShape(("replicate", "shard"), (2, 4))
-    assert (mesh.ranks, mesh.shard_size, numel(mesh.sizes)) == (8, 4, 8)
-    assert [mesh.position(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert str(mesh) == "replicate=2, shard=4"

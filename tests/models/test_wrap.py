@@ -178,6 +178,7 @@ def test_stacked_experts_are_sharded_where_no_rank_stays_empty(shape, size, expe
         ((128, 3072, 4096), 64, 0),
         ((128, 3072, 4096), 1024, 1),
         ((128, 3072, 4096), 96, 1),  # two experts on 64 ranks and none on 32, by FSDP2's own way
+        ((128, 4096, 1536), 96, 0),  # only the last dimension is even: pieces of 16 columns
         ((60, 2816, 2048), 48, 0),  # the same, but no other dimension is even
         ((60, 2816, 2048), 8, 0),  # 7.5 a rank, padded to 8: near enough
         ((128, 100, 4096), 1024, 2),

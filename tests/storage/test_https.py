@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -88,6 +91,49 @@ def test_files_are_read_over_tls(server: tuple[str, Path]) -> None:
         assert reader.identity("a").startswith("Last-Modified ")
         with pytest.raises(StorageError, match="https:// leads to http://"):
             reader.size("away")
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """The URL of a proxy, and what it was asked."""
+    asked: list[bytes] = []
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    class Tunnel(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.request.recv(65536))
+            host, _, port = asked[-1].split()[1].decode().partition(":")
+            with socket.create_connection((host, int(port))) as server:
+                self.request.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+                back = threading.Thread(target=pump, args=(server, self.request))
+                back.start()
+                pump(self.request, server)
+                back.join()
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Tunnel) as tunnel:
+        thread = threading.Thread(target=tunnel.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://user:word@127.0.0.1:{tunnel.server_address[1]}", asked
+        tunnel.shutdown()
+        thread.join()
+
+
+def test_a_proxy_connects_to_the_server_and_sees_nothing_else(
+    server: tuple[str, Path], proxy: tuple[str, list[bytes]]
+) -> None:
+    url, certificate = server
+    context = ssl.create_default_context(cafile=str(certificate))
+    options = {"ssl_context": context, "proxy": proxy[0], "headers": {"X-Key": "secret"}}
+    with RemoteReader(url, storage_options=options) as reader:
+        assert reader.read("a", 0, len(CONTENT)) == CONTENT
+    assert proxy[1][0].startswith(f"CONNECT {url.removeprefix('https://')} HTTP/1.".encode())
+    assert b"Proxy-Authorization: Basic dXNlcjp3b3Jk" in proxy[1][0]
+    assert b"secret" not in b"".join(proxy[1])
 
 
 def test_a_certificate_that_is_not_trusted_is_reported_at_once(server: tuple[str, Path]) -> None:

@@ -6,14 +6,14 @@ import re
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage import OBJECT_STORE, RemoteReader, Retries, retries
+from shardwise.storage import OBJECT_STORE, RemoteReader, Retries, remote, retries
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import (
     Fault,
@@ -28,7 +28,8 @@ from shardwise.testing.http_store import (
 
 CONTENT = bytes(range(251)) * 400
 NBYTES = len(CONTENT)
-QUICK = Retries(attempts=4, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=0.25)
+QUICK = Retries(attempts=4, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=10.0)
+IMPATIENT = replace(QUICK, timeout_s=0.25)
 
 
 @pytest.fixture
@@ -41,6 +42,11 @@ def reader_of(store: HttpStore, *, pieces: int = 1, quick: Retries = QUICK, **op
     """A reader that asks for the whole file in so many requests."""
     policy = replace(OBJECT_STORE, request_bytes=-(-NBYTES // pieces))
     return RemoteReader(store.url, policy=policy, retries=quick, **options)  # type: ignore[arg-type]
+
+
+def patience_for(fault: Fault) -> Retries:
+    """Long enough for a machine that is busy with other things, but where waiting is what is tested."""
+    return IMPATIENT if isinstance(fault, Stall) else QUICK
 
 
 def refusal(reader: RemoteReader, start: int = 100, stop: int = 5000) -> StorageError:
@@ -66,7 +72,7 @@ def refusal(reader: RemoteReader, start: int = 100, stop: int = 5000) -> Storage
     ids=str,
 )
 def test_what_passes_is_tried_again(store: HttpStore, fault: Fault) -> None:
-    with reader_of(store) as reader:
+    with reader_of(store, quick=patience_for(fault)) as reader:
         assert reader.size("a") == NBYTES
         store.inject(fault, times=2)
         assert reader.read("a", 100, 5000) == CONTENT[100:5000]
@@ -77,7 +83,7 @@ def test_what_passes_is_tried_again(store: HttpStore, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [Status(503), Stall(30), Reset(0)], ids=str)
 def test_looking_at_a_file_is_tried_again_too(store: HttpStore, fault: Fault) -> None:
     store.inject(fault, times=2)
-    with reader_of(store) as reader:
+    with reader_of(store, quick=patience_for(fault)) as reader:
         assert reader.size("a") == NBYTES
         assert (reader.retried, reader.reads) == (2, 3)
 
@@ -131,7 +137,7 @@ def test_connections_are_used_again(store: HttpStore) -> None:
     ids=str,
 )
 def test_what_lasts_is_told_with_everything_one_needs(store: HttpStore, fault: Fault, cause: str) -> None:
-    with reader_of(store) as reader:
+    with reader_of(store, quick=patience_for(fault)) as reader:
         reader.size("a")
         store.inject(fault)
         error = refusal(reader)
@@ -191,7 +197,7 @@ def test_bytes_that_trickle_in_are_given_up(store: HttpStore, monkeypatch: pytes
     monkeypatch.setattr("shardwise.storage.http_transport._RECEIVE_BYTES", 1000)
     with (
         HttpStore({"a": CONTENT}, bytes_per_s=100_000) as slow,
-        reader_of(slow, quick=replace(QUICK, attempts=2)) as reader,
+        reader_of(slow, quick=replace(IMPATIENT, attempts=2)) as reader,
     ):
         begun = time.monotonic()
         error = refusal(reader, 0, NBYTES)
@@ -322,6 +328,22 @@ def test_a_circle_of_redirects_ends(store: HttpStore) -> None:
         assert "more than 8 redirects" in str(refusal(reader))
 
 
+def test_a_proxy_is_asked_in_the_place_of_the_server(store: HttpStore) -> None:
+    options = {"proxy": store.url.replace("//", "//alice:hunter22@"), "headers": {"X-Key": "k"}}
+    with RemoteReader("http://nowhere.invalid/", storage_options=options, retries=QUICK) as reader:
+        assert reader.read("a", 5, 50) == CONTENT[5:50]
+        assert reader.read("sub/b", 0, 5) == b"other"
+    headers = store.log[0].headers
+    assert headers["host"] == "nowhere.invalid:80"
+    assert headers["proxy-authorization"] == "Basic YWxpY2U6aHVudGVyMjI="
+    assert headers["x-key"] == "k"
+
+
+def test_a_proxy_that_is_spoken_to_otherwise_is_refused() -> None:
+    with pytest.raises(StorageError, match=r"https://proxy: .*write http://host:port"):
+        RemoteReader("http://host", storage_options={"proxy": "https://proxy"})
+
+
 # Many at once
 
 
@@ -354,6 +376,39 @@ def test_a_request_that_fails_ends_its_call_but_not_before_the_others_are_done()
         time.sleep(0.05)
         assert bytes(buffer) == left  # nobody writes to it any more
     assert 1 + 2 <= store.counters.requests <= 1 + 5
+
+
+def test_a_request_that_fails_ends_the_others_in_their_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.storage.http_transport._RECEIVE_BYTES", 1000)
+    with HttpStore({"a": CONTENT}, bytes_per_s=50_000) as store, reader_of(store, pieces=2) as reader:
+        reader.size("a")
+        store.inject(Status(400), skip=1, times=1)
+        begun = time.monotonic()
+        assert "400 Bad Request" in str(refusal(reader, 0, NBYTES))
+        assert time.monotonic() - begun < 0.7  # the other half takes a second
+
+
+def test_an_interrupted_call_leaves_nobody_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def interrupted(requests: Sequence[Future[None]]) -> object:
+        calls.append(len(requests))
+        if len(calls) == 1:
+            while store.counters.requests < 2:  # until one is under way
+                time.sleep(0.005)
+            raise KeyboardInterrupt
+        return wait(requests)
+
+    monkeypatch.setattr(remote, "wait", interrupted)
+    buffer = bytearray(NBYTES)
+    with HttpStore({"a": CONTENT}, latency_s=0.05) as store, reader_of(store, pieces=2) as reader:
+        reader.size("a")
+        with pytest.raises(KeyboardInterrupt):
+            reader.read_into("a", 0, memoryview(buffer))
+        left = bytes(buffer)
+        time.sleep(0.2)
+        assert bytes(buffer) == left
+        assert reader.read("a", 0, NBYTES) == CONTENT
 
 
 def test_memory_is_bounded() -> None:
@@ -432,7 +487,7 @@ def test_what_is_no_url_is_refused() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="anon.*it takes 'headers' and 'ssl_context'"):
+    with pytest.raises(ConfigError, match="anon.*it takes headers, ssl_context and proxy"):
         RemoteReader("https://host/folder", storage_options={"anon": True})
     with pytest.raises(ConfigError, match="ssl_context is a bool"):
         RemoteReader("https://host/folder", storage_options={"ssl_context": False})

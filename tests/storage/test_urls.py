@@ -70,15 +70,15 @@ def test_credentials_are_taken_out_of_the_texts_of_others() -> None:
         "key": "AKIA1234",
         "client_kwargs": {"headers": {"x": "nested9"}},
         "anon": False,
-        "endpoint_url": "e",
+        "proxy": "http://u:proxypw@p",
     }
     redacted = Redactor("s3://alice:hunter22@bucket/x?sig=deadbeef", options)
     text = redacted(
-        "GET https://u:p@h/x?X-Signature=q&b=c failed for AKIA1234 (nested9), alice hunter22 sig=deadbeef, "
+        "GET https://u:p@h/x?X-Signature=q&b=c failed for AKIA1234 (nested9), alice hunter22 sig=deadbeef proxypw, "
         "Authorization: Bearer abc.DEF-1; see https://docs.host/page."
     )
     assert text == (
-        "GET https://h/x failed for *** (***), *** *** ***, Authorization: Bearer ***; see https://docs.host/page."
+        "GET https://h/x failed for *** (***), *** *** *** ***, Authorization: Bearer ***; see https://docs.host/page."
     )
 
 

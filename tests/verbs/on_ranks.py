@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
+from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
 from shardwise.storage import LocalReader
 
 
@@ -373,3 +374,19 @@ def column_shards(directory: str, way: str) -> list[str]:
     stored = load_file(Path(directory) / "model.safetensors")
     whole = {name: truth.whole(parameter) for name, parameter in model.named_parameters()}
     return [name for name in stored if not torch.equal(stored[name].float(), whole[name])]
+
+
+def shared_load(
+    directory: str, mesh_shape: tuple[int, ...], mode: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Whole values of a model on a mesh, and the report."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    modes = {"once": OncePerGroup(), "alone": Alone(), "weighed": Weighed()}
+    model, report = shardwise.from_pretrained(
+        directory,
+        sharding=shardwise.Sharding(mesh=mesh),
+        options=shardwise.LoadOptions(shared_reads=modes[mode], budget_bytes=1 << 16),
+        output_loading_info=True,
+    )
+    return truth.snapshot(model)["values"], report.to_dict()

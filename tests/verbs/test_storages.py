@@ -89,3 +89,32 @@ def test_strided_reads_from_the_page_cache_and_through_staging_are_the_same(worl
     on_ranks.save_wide(tmp_path)
     for way in ("cached", "staged", "tiny budget"):
         assert worlds(3).run(on_ranks.column_shards, str(tmp_path), way) == [[]] * 3
+
+
+@pytest.mark.parametrize("mode", ["once", "alone"])
+def test_replicas_hold_the_same_bits_whoever_read_them(worlds, qwen3, wanted, mode):
+    outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), mode)
+    for values, _ in outcomes:
+        assert same(values, wanted)
+    checkpoint = outcomes[0][1]["checkpoint_bytes"]
+    reads = sum(report["read_bytes"] for _, report in outcomes)
+    copies = 1 if mode == "once" else 2
+    assert copies * checkpoint <= reads <= 1.02 * copies * checkpoint
+
+
+def test_a_remote_checkpoint_is_read_once_for_all_replicas_and_the_report_says_why(worlds, qwen3, wanted):
+    with HttpStore(qwen3) as store:
+        outcomes = worlds(4).run(on_ranks.shared_load, store.url, (2, 2), "weighed")
+    for values, report in outcomes:
+        assert same(values, wanted)
+        assert len(report["read_once"]) == report["loaded"]
+        assert all("2 reads of each byte" in reason for reason in report["read_once"].values())
+    reads = sum(report["read_bytes"] for _, report in outcomes)
+    assert reads <= 1.02 * outcomes[0][1]["checkpoint_bytes"]
+
+
+def test_replicas_read_for_themselves_from_a_local_disk(worlds, qwen3):
+    outcomes = worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), "weighed")
+    for _, report in outcomes:
+        assert not report["read_once"]
+        assert all("page cache" in reason for reason in report["read_alone"].values())

@@ -9,6 +9,7 @@ import click
 _COMMANDS = {
     "demo": "bring up, prove and train a small model that it makes itself",
     "inspect": "what a checkpoint holds, from its headers",
+    "plan": "what a load takes on every rank, before it",
     "train": "fine-tune a model on chat data",
     "verify": "load on N ranks and compare with an independent path",
 }

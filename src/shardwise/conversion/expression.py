@@ -10,7 +10,7 @@ Nodes are built by the lower-case functions, which validate and simplify; every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -206,6 +206,35 @@ def substitute(expression: Expression, leaves: Mapping[str, Stored]) -> Expressi
             return Reshape(substitute(source, leaves), shape)
         case Opaque(label=label):
             raise ValueError(f"an opaque leaf ({label}) is bound to its inputs and cannot be reused")
+
+
+def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
+    """What an expression is but for the keys of its leaves, and these keys in the order in which they first appear.
+
+    Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one. An
+    opaque leaf is like itself only.
+    """
+    numbers: dict[str, int] = {}
+
+    def bare(node: Expression) -> Hashable:
+        match node:
+            case Stored(key, shape, dtype):
+                return numbers.setdefault(key, len(numbers)), shape, dtype.label
+            case Opaque(output=output, operation=operation):
+                return "opaque", id(operation), output
+            case Concat(parts, dim):
+                return "concat", dim, *map(bare, parts)
+            case Stack(parts, dim):
+                return "stack", dim, *map(bare, parts)
+            case Slice(source, dim, start, step, shape):
+                return "slice", dim, start, step, shape, bare(source)
+            case Permute(source, dims):
+                return "permute", dims, bare(source)
+            case Reshape(source, shape):
+                return "reshape", shape, bare(source)
+
+    found = bare(expression)
+    return found, tuple(numbers)
 
 
 def _summary(parts: Sequence[Expression]) -> str:

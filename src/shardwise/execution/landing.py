@@ -9,7 +9,8 @@ import torch
 
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.schedule import Segment, aligned
+from shardwise.planning.schedule import Segment
+from shardwise.planning.staging import staging_within
 from shardwise.tensors import Strided
 
 
@@ -42,7 +43,7 @@ class HostLanding:
 
     def begin(self) -> memoryview:
         if self._staging is None:
-            self._staging = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return memory_of(self._staging)
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
@@ -65,8 +66,7 @@ class DeviceLanding:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # torch rounds pinned blocks up to a power of two; a slab that is one wastes nothing.
-        self._nbytes = 1 << (nbytes.bit_length() - 1)
+        self._nbytes = nbytes
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pinned: list[torch.Tensor] = []
@@ -76,7 +76,9 @@ class DeviceLanding:
 
     def begin(self) -> memoryview:
         if not self._pinned:
-            self._pinned = [torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned = [
+                torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+            ]
             self._sent = [torch.cuda.Event() for _ in range(2)]
         self._turn = 1 - self._turn
         self._sent[self._turn].synchronize()
@@ -114,30 +116,12 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
     return strided_view(values, Strided(0, source.sizes, source.strides))
 
 
-def landings(budget_bytes: int, most_bytes: int, most: int, device: torch.device) -> tuple[Sequence[Landing], int]:
-    """At most ``most`` landings within a budget, and the bytes that each can stage.
-
-    Args:
-        budget_bytes: host memory for all of them.
-        most_bytes: what one needs at most.
-        most: landings wanted.
-        device: of the tensors.
-    """
-    slabs = 1 if device.type == "cpu" else 2
-    count = max(1, min(most, budget_bytes // (slabs * _LEAST_BYTES)))
-    nbytes = max(
-        _ALIGNED_BYTES, min(most_bytes, budget_bytes // (slabs * count)) // _ALIGNED_BYTES * _ALIGNED_BYTES
-    )
+def landings(budget_bytes: int, concurrency: int, device: torch.device) -> tuple[Sequence[Landing], int]:
+    """At most ``concurrency`` landings for tensors on a device, and the bytes that each can stage."""
+    staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
-        return [HostLanding(nbytes) for _ in range(count)], nbytes
-    nbytes = 1 << (nbytes.bit_length() - 1)
-    return [DeviceLanding(nbytes, device) for _ in range(count)], nbytes
-
-
-_LEAST_BYTES = 1 << 18
-"""With less staging than this a worker is not worth its thread."""
-
-_ALIGNED_BYTES = aligned(1)
+        return [HostLanding(staging.nbytes) for _ in range(staging.workers)], staging.nbytes
+    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)], staging.nbytes
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

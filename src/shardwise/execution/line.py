@@ -57,10 +57,21 @@ class Line:
         store: torch's key-value store, shared by the ranks.
         name: what sets this line apart from others in the same store; the same on all ranks.
         rank: this rank, of ``size``.
+        patience: how long to wait.
+        numbers: what the ranks are called in messages, where they are some of many.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        patience: Patience,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
+        self.numbers = numbers or range(size)
         self.size = size
         self.patience = patience
         self.progress = 0
@@ -99,7 +110,8 @@ class Line:
                 silence = time.monotonic() - self._heard
                 if silence > 2 * self.patience.silence_s:
                     raise RankLostError(
-                        f"rank {self.rank}: the store through which the ranks meet has not answered for "
+                        f"rank {self.numbers[self.rank]}: the store through which the ranks meet "
+                        "has not answered for "
                         f"{silence:.0f} s; the process that holds it (the launcher, or rank 0) is stopped or "
                         "unreachable"
                     ) from None
@@ -137,7 +149,7 @@ class Line:
                     order.answer.set_result(talk.meet(order.message))
             except Exception as error:
                 self._cut.set()
-                lost = error if isinstance(error, RankLostError) else _store_lost(self.rank, error)
+                lost = error if isinstance(error, RankLostError) else _store_lost(self.numbers[self.rank], error)
                 order.answer.set_exception(lost)
 
     def _while_working(self, talk: _Talk) -> None:
@@ -260,7 +272,7 @@ class _Talk:
         pause = _FIRST_POLL_S
         while not is_done():
             if self._line.is_closing:
-                raise RankLostError(f"rank {self._line.rank} has left the call")
+                raise RankLostError(f"rank {self._line.numbers[self._line.rank]} has left the call")
             self._line.heard()
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
@@ -290,11 +302,13 @@ class _Talk:
         line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
 
     def _lost(self, rank: int, silence: float, *, has_joined: bool) -> str:
+        number = self._line.numbers[rank]
         if not has_joined:
-            return f"rank {rank} has not come to this call within {silence:.0f} s; every rank has to make it"
+            return f"rank {number} has not come to this call within {silence:.0f} s; every rank has to make it"
         place = (self._keys.find(f"joined/{rank}") or b"").decode()
         return (
-            f"rank {rank} ({place}) is lost: no sign of life for {silence:.0f} s; it was killed, has ended, or is "
+            f"rank {number} ({place}) is lost: no sign of life for {silence:.0f} s; it was "
+            "killed, has ended, or is "
             "stopped; look at its own output, and at the system's log for a process killed for want of memory"
         )
 

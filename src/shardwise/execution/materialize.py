@@ -69,3 +69,8 @@ def _sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def offloads_shards(model: nn.Module) -> bool:
+    """Whether sharded parameters live on the CPU although the mesh is of another device."""
+    return any(_torch_private.is_offloaded(manager) for manager in _torch_private.fsdp_params(model).values())

@@ -24,12 +24,6 @@ from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
 
-_HOST_BLOCK_BYTES = 4 << 20
-"""Staging of one worker for tensors in host memory: it stays in the cache between the read and the copy."""
-
-_DEVICE_BLOCK_BYTES = 32 << 20
-"""Staging of one worker for tensors on an accelerator: large enough that the transfer runs at full speed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -109,18 +103,29 @@ class Placer:
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
-        local = torch.empty(box.sizes, dtype=dtype)
-        item = Destination("", expression, local, (LocalBox(box, Strided.contiguous(box.sizes)),))
-        if isinstance(expression, Opaque):
-            self._place_computed(self._evaluate(expression), [item])
-        else:
-            self._place_stored([item], local.device)
-        return local
+        return self.values_of([(expression, box, dtype)])[0]
+
+    def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
+        """Boxes of expressions as new contiguous CPU tensors, read together."""
+        items = [
+            Destination(
+                "",
+                expression,
+                torch.empty(box.sizes, dtype=dtype, device="cpu"),
+                (LocalBox(box, Strided.contiguous(box.sizes)),),
+            )
+            for expression, box, dtype in wanted
+        ]
+        self._place(items)
+        return [item.local for item in items]
+
+    def count(self, fqn: str, numel: int) -> None:
+        """Note that elements of a tensor have been written."""
+        self.written[fqn] = self.written.get(fqn, 0) + numel
 
     def _place_stored(self, items: Sequence[Destination], device: torch.device) -> None:
         policy = self.reader.policy
-        most_bytes = _HOST_BLOCK_BYTES if device.type == "cpu" else _DEVICE_BLOCK_BYTES
-        tools, staging_bytes = landings(self.budget_bytes, most_bytes, policy.concurrency, device)
+        tools, staging_bytes = landings(self.budget_bytes, policy.concurrency, device)
         segments: list[tuple[str, Segment]] = []
         for number, item in enumerate(items):
             for copy in self._copies(item):
@@ -139,7 +144,7 @@ class Placer:
 
     def _copies(self, item: Destination) -> list[Copy]:
         found = [copy for part in item.boxes for copy in copies(item.expression, part.box, part.local)]
-        self.written[item.fqn] = self.written.get(item.fqn, 0) + sum(copy.numel for copy in found)
+        self.count(item.fqn, sum(copy.numel for copy in found))
         return found
 
     def _carry_out(
@@ -205,7 +210,7 @@ class Placer:
         """
         if not isinstance(self.reader, PageCache):
             return False
-        if any(item.is_direct or item.copy.source.is_contiguous for item in request.segments):
+        if not request.segments[0].is_strided:
             return False
         if any(tensors[item.target].device.type != "cpu" for item in request.segments):
             return False
@@ -231,7 +236,7 @@ class Placer:
 
     def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
         """The conversion's outputs, from its inputs whole."""
-        inputs = [torch.empty(stored.shape, dtype=to_torch(stored.dtype)) for stored in leaf.inputs]
+        inputs = [torch.empty(stored.shape, dtype=to_torch(stored.dtype), device="cpu") for stored in leaf.inputs]
         policy = self.reader.policy
         segments = [
             (entry.file, segment)

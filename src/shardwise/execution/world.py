@@ -48,7 +48,8 @@ class World:
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}"
             store = _torch_private.default_store()
-            self._line = Line(store, name, rank, size, patience or Patience())
+            numbers = dist.get_process_group_ranks(group)
+            self._line = Line(store, name, rank, size, patience or Patience(), numbers)
             self._close: Callable[[], object] = weakref.finalize(self, self._line.close)
 
     @classmethod
@@ -190,7 +191,7 @@ class World:
         rank, first = found[0]
         if len(found) == self.size and all(item == first for _, item in found):
             raise first.to_error() from failure
-        raise first.at_rank(rank).to_error() from failure
+        raise first.at_rank(self._global_rank(rank)).to_error() from failure
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -227,6 +228,8 @@ class _Failure:
         return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
 
     def at_rank(self, rank: int) -> _Failure:
+        if self.message.startswith("rank "):
+            return self
         return _Failure(self.kind, f"rank {rank}: {self.message}")
 
     def to_error(self) -> Exception:

@@ -100,6 +100,11 @@ def is_offloaded(fsdp_param: Any) -> bool:
     return bool(fsdp_param.offload_to_cpu)
 
 
+def padded_numel(fsdp_param: Any) -> int:
+    """Elements of this rank's memory for a sharded parameter, padded to the size of rank 0's shard."""
+    return int(fsdp_param.padded_sharded_param_size.numel())
+
+
 def padded_local(fsdp_param: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Fresh memory for this rank's shard, padded as FSDP2's all-gather wants it; returns the unpadded view.
 

@@ -7,14 +7,24 @@ tensor is sharded, and a forecast is as true as what is carried out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise.errors import PlacementError
-from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Origin, Spread, TensorLayout, WorldLayout
+from shardwise.layout import (
+    GroupLayout,
+    Kind,
+    LocalBox,
+    MeshShape,
+    ModelLayout,
+    Origin,
+    Spread,
+    TensorLayout,
+    WorldLayout,
+)
+from shardwise.models import _torch_private
 from shardwise.models.view import (
     Held,
     boxes_at,
@@ -27,31 +37,12 @@ from shardwise.models.wrap import Group, WrapPolicy, group_parameters, shard_dim
 from shardwise.tensors import contiguous_strides
 
 
-@dataclass(frozen=True, slots=True)
-class ForeseenGroup:
-    """One ``fully_shard`` group: its modules ("" for the root) and the FQNs of the parameters it gathers."""
-
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Foresight:
-    """A model as :func:`~shardwise.models.wrap.wrap` would leave it on a mesh.
-
-    ``groups`` has the blocks and, last, the root, which gathers what is left. ``whole`` are the FQNs of parameters
-    that stay whole on every rank, with the reason.
-    """
-
-    layout: WorldLayout
-    groups: tuple[ForeseenGroup, ...]
-    whole: Mapping[str, str]
-
-
 def foresee(
     model: nn.Module, policy: WrapPolicy, mesh: MeshShape, origin_of: Callable[[Held], Origin]
-) -> Foresight:
-    """What each rank will hold of a model, on meta or real, that nothing has sharded yet.
+) -> WorldLayout:
+    """A model as :func:`~shardwise.models.wrap.wrap` would leave it on a mesh; nothing may have sharded it yet.
+
+    Pure: needs no process group, and leaves the model as it is.
 
     Raises:
         PlacementError: when the policy matches nothing, or the model holds what ``fully_shard`` refuses.
@@ -60,8 +51,8 @@ def foresee(
     grouping = group_parameters(model, policy)
     fqns = {item.tensor: item.fqn for item in held}
 
-    def foreseen(group: Group) -> ForeseenGroup:
-        return ForeseenGroup(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
+    def layout_of_group(group: Group) -> GroupLayout:
+        return GroupLayout(group.modules, tuple(fqns[parameter] for parameter in group.parameters))
 
     spreader = _Spreader(mesh, set(grouping.whole))
     spreads: dict[str, Spread] = {}
@@ -70,11 +61,23 @@ def foresee(
         spread, placement = spreader.spread(item)
         spreads[item.fqn] = spread
         tensors.append(tensor_layout(item, origin_of(item), spread.boxes[0], placement))
-    return Foresight(
-        layout=WorldLayout(mesh, ModelLayout(tuple(tensors)), spreads),
-        groups=(*map(foreseen, grouping.blocks), foreseen(grouping.root)),
+    return WorldLayout(
+        mesh=mesh,
+        first=ModelLayout(tuple(tensors)),
+        spreads=spreads,
+        groups=(*map(layout_of_group, grouping.blocks), layout_of_group(grouping.root)),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
     )
+
+
+def padded_numels(model: nn.Module) -> dict[str, int]:
+    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included."""
+    managers = _torch_private.fsdp_params(model)
+    return {
+        item.fqn: _torch_private.padded_numel(managers[item.tensor])
+        for item in look_inside(model)
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
+    }
 
 
 class _Spreader:

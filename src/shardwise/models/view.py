@@ -17,7 +17,7 @@ from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.models import _torch_private
 from shardwise.models._torch_private import REGISTRIES, buffers_of, is_temporary, parameters_of
 from shardwise.models.dtypes import from_torch, in_memory
-from shardwise.tensors import Box, Strided
+from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
@@ -181,6 +181,21 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
         tuple(local.stride()),
         fqn,
     )
+
+
+def boxes_of_ranks(tensor: torch.Tensor, fqn: str, ranks: Sequence[int]) -> tuple[tuple[Box, ...], ...]:
+    """The boxes of a tensor that each of these (global) ranks holds; all of it where it is not sharded."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return ((Box.whole(shape),),) * len(ranks)
+    mesh = tensor.device_mesh
+    strides = contiguous_strides(shape)  # of no concern here: only the boxes are looked at
+    found: list[tuple[Box, ...]] = []
+    for rank in ranks:
+        coordinate = torch.nonzero(mesh.mesh == rank).flatten().tolist()
+        held = boxes_at(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate), strides, fqn)
+        found.append(tuple(part.box for part in held))
+    return tuple(found)
 
 
 def boxes_at(

@@ -383,14 +383,18 @@ def shard_dim(shape: Sequence[int], shard_size: int) -> int:
 
     The first one, as FSDP2 has it by default. Of three and more dimensions, where the first leaves ranks empty or
     much emptier than others (fewer stacked experts than ranks, or 128 of them on 96), it is the first of the others
-    that splits evenly, if there is one: FSDP2 takes no uneven split but of the first.
+    that splits evenly, if there is one: FSDP2 takes no uneven split but of the first. The last dimension, whose
+    parts are scattered in small pieces over the file, is taken only where ranks would get nothing at all.
     """
     if len(shape) < 3:
         return 0
-    padded = -(-shape[0] // shard_size) * shard_size
-    if shape[0] >= shard_size and padded <= MAX_PADDING * shape[0]:
+    if shape[0] < shard_size:
+        others = range(1, len(shape))
+    elif -(-shape[0] // shard_size) * shard_size > MAX_PADDING * shape[0]:
+        others = range(1, len(shape) - 1)
+    else:
         return 0
-    return next((dim for dim in range(1, len(shape)) if shape[dim] % shard_size == 0), 0)
+    return next((dim for dim in others if shape[dim] % shard_size == 0), 0)
 
 
 def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard]:

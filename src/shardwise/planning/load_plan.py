@@ -100,7 +100,7 @@ class LoadPlan:
 
     def _fingerprint(self, name: str, fill: Fill) -> str:
         tensor = self.layout.by_name[name]
-        facts = (tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value, repr(fill))
+        facts = (tensor.names, tensor.shape, tensor.dtype.label, tensor.kind.value, tensor.placement, repr(fill))
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from shardwise.formats import TensorEntry
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided
 
-_WASTE = 64
+WASTE = 64
 """Of what a request brings, at most one part in this many may be gaps between segments."""
 
 _ALIGNMENT = 64
@@ -38,6 +38,11 @@ class Segment:
     target: int
     copy: Copy
     is_direct: bool
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether there is more between the first byte and the last than the copy needs."""
+        return not self.copy.source.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,8 @@ def schedule(
     """Requests, in the order of the files and of the bytes in them.
 
     Neighbours are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
-    nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``.
+    nothing overlaps, and what must be staged (gaps included) fits ``staging_bytes``. Strided segments stay among
+    themselves: they may be copied another way.
 
     Args:
         segments: with the file each lies in.
@@ -129,10 +135,11 @@ def schedule(
         more = aligned(max(gap, 0)) + own
         fits = (
             name == file
+            and joined[-1].is_strided == segment.is_strided
             and 0 <= gap <= policy.max_gap_bytes
             and segment.bytes.stop - start <= policy.request_bytes
             and staged + more <= staging_bytes
-            and (gaps + gap) * _WASTE <= segment.bytes.stop - start
+            and (gaps + gap) * WASTE <= segment.bytes.stop - start
         )
         if joined and not fits:
             requests.append(Request(file, ByteRange(start, stop), tuple(joined)))

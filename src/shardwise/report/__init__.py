@@ -1,8 +1,9 @@
-"""What happened, as plain data, and how names are put into words."""
+"""What happened or will happen, as plain data, and how names and sizes are put into words."""
 
+from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
 from shardwise.report.names import collapse
 from shardwise.report.shard_report import ShardReport
 from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["LoadReport", "ShardReport", "VerifyReport", "collapse"]
+__all__ = ["Forecast", "LoadReport", "ShardReport", "VerifyReport", "collapse"]

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.report.forecast import RankForecast
 from shardwise.report.names import collapse
+from shardwise.report.sizes import in_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,9 @@ class LoadReport:
 
     ``tied`` maps each tied name to the name that holds the values; ``cast`` maps a name to
     ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
-    consent or because the model ignores them on purpose; ``replicated`` are parameters that are whole on every
-    rank of a sharded model.
+    consent or because the model ignores them on purpose; ``read_once`` and ``read_alone`` are tensors of which
+    several ranks need the same bytes, with the reason why one rank read for all, or each for itself; ``replicated``
+    are parameters that are whole on every rank of a sharded model.
     """
 
     checkpoint: str
@@ -34,9 +37,11 @@ class LoadReport:
     reads: int
     """Read system calls (or requests) of this rank."""
     seconds: Mapping[str, float]
-    """Seconds by phase, in order: index, plan, materialize, read, fill, audit."""
+    """Seconds by phase, in order: index, plan, materialize, read, share, fill, audit."""
     loaded: int
     """Tensors filled from the checkpoint."""
+    forecast: RankForecast
+    """What was foreseen for this rank, every rank reading for itself; what is held and read can be compared."""
     files: tuple[str, ...]
     """Names of the checkpoint's files, relative to ``checkpoint``."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -49,6 +54,8 @@ class LoadReport:
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    read_once: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicated: tuple[str, ...] = ()
 
     @property
@@ -59,15 +66,27 @@ class LoadReport:
         """The report as plain JSON values."""
         return dataclasses.asdict(self)
 
+    def _foreseen(self) -> str:
+        """Forecast and fact in words; the fact only where it differs."""
+        pairs = (
+            ("read", self.forecast.read_bytes, self.read_bytes),
+            ("held", self.forecast.shard_bytes, self.placed_bytes),
+        )
+        return ", ".join(
+            f"{word} {in_bytes(foreseen)}" + ("" if fact == foreseen else f" (was {in_bytes(fact)})")
+            for word, foreseen, fact in pairs
+        )
+
     def __str__(self) -> str:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
-        read = f"{_size(self.read_bytes)} of {_size(self.checkpoint_bytes)}"
+        read = f"{in_bytes(self.read_bytes)} of {in_bytes(self.checkpoint_bytes)}"
         effort = f"{self.reads} reads, {self.files_opened} files"
         lines = [
             f"loaded {self.checkpoint}",
-            f"  rank {self.rank} of {self.world_size}: read {read} ({_size(int(rate))}/s, {effort})",
-            f"  holds {_size(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
+            f"  rank {self.rank} of {self.world_size}: read {read} ({in_bytes(int(rate))}/s, {effort})",
+            f"  holds {in_bytes(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
+            f"  foreseen    {self._foreseen()}",
         ]
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
         lines += _listing("initialized", self.initialized)
@@ -77,6 +96,10 @@ class LoadReport:
             names = [name for name, cast in self.cast.items() if cast == pair]
             lines += _listing(f"{pair[0]}→{pair[1]}", names)
         lines += _listing("opaque", self.opaque)
+        for word, reasons in (("read once", self.read_once), ("read alone", self.read_alone)):
+            for reason in dict.fromkeys(reasons.values()):
+                names = [name for name, found in reasons.items() if found == reason]
+                lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
         lines += _listing("replicated", self.replicated)
         lines += _listing("ignored", self.ignored_keys)
         return "\n".join(lines)
@@ -88,12 +111,3 @@ def _listing(word: str, names: tuple[str, ...] | list[str]) -> list[str]:
     if len(groups) > 6:
         shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[6:])} more")
     return shown
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")

@@ -65,7 +65,8 @@ class HttpTransport:
 
     Connections are kept and used again. Redirects are followed, and their targets remembered until they expire;
     ``headers``, which may hold credentials, are sent to the URL's own server only. A file's version is its ETag,
-    else its Last-Modified, and compared in every answer.
+    else its Last-Modified, and compared in every answer. ``proxy`` is the URL of an HTTP proxy that is asked in the
+    server's place, for https by CONNECT.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class HttpTransport:
         retries: Retries,
         headers: Mapping[str, str],
         context: ssl.SSLContext | None = None,
+        proxy: str | None = None,
     ) -> None:
         self._shown = without_secrets(url)
         self._root, user_headers = _root_of(url, self._shown)
         self._headers = {name.title(): value for name, value in {**user_headers, **headers}.items()}
         self._retries = retries
-        self._connections = _Connections(retries.timeout_s, context)
+        self._connections = _Connections(retries.timeout_s, context, None if proxy is None else _Proxy.at(proxy))
         self._targets: dict[str, _Place] = {}
 
     def list(self) -> list[str]:
@@ -90,7 +92,7 @@ class HttpTransport:
         # One byte, rather than HEAD: links that are signed for GET refuse HEAD, and the answer shows whether the
         # server knows ranges.
         with self._answer(file, "bytes=0-0") as response:
-            if response.status == 416 and _content_range(response) == (None, None, 0):
+            if response.status == 416:  # every other file has a first byte
                 return FileState(0, _version(response))
             if response.status == 206:
                 _, _, total = _content_range(response)
@@ -175,12 +177,28 @@ class HttpTransport:
         return _Place(root.scheme, root.host, root.port, f"{path}/{quote(file)}{mark}{query}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Proxy:
+    """What is asked in the servers' place, and who we are to it."""
+
+    place: _Place
+    headers: Mapping[str, str]
+
+    @classmethod
+    def at(cls, url: str) -> _Proxy:
+        place, user = _root_of(url, without_secrets(url))
+        if place.scheme != "http":
+            raise StorageError(f"{without_secrets(url)}: a proxy is spoken to in http; write http://host:port")
+        return cls(place, {f"Proxy-{name}": value for name, value in user.items()})
+
+
 class _Connections:
     """Connections to some servers, kept for the next request."""
 
-    def __init__(self, timeout_s: float, context: ssl.SSLContext | None) -> None:
+    def __init__(self, timeout_s: float, context: ssl.SSLContext | None, proxy: _Proxy | None) -> None:
         self._timeout_s = timeout_s
         self._context = context
+        self._proxy = proxy
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str, int], list[http.client.HTTPConnection]] = defaultdict(list)
         self._closed = False
@@ -220,7 +238,8 @@ class _Connections:
             if connection is None:
                 connection = self._connect(place)
             try:
-                connection.request("GET", place.target, headers=dict(headers))
+                target, more = self._addressed(place)
+                connection.request("GET", target, headers={**headers, **more})
                 return connection, connection.getresponse()
             except ConnectionError:
                 connection.close()
@@ -232,11 +251,22 @@ class _Connections:
                 raise
 
     def _connect(self, place: _Place) -> http.client.HTTPConnection:
+        proxy = self._proxy
+        host, port = (place.host, place.port) if proxy is None else (proxy.place.host, proxy.place.port)
         if place.scheme == "http":
-            return http.client.HTTPConnection(place.host, place.port, timeout=self._timeout_s)
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
         if self._context is None:
             self._context = ssl.create_default_context()
-        return http.client.HTTPSConnection(place.host, place.port, timeout=self._timeout_s, context=self._context)
+        connection = http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
+        if proxy is not None:
+            connection.set_tunnel(place.host, place.port, dict(proxy.headers))
+        return connection
+
+    def _addressed(self, place: _Place) -> tuple[str, Mapping[str, str]]:
+        """What is asked for, as a server or a proxy wants it (RFC 9112, 3.2.2), and headers for the latter."""
+        if self._proxy is None or place.scheme == "https":
+            return place.target, {}
+        return place.url, self._proxy.headers
 
     def _keep(self, place: _Place, connection: http.client.HTTPConnection) -> None:
         with self._lock:

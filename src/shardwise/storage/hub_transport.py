@@ -34,7 +34,8 @@ class HubTransport:
     huggingface_hub is asked once, for the commit that the revision names, and its files with their hashes. All
     bytes are those of that commit, whatever is pushed meanwhile, and a file's version is its hash.
 
-    ``options`` are ``token``, ``endpoint`` and ``revision``, as for ``huggingface_hub.HfApi``.
+    ``options`` are ``token``, ``endpoint`` and ``revision``, as for ``huggingface_hub.HfApi``, which finds its own
+    way through a proxy; ``proxy`` is for the ranges.
     """
 
     def __init__(self, url: str, *, retries: Retries, options: Mapping[str, Any]) -> None:
@@ -44,7 +45,7 @@ class HubTransport:
                 f"{shown(url)}: not a repository of the hub; write hf://organisation/name, "
                 "hf://organisation/name@revision, or a folder below it"
             )
-        unknown = sorted(set(options) - {"token", "endpoint", "revision"})
+        unknown = sorted(set(options) - {"token", "endpoint", "revision", "proxy"})
         if unknown:
             raise StorageError(f"{shown(url)}: storage_options {unknown} mean nothing to the hub; leave them out")
         named = unquote(match["revision"]) if match["revision"] else None
@@ -78,8 +79,9 @@ class HubTransport:
         is_abandoned: Callable[[], bool],
     ) -> None:
         http, _ = self._described(file)
-        # A commit does not change, and the servers that the hub sends us to have versions of their own.
-        http.fetch(file, start, buffers, FileState(expected.nbytes, None), is_abandoned)
+        # A commit's files do not change; only their size is compared, since the servers that the hub sends us to
+        # call versions otherwise.
+        http.fetch(file, start, buffers, expected, is_abandoned)
 
     def close(self) -> None:
         with self._lock:
@@ -125,7 +127,8 @@ class HubTransport:
         }
         prefix = "" if self._kind == "model" else f"{self._kind}s/"
         url = f"{api.endpoint}/{prefix}{self._repo_id}/resolve/{info.sha}/{quote(self._folder)}"
-        http = HttpTransport(url, retries=self._retries, headers=build_hf_headers(token=token))
+        headers = build_hf_headers(token=token)
+        http = HttpTransport(url, retries=self._retries, headers=headers, proxy=self._options.get("proxy"))
         return http, files
 
 

@@ -74,8 +74,9 @@ class RemoteReader:
     Args:
         url: a folder, as ``https://host/folder``, ``s3://bucket/folder``, ``gs://bucket/folder``,
             ``hf://organisation/name@revision``, or of any kind that fsspec knows. A query is sent with every file.
-        storage_options: for http and https ``headers`` and ``ssl_context``; for hf ``token``, ``endpoint`` and
-            ``revision``; else what the fsspec file system takes (``key``, ``secret``, ``anon``, ...).
+        storage_options: for http and https ``headers``, ``ssl_context`` and ``proxy`` (the environment's is not
+            used); for hf ``token``, ``endpoint``, ``revision`` and ``proxy``; else what the fsspec file system
+            takes (``key``, ``secret``, ``anon``, ...).
         concurrency: replaces ``policy.concurrency``.
         policy: how the storage is read.
         retries: attempts, waits and timeouts.
@@ -319,15 +320,21 @@ class RemoteReader:
 def _transport(url: str, options: Mapping[str, Any], policy: ReadPolicy, retries: Retries) -> Transport:
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
-        unknown = sorted(set(options) - {"headers", "ssl_context"})
+        unknown = sorted(set(options) - {"headers", "ssl_context", "proxy"})
         if unknown:
             raise ConfigError(
-                f"storage_options {unknown} mean nothing to {scheme}://; it takes 'headers' and 'ssl_context'"
+                f"storage_options {unknown} mean nothing to {scheme}://; it takes headers, ssl_context and proxy"
             )
         context = options.get("ssl_context")
         if context is not None and not isinstance(context, ssl.SSLContext):
             raise ConfigError(f"storage_options: ssl_context is a {type(context).__name__}, not an ssl.SSLContext")
-        return HttpTransport(url, retries=retries, headers=options.get("headers", {}), context=context)
+        return HttpTransport(
+            url,
+            retries=retries,
+            headers=options.get("headers", {}),
+            context=context,
+            proxy=options.get("proxy"),
+        )
     if scheme == "hf" and not url.startswith("hf://buckets/"):
         return HubTransport(url, retries=retries, options=options)
     return FsspecTransport(url, retries=retries, concurrency=policy.concurrency, options=options)

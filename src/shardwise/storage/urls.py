@@ -81,3 +81,6 @@ def _collect_secrets(options: Mapping[str, object], found: set[str], *, is_secre
             _collect_secrets(value, found, is_secret=hidden)
         elif hidden and isinstance(value, str):
             found.add(value)
+        elif isinstance(value, str) and "@" in value:  # the URL of a proxy or an endpoint
+            parts = urlsplit(value)
+            found |= {parts.username or "", parts.password or ""}

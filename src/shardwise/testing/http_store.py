@@ -26,6 +26,7 @@ from shardwise.errors import ConfigError
 from shardwise.storage.names import why_unsafe
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_SERVER = re.compile(r"^http://[^/]*/")
 _SEND_BYTES = 1 << 20
 _SLICE_S = 0.005
 _CREDIT_S = 0.02
@@ -513,7 +514,8 @@ def _parse(lines: BinaryIO) -> tuple[str, str, dict[str, str]] | None:
         if not colon:
             break
         headers[name.strip().lower()] = value.strip()
-    path = unquote(words[1].partition("?")[0])
+    # What a proxy is asked for begins with the server; a store serves its files for all of them.
+    path = unquote(_SERVER.sub("/", words[1]).partition("?")[0])
     return words[0], path.removeprefix("/"), headers
 
 

@@ -1,0 +1,205 @@
+"""Reading once what several ranks need, and handing it to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion import Opaque, copies
+from shardwise.execution.exchange import exchange
+from shardwise.execution.line import Patience
+from shardwise.execution.place import Destination, Placer
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox
+from shardwise.models._torch_private import splitting_dim
+from shardwise.models.view import Held, boxes_of_ranks, strided_view
+from shardwise.planning.exchange import Parcel, Round, Wanted, dealt, rounds
+from shardwise.planning.schedule import segments_of
+from shardwise.planning.sharing import ETHERNET_BYTES_PER_S, FABRIC_BYTES_PER_S, Choice, SharedReads, choose
+from shardwise.tensors import Box, Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks with which a tensor's bytes could be shared: along one axis of its mesh, or (None) all ranks."""
+
+    axis: int | None
+    size: int
+    replicas: int
+
+
+def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
+    """Who else needs (some of) the bytes that this rank needs of a tensor; None: nobody.
+
+    These are replicas, and ranks that hold other columns of the same rows: between these pieces lies what they
+    would all read over. Where that is so on several axes of a mesh, but not on all, the largest counts.
+    """
+    if world.size == 1:
+        return None
+    if not isinstance(tensor, DTensor):
+        return Peers(None, world.size, world.size)
+    mesh = tensor.device_mesh
+    sizes = dict(enumerate(mesh.shape))
+    split = [splitting_dim(placement) for placement in tensor.placements]
+    replicated = [axis for axis, dim in enumerate(split) if dim is None]
+    columns = [axis for axis, dim in enumerate(split) if dim]
+    candidates = [axis for axis in (*replicated, *columns) if sizes[axis] > 1]
+    if not candidates:
+        return None
+    if len(candidates) == sum(size > 1 for size in sizes.values()) and mesh.size() == world.size:
+        replicas = 1
+        for axis in replicated:
+            replicas *= sizes[axis]
+        return Peers(None, world.size, replicas)
+    axis = max(candidates, key=lambda item: sizes[item])
+    return Peers(axis, sizes[axis], sizes[axis] if axis in replicated else 1)
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """Which tensors are read together with which peers, and what was chosen for each tensor that has peers."""
+
+    shared: Mapping[str, Peers]
+    choices: Mapping[str, Choice]
+
+
+def plan_sharing(
+    world: World, held: Mapping[str, Held], items: Sequence[Destination], placer: Placer, mode: SharedReads
+) -> SharePlan:
+    """What is shared. The first rank decides for all. Collective: yes."""
+    peers = {item.fqn: found for item in items if (found := peers_of(held[item.fqn].tensor, world)) is not None}
+
+    def decide() -> dict[str, Choice]:
+        return {
+            item.fqn: choose(
+                mode,
+                placer.reader.policy,
+                replicas=peers[item.fqn].replicas,
+                factor=_factor(item, peers[item.fqn], placer),
+                network_bytes_per_s=_network(held[item.fqn].tensor),
+            )
+            for item in items
+            if item.fqn in peers and not isinstance(item.expression, Opaque)
+        }
+
+    if not peers:
+        return SharePlan({}, {})
+    choices = world.from_first(decide)
+    return SharePlan({name: peers[name] for name, choice in choices.items() if choice.is_shared}, choices)
+
+
+def _network(tensor: torch.Tensor) -> float:
+    is_accelerated = isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu"
+    return FABRIC_BYTES_PER_S if is_accelerated else ETHERNET_BYTES_PER_S
+
+
+def _factor(item: Destination, peers: Peers, placer: Placer) -> float:
+    """How often a needed byte would be read by the peers, each on its own.
+
+    A request counts as what could be read in its time (the gap that the storage rather reads over).
+    """
+    if not item.boxes:
+        return 1.0
+    policy = placer.reader.policy
+    needed = cost = 0
+    for part in item.boxes:
+        for copy in copies(item.expression, part.box, part.local):
+            assert not isinstance(copy.leaf, Opaque)
+            entry = placer.index.entries[copy.leaf.key]
+            needed += copy.numel * entry.dtype.itemsize
+            for segment in segments_of(
+                copy, 0, entry, needs_staging=False, policy=policy, block_bytes=policy.request_bytes
+            ):
+                cost += segment.bytes.nbytes + (policy.max_gap_bytes if len(copy.source.sizes) > 1 else 0)
+    spread = peers.size // peers.replicas
+    return peers.replicas * min(float(spread), cost / needed)
+
+
+def read_shared(
+    world: World,
+    plan: SharePlan,
+    held: Mapping[str, Held],
+    items: Sequence[Destination],
+    placer: Placer,
+    patience: Patience,
+) -> None:
+    """Read the shared tensors, each byte by one of the peers, and hand them over.
+
+    Collective: yes.
+    Memory: the budget, a third of it each for reading, for what has been read, and for what is sent and received.
+    """
+    together: dict[tuple[DeviceMesh | None, int | None], list[Destination]] = {}
+    for item in sorted(items, key=lambda item: item.fqn):
+        if item.fqn in plan.shared:
+            axis = plan.shared[item.fqn].axis
+            tensor = held[item.fqn].tensor
+            mesh = tensor.device_mesh if axis is not None and isinstance(tensor, DTensor) else None
+            together.setdefault((mesh, axis), []).append(item)
+    for (mesh, axis), members in together.items():
+        if mesh is None:
+            _Sharing(world, members, held, placer).run()
+        else:
+            with World.current(mesh.get_group(axis), patience) as peers:
+                world.together(_Sharing(peers, members, held, placer).run)
+
+
+class _Sharing:
+    """One exchange: tensors that the same peers need."""
+
+    def __init__(
+        self, peers: World, members: Sequence[Destination], held: Mapping[str, Held], placer: Placer
+    ) -> None:
+        self._peers = peers
+        self._members = {item.fqn: item for item in members}
+        self._held = held
+        self._placer = placer
+        self._fetched: dict[Parcel, torch.Tensor] = {}
+        self._rounds: list[Round] = []
+        self._next = 0
+
+    def run(self) -> None:
+        ranks = dist.get_process_group_ranks(self._peers.group)
+        wanted = [
+            Wanted(name, item.local.element_size(), boxes_of_ranks(self._held[name].tensor, name, ranks))
+            for name, item in self._members.items()
+        ]
+        self._rounds = rounds(dealt(wanted, range(self._peers.size)), self._placer.budget_bytes // 3)
+        device = next(iter(self._members.values())).local.device
+        exchange(self._peers, self._rounds, self.give, self.take, self.dtype_of, device)
+
+    def dtype_of(self, parcel: Parcel) -> torch.dtype:
+        return self._members[parcel.tensor].local.dtype
+
+    def give(self, parcel: Parcel) -> torch.Tensor:
+        while parcel not in self._fetched:
+            self._fetch(self._rounds[self._next])
+            self._next += 1
+        return self._fetched.pop(parcel)
+
+    def _fetch(self, parcels: Round) -> None:
+        """Read what this rank gives in a round, all at once: the storage is asked for many ranges together."""
+        own = [parcel for parcel in parcels if parcel.source == self._peers.rank]
+        boxes = [(self._members[parcel.tensor].expression, parcel.box, self.dtype_of(parcel)) for parcel in own]
+        self._fetched.update(zip(own, self._placer.values_of(boxes), strict=True))
+
+    def take(self, parcel: Parcel, values: torch.Tensor) -> None:
+        item = self._members[parcel.tensor]
+        strided_view(item.local, place_of(parcel.box, item.boxes)).copy_(values)
+        self._placer.count(item.fqn, parcel.box.numel)
+
+
+def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
+    """Where a box that lies within one of the boxes that a rank holds is in the rank's memory."""
+    for part in held:
+        if part.box.intersect(box) == box:
+            steps = (offset - first for offset, first in zip(box.offsets, part.box.offsets, strict=True))
+            start = part.local.offset + sum(
+                step * stride for step, stride in zip(steps, part.local.strides, strict=True)
+            )
+            return Strided(start, box.sizes, part.local.strides)
+    raise ValueError(f"{box} is not held")

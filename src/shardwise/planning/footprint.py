@@ -1,0 +1,287 @@
+"""Which bytes of which files each rank reads, and in how many requests.
+
+[Note: Kinds] A model has a few kinds of tensors, repeated in every layer. Tensors whose expressions are equal but
+for their keys, and which are spread alike over the ranks, have the same copies with other keys in them. So the
+copies, and the segments they are read by, are worked out once for each kind and position, and then moved to the
+place of every tensor of that kind, all of them at once. A model of 45,000 stored tensors has about twenty kinds.
+The segments of all tensors are then joined to requests, by the rules of :mod:`shardwise.planning.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, skeleton
+from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.layout import LocalBox, Spread
+from shardwise.planning.schedule import WASTE, aligned, segments_of
+from shardwise.planning.staging import staging_within
+from shardwise.storage import ReadPolicy
+from shardwise.tensors import Box, DType, numel
+
+_Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one rank reads of a checkpoint, headers not counted.
+
+    ``needed_bytes`` are those of the stored elements that its shards are made of, ``read_bytes`` those of the
+    ranges that are asked for, with the gaps that are read over. ``reads`` counts requests.
+    """
+
+    needed_bytes: int
+    read_bytes: int
+    reads: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor to read: what it is made of, how it is spread over the positions, its dtype and where it lives."""
+
+    expression: Expression
+    spread: Spread
+    dtype: DType
+    on_device: bool
+
+
+class Footprints:
+    """The footprints of all positions of a mesh.
+
+    Args:
+        index: where every stored tensor lies.
+        wanted: the tensors that are read.
+        policy: how the storage is asked.
+        budget_bytes: for staging; see :func:`~shardwise.planning.staging.staging_within`.
+    """
+
+    def __init__(
+        self, index: CheckpointIndex, wanted: Iterable[Wanted], policy: ReadPolicy, budget_bytes: int
+    ) -> None:
+        self._map = _FileMap(index, policy.max_gap_bytes)
+        self._policy = policy
+        self._staging_bytes = {
+            on_device: staging_within(budget_bytes, policy.concurrency, on_device=on_device).nbytes
+            for on_device in (False, True)
+        }
+        self._computed: dict[int, _Computed] = {}
+        kinds: dict[object, _Kind] = {}
+        for item in wanted:
+            if isinstance(item.expression, Opaque):
+                computed = self._computed.setdefault(id(item.expression.operation), _Computed(item.expression))
+                computed.spreads.append(item.spread)
+                continue
+            bare, keys = skeleton(item.expression)
+            kind = kinds.setdefault(
+                (bare, id(item.spread), item.dtype, item.on_device),
+                _Kind(item, keys, policy, self._staging_bytes[item.on_device]),
+            )
+            kind.places.append([self._map.place_of(key) for key in keys])
+        self._kinds = list(kinds.values())
+
+    def at(self, position: int) -> Footprint:
+        """What a rank at this position of the shard axis reads."""
+        passes = [
+            (self.segments(position, on_device=on_device), self._staging_bytes[on_device])
+            for on_device in (False, True)
+        ]
+        passes += [
+            (self._whole_inputs(computed.leaf), self._policy.max_gap_bytes)
+            for computed in self._computed.values()
+            if any(spread.boxes[position] for spread in computed.spreads)
+        ]
+        needed = sum(segments.needed_bytes for segments, _ in passes)
+        requests = [_requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
+        starts = np.concatenate([found[0] for found in requests])
+        return Footprint(
+            needed_bytes=needed,
+            read_bytes=sum(int((stops - starts).sum()) for starts, stops in requests),
+            reads=len(starts),
+            files=self._map.files_at(starts),
+        )
+
+    def segments(self, position: int, *, on_device: bool) -> Segments:
+        """All that a rank at this position reads of what is not computed, tensor by tensor, not joined yet."""
+        found: list[Segments] = []
+        for kind in self._kinds:
+            boxes = kind.wanted.spread.boxes[position]
+            if kind.wanted.on_device is on_device and boxes:
+                found.append(kind.segments(boxes))
+        return Segments.all_of(found)
+
+    def _whole_inputs(self, leaf: Opaque) -> Segments:
+        found: list[Segments] = []
+        for stored in leaf.inputs:
+            for copy in copies(stored, Box.whole(stored.shape)):
+                within = _within_leaf(copy, stored, self._policy, self._policy.request_bytes, needs_staging=False)
+                found.append(within.moved(np.asarray([self._map.place_of(stored.key)], np.int64)))
+        return Segments.all_of(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Ranges ``starts <= i < stops`` of bytes; ``staged`` is what each takes of staging memory.
+
+    Places count along all files, one after the other, with a distance between them. ``needed_bytes`` are wanted of
+    all of them together: inside of a range there may be gaps, to be read over.
+    """
+
+    starts: _Numbers
+    stops: _Numbers
+    staged: _Numbers
+    needed_bytes: int
+
+    @classmethod
+    def all_of(cls, parts: list[Segments]) -> Segments:
+        """Those of all parts."""
+        none = [np.zeros(0, np.int64)]
+        return cls(
+            np.concatenate([part.starts for part in parts] or none),
+            np.concatenate([part.stops for part in parts] or none),
+            np.concatenate([part.staged for part in parts] or none),
+            sum(part.needed_bytes for part in parts),
+        )
+
+    def moved(self, places: _Numbers) -> Segments:
+        """The same at every one of ``places``."""
+        starts = np.add.outer(places, self.starts).ravel()
+        stops = np.add.outer(places, self.stops).ravel()
+        return Segments(starts, stops, np.tile(self.staged, len(places)), self.needed_bytes * len(places))
+
+
+class _FileMap:
+    """All files on one line, so far apart that no gap between two of them is ever read over."""
+
+    def __init__(self, index: CheckpointIndex, max_gap_bytes: int) -> None:
+        self._index = index
+        self._names = list(index.files)
+        sizes = [nbytes + max_gap_bytes + 1 for nbytes in index.files.values()]
+        starts = list(accumulate(sizes, initial=0))[:-1]
+        self._start = dict(zip(self._names, starts, strict=True))
+        self._starts = np.asarray(starts, dtype=np.int64)
+
+    def place_of(self, key: str) -> int:
+        """Where a stored tensor begins."""
+        entry = self._index.entries[key]
+        return self._start[entry.file] + entry.start
+
+    def files_at(self, places: _Numbers) -> tuple[str, ...]:
+        """The names of the files in which these places lie."""
+        found = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
+        return tuple(self._names[number] for number in found)
+
+
+@dataclass
+class _Kind:
+    """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
+
+    wanted: Wanted
+    keys: tuple[str, ...]
+    policy: ReadPolicy
+    staging_bytes: int
+    places: list[list[int]] = field(default_factory=list)
+    _last: tuple[tuple[LocalBox, ...], Segments] | None = None
+
+    def segments(self, boxes: tuple[LocalBox, ...]) -> Segments:
+        """What fills the boxes of all of the tensors."""
+        if self._last is not None and self._last[0] is boxes:  # a tensor that every rank holds whole
+            return self._last[1]
+        number_of = {key: number for number, key in enumerate(self.keys)}
+        # Of stacked experts, the copies of all leaves are alike.
+        alike: dict[object, tuple[Copy, Stored, list[int]]] = {}
+        for copy in _copies(self.wanted.expression, boxes):
+            leaf = copy.leaf
+            assert isinstance(leaf, Stored)  # an opaque leaf is never below another node
+            form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
+            alike.setdefault(form, (copy, leaf, []))[2].append(number_of[leaf.key])
+        places = np.asarray(self.places, np.int64)
+        found: list[Segments] = []
+        for copy, leaf, numbers in alike.values():
+            needs_staging = self.wanted.on_device or self.wanted.dtype != leaf.dtype
+            within = _within_leaf(copy, leaf, self.policy, self.staging_bytes, needs_staging=needs_staging)
+            found.append(within.moved(places[:, numbers].ravel()))
+        made = Segments.all_of(found)
+        self._last = (boxes, made)
+        return made
+
+
+@dataclass
+class _Computed:
+    """An operation that reads its inputs whole, and how its outputs are spread."""
+
+    leaf: Opaque
+    spreads: list[Spread] = field(default_factory=list)
+
+
+def _copies(expression: Expression, boxes: Iterable[LocalBox]) -> Iterator[Copy]:
+    for part in boxes:
+        yield from copies(expression, part.box, part.local)
+
+
+def _within_leaf(
+    copy: Copy, leaf: Stored, policy: ReadPolicy, block_bytes: int, *, needs_staging: bool
+) -> Segments:
+    """The segments of one copy, counted from the first byte of its leaf."""
+    nbytes = numel(leaf.shape) * leaf.dtype.itemsize
+    entry = TensorEntry(leaf.key, leaf.dtype, leaf.shape, "", 0, nbytes)
+    found = list(segments_of(copy, 0, entry, needs_staging=needs_staging, policy=policy, block_bytes=block_bytes))
+    return Segments(
+        np.asarray([segment.bytes.start for segment in found], np.int64),
+        np.asarray([segment.bytes.stop for segment in found], np.int64),
+        np.asarray([0 if segment.is_direct else aligned(segment.bytes.nbytes) for segment in found], np.int64),
+        copy.numel * leaf.dtype.itemsize,
+    )
+
+
+def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[_Numbers, _Numbers]:
+    """(starts, stops) of the requests that :func:`~shardwise.planning.schedule.schedule` makes of the segments.
+
+    Most lie alone, or side by side with few others: these are joined all at once, and the others one by one.
+    """
+    if not len(segments.starts):
+        return segments.starts, segments.stops
+    order = np.lexsort((segments.stops, segments.starts))
+    starts, stops, staged = segments.starts[order], segments.stops[order], segments.staged[order]
+    gaps = starts[1:] - stops[:-1]
+    first = np.flatnonzero(np.concatenate(([True], (gaps < 0) | (gaps > policy.max_gap_bytes))))
+    last = np.concatenate((first[1:], [len(starts)])) - 1
+    lengths = stops[last] - starts[first]
+    # Side by side: no gap is left over when all that is asked for is taken from the length.
+    is_dense = np.add.reduceat(stops - starts, first) == lengths
+    fits = (lengths <= policy.request_bytes) & (np.add.reduceat(staged, first) <= staging_bytes)
+    whole = (first == last) | (is_dense & fits)
+    joined = [(starts[first[whole]], stops[last[whole]])]
+    for begin, end in zip(first[~whole].tolist(), last[~whole].tolist(), strict=True):
+        part = slice(begin, end + 1)
+        found = _join(starts[part].tolist(), stops[part].tolist(), staged[part].tolist(), policy, staging_bytes)
+        joined.append((np.asarray(found[0], np.int64), np.asarray(found[1], np.int64)))
+    return np.concatenate([found[0] for found in joined]), np.concatenate([found[1] for found in joined])
+
+
+def _join(
+    starts: list[int], stops: list[int], staged: list[int], policy: ReadPolicy, staging_bytes: int
+) -> tuple[list[int], list[int]]:
+    """(starts, stops) of requests, of neighbours without overlap whose gaps are within the policy."""
+    firsts, lasts = [starts[0]], [stops[0]]
+    used, gaps = staged[0], 0
+    for start, stop, own in zip(starts[1:], stops[1:], staged[1:], strict=True):
+        gap = start - lasts[-1]
+        more = aligned(gap) + own
+        if (
+            stop - firsts[-1] <= policy.request_bytes
+            and used + more <= staging_bytes
+            and (gaps + gap) * WASTE <= stop - firsts[-1]
+        ):
+            lasts[-1] = stop
+            used, gaps = used + more, gaps + gap
+        else:
+            firsts.append(start)
+            lasts.append(stop)
+            used, gaps = own, 0
+    return firsts, lasts

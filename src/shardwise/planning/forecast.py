@@ -1,0 +1,313 @@
+"""What a load will take on every rank: pure, from the index, the plan and the layout of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.formats import CheckpointIndex
+from shardwise.layout import Kind, LocalBox, ModelLayout, Spread, TensorLayout, WorldLayout
+from shardwise.planning.footprint import Footprint, Footprints, Wanted
+from shardwise.planning.load_plan import LoadPlan
+from shardwise.report import collapse
+from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
+from shardwise.report.sizes import in_bytes
+from shardwise.storage import ReadPolicy
+from shardwise.tensors import DType, numel
+
+_COMPUTING_FACTOR = 2
+"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where a load puts tensors, and the host memory it may use beside them.
+
+    Attributes:
+        device: "cpu", or the kind of accelerator that the mesh is of.
+        offloads_shards: sharded parameters live on the host although the mesh is of an accelerator.
+        budget_bytes: host memory for staging, and for conversions that compute.
+    """
+
+    device: str
+    budget_bytes: int
+    offloads_shards: bool = False
+
+    def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
+        """(bytes on the device, bytes on the host) of tensors of these sizes, and the budget."""
+        if self.device == "cpu":
+            return 0, sharded_bytes + whole_bytes + self.budget_bytes
+        if self.offloads_shards:
+            return whole_bytes, sharded_bytes + self.budget_bytes
+        return sharded_bytes + whole_bytes, self.budget_bytes
+
+
+def forecast_ranks(
+    plan: LoadPlan, world: WorldLayout, index: CheckpointIndex, homes: Homes, policy: ReadPolicy
+) -> tuple[RankForecast, ...]:
+    """What the load of ``plan`` will take, for every rank of the mesh.
+
+    The boxes of ``plan.layout`` do not count, those of ``world`` do.
+    """
+    holdings = _Holdings(world.first, world.spreads)
+    footprints = _footprints(plan, world.spreads, index, homes, policy)
+    stacks = _Stacks(plan, world.first, world.spreads)
+    by_position = [
+        _forecast(0, holdings, position, footprints.at(position), stacks, homes)
+        for position in range(world.mesh.shard_size)
+    ]
+    return tuple(replace(by_position[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
+
+
+def forecast_rank(
+    plan: LoadPlan,
+    index: CheckpointIndex,
+    rank: int,
+    homes: Homes,
+    policy: ReadPolicy,
+    padded_numels: Mapping[str, int] | None = None,
+) -> RankForecast:
+    """What the load of ``plan`` will take on the rank whose boxes ``plan.layout`` has.
+
+    ``padded_numels`` has, by FQN, the elements of memory of the tensors that get more than they hold.
+    """
+    padded = padded_numels or {}
+    made: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}
+    spreads: dict[str, Spread] = {}
+    for tensor in plan.layout.tensors:
+        memory = padded.get(tensor.fqn, tensor.local_numel)
+        spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
+    holdings = _Holdings(plan.layout, spreads)
+    footprint = _footprints(plan, spreads, index, homes, policy).at(0)
+    return _forecast(rank, holdings, 0, footprint, _Stacks(plan, plan.layout, spreads), homes)
+
+
+def forecast_groups(world: WorldLayout, gathered_as: DType | None) -> tuple[GroupForecast, ...]:
+    """What each group holds and gathers; groups without parameters are left out.
+
+    ``gathered_as`` is the dtype in which parameters are gathered, None for their own.
+    """
+    found: list[GroupForecast] = []
+    for group in world.groups:
+        tensors = [world.first.by_name[name] for name in group.parameters]
+        if not tensors:
+            continue
+        gathered = sum(
+            world.spreads[tensor.fqn].padded_numel * (gathered_as or tensor.dtype).bits // 8 for tensor in tensors
+        )
+        found.append(
+            GroupForecast(
+                modules=group.modules,
+                dtype="+".join(dict.fromkeys(tensor.dtype.label for tensor in tensors)),
+                tensors=len(tensors),
+                parameters=sum(tensor.numel for tensor in tensors),
+                gathered_bytes=gathered * world.mesh.shard_size,
+            )
+        )
+    return tuple(found)
+
+
+def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
+    """The conversions that compute, each with all that it makes."""
+    made: dict[int, tuple[Opaque, list[str]]] = {}
+    for name, read in plan.reads().items():
+        if isinstance(read.expression, Opaque):
+            made.setdefault(id(read.expression.operation), (read.expression, []))[1].append(name)
+    found: list[ComputedForecast] = []
+    for leaf, names in made.values():
+        nbytes = sum(numel(stored.shape) * stored.dtype.itemsize for stored in leaf.inputs)
+        found.append(ComputedForecast(tuple(names), leaf.label, nbytes, _COMPUTING_FACTOR * nbytes))
+    return tuple(found)
+
+
+def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
+    """A sentence for each kind of sharded tensor whose largest shard is more than ``tolerance`` times the mean.
+
+    The largest first. Only those that matter: what such a tensor adds to the first rank is at least a hundredth of
+    what the rank holds.
+    """
+    ranks = world.mesh.shard_size
+    held = sum(world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.saved())
+    kinds: dict[Spread, list[TensorLayout]] = {}
+    for tensor in world.first.saved():
+        if _is_sharded(tensor):
+            kinds.setdefault(world.spreads[tensor.fqn], []).append(tensor)
+    found: list[tuple[int, str]] = []
+    for spread, tensors in kinds.items():
+        shape, numel = tensors[0].shape, tensors[0].numel
+        excess = sum((spread.padded_numel - numel / ranks) * tensor.dtype.bits / 8 for tensor in tensors)
+        if spread.padded_numel * ranks <= tolerance * numel or excess * 100 < held:
+            continue
+        empty = sum(not boxes for boxes in spread.boxes)
+        names = ", ".join(pattern for pattern, _ in collapse(tensor.fqn for tensor in tensors))
+        sentence = (
+            f"{names}: {shape} is dealt unevenly to {ranks} ranks, of which {empty} hold nothing of it; FSDP2 "
+            "splits no dimension but the first unevenly, and no other splits evenly into parts that lie together"
+        )
+        found.append((int(excess), sentence))
+    return [sentence for _, sentence in sorted(found, reverse=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Free memory where a rank runs, in bytes; None for what nobody knows."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequireMemory:
+    """Refuse a load that does not fit into the memory that is free, less ``reserve_bytes`` of each kind."""
+
+    reserve_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reserve_bytes < 0:
+            raise ConfigError(f"reserve_bytes={self.reserve_bytes} is negative; 0 lets a load use all that is free")
+
+
+@dataclass(frozen=True, slots=True)
+class TryAnyway:
+    """Load whatever the forecast says of memory."""
+
+
+MemoryCheck: TypeAlias = RequireMemory | TryAnyway
+"""What to do about a load that does not fit into the memory that is free."""
+
+
+def require_fits(forecast: RankForecast, available: Available, check: MemoryCheck) -> None:
+    """Refuse a load that does not fit, before anything is read.
+
+    Raises:
+        PlacementError: naming the rank, what it needs, what there is, and what to do.
+    """
+    if isinstance(check, TryAnyway):
+        return
+    needs = (
+        ("device", forecast.device_bytes, available.device_bytes),
+        ("host", forecast.host_bytes, available.host_bytes),
+    )
+    faults = [
+        f"{in_bytes(need)} of {kind} memory, of which {in_bytes(free)} is free"
+        + (f" and {in_bytes(check.reserve_bytes)} is to stay so" if check.reserve_bytes else "")
+        for kind, need, free in needs
+        if free is not None and need > free - check.reserve_bytes
+    ]
+    if faults:
+        raise PlacementError(
+            f"rank {forecast.rank} needs {', and '.join(faults)}; load on more ranks, in a smaller dtype, or with "
+            "the shards offloaded to the host (Sharding(offload_policy=CPUOffloadPolicy())); "
+            "LoadOptions(memory_check=TryAnyway()) loads all the same"
+        )
+
+
+class _Holdings:
+    """Bytes held at each position, added up by spread: a model has a few of these only."""
+
+    def __init__(self, layout: ModelLayout, spreads: Mapping[str, Spread]) -> None:
+        self.sharded_memory = 0
+        self.whole_memory = 0
+        self.saved_memory = 0
+        self.itemsizes: dict[Spread, int] = {}
+        for tensor in layout.tensors:
+            spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
+            memory = spread.padded_numel * itemsize
+            if _is_sharded(tensor):
+                self.sharded_memory += memory
+            else:
+                self.whole_memory += memory
+            if tensor.kind.is_saved:
+                self.saved_memory += memory
+                self.itemsizes[spread] = self.itemsizes.get(spread, 0) + itemsize
+
+    def shard_bytes(self, position: int) -> int:
+        return sum(
+            itemsize * sum(part.box.numel for part in spread.boxes[position])
+            for spread, itemsize in self.itemsizes.items()
+        )
+
+
+class _Stacks:
+    """The stacks of experts of a model, those of equal layers together."""
+
+    def __init__(self, plan: LoadPlan, layout: ModelLayout, spreads: Mapping[str, Spread]) -> None:
+        reads = plan.reads()
+        alike: dict[tuple[Spread, tuple[int, ...]], list[str]] = {}
+        for tensor in layout.tensors:
+            read = reads.get(tensor.fqn)
+            if tensor.kind is Kind.PARAMETER and _is_stack(tensor, read.expression if read else None):
+                alike.setdefault((spreads[tensor.fqn], tensor.shape), []).append(tensor.fqn)
+        self._stacks = [
+            (pattern, spread, shape) for (spread, shape), names in alike.items() for pattern, _ in collapse(names)
+        ]
+
+    def at(self, position: int) -> dict[str, Experts]:
+        return {pattern: _experts(spread.boxes[position], shape) for pattern, spread, shape in self._stacks}
+
+
+def _is_stack(tensor: TensorLayout, expression: Expression | None) -> bool:
+    """Whether the first dimension counts experts: they are stored one by one, or the name says so."""
+    if len(tensor.shape) < 3:
+        return False
+    return "experts" in tensor.fqn.split(".") or (expression is not None and _stacks_first(expression))
+
+
+def _stacks_first(expression: Expression) -> bool:
+    match expression:
+        case Stack(dim=dim):
+            return dim == 0
+        case Concat(parts=parts, dim=dim):
+            return dim != 0 and _stacks_first(parts[0])
+        case Slice(source=source, dim=dim):
+            return dim != 0 and _stacks_first(source)
+        case Permute(source=source, dims=dims):
+            return dims[0] == 0 and _stacks_first(source)
+        case _:
+            return False
+
+
+def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:
+    if not boxes:
+        return Experts(0, 0, shape[0], is_cut=False)
+    start = min(part.box.offsets[0] for part in boxes)
+    stop = max(part.box.offsets[0] + part.box.sizes[0] for part in boxes)
+    return Experts(start, stop, shape[0], is_cut=any(part.box.sizes[1:] != shape[1:] for part in boxes))
+
+
+def _footprints(
+    plan: LoadPlan, spreads: Mapping[str, Spread], index: CheckpointIndex, homes: Homes, policy: ReadPolicy
+) -> Footprints:
+    wanted: list[Wanted] = []
+    for name, read in plan.reads().items():
+        tensor = plan.layout.by_name[name]
+        on_device = homes.device != "cpu" and not (homes.offloads_shards and _is_sharded(tensor))
+        wanted.append(Wanted(read.expression, spreads[name], tensor.dtype, on_device))
+    return Footprints(index, wanted, policy, homes.budget_bytes)
+
+
+def _is_sharded(tensor: TensorLayout) -> bool:
+    return tensor.kind is Kind.PARAMETER and tensor.placement != "whole"
+
+
+def _forecast(
+    rank: int, holdings: _Holdings, position: int, footprint: Footprint, stacks: _Stacks, homes: Homes
+) -> RankForecast:
+    device_bytes, host_bytes = homes.memory(
+        sharded_bytes=holdings.sharded_memory, whole_bytes=holdings.whole_memory
+    )
+    return RankForecast(
+        rank=rank,
+        shard_bytes=holdings.shard_bytes(position),
+        padded_bytes=holdings.saved_memory,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        needed_bytes=footprint.needed_bytes,
+        read_bytes=footprint.read_bytes,
+        reads=footprint.reads,
+        files=len(footprint.files),
+        experts=stacks.at(position),
+    )

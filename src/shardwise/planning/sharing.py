@@ -1,0 +1,90 @@
+"""Whether ranks that need the same bytes read them each, or once and share them.
+
+The arithmetic. A group of ranks needs M bytes, of which each rank reading on its own would read ``factor * M`` in
+all: as many times as there are replicas, and what is read over between strided pieces. One machine reads B bytes
+per second; the network brings it N. Reading alone takes ``factor * M / B``; reading once and sending every replica
+its copy takes ``M / B + replicas * M / N``. So sharing pays when ``(factor - 1) * N > replicas * B``.
+
+A local disk is not asked twice: what one rank of a machine has read is in its page cache, and other machines have
+disks of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.errors import ConfigError
+from shardwise.storage import ReadPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What the arithmetic says.
+
+    ``network_bytes_per_s``: of one machine; None: what is usual for the mesh's device.
+    """
+
+    network_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given = self.network_bytes_per_s
+        if given is not None and not (math.isfinite(given) and given > 0):
+            raise ConfigError(f"network_bytes_per_s={given} is not a positive number of bytes per second")
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Every rank reads what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OncePerGroup:
+    """What several ranks need is read once and shared, whatever the storage."""
+
+
+SharedReads: TypeAlias = Weighed | Alone | OncePerGroup
+
+ETHERNET_BYTES_PER_S = 2.5e9
+"""What is assumed of the network between machines without accelerators: 25 gigabit."""
+
+FABRIC_BYTES_PER_S = 12.5e9
+"""What is assumed of the network between accelerators: 100 gigabit for each machine at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and why, in words."""
+
+    is_shared: bool
+    reason: str
+
+
+def choose(
+    mode: SharedReads, policy: ReadPolicy, *, replicas: int, factor: float, network_bytes_per_s: float
+) -> Choice:
+    """Whether a tensor is read once per group.
+
+    Args:
+        mode: what the user wants.
+        policy: of the storage.
+        replicas: how many ranks of the group hold each element.
+        factor: how often a needed byte would be read, if every rank read alone.
+        network_bytes_per_s: what is assumed where ``mode`` does not say.
+    """
+    match mode:
+        case Alone():
+            return Choice(is_shared=False, reason="as asked")
+        case OncePerGroup():
+            return Choice(is_shared=True, reason="as asked")
+        case Weighed(given):
+            if not policy.is_remote:
+                return Choice(is_shared=False, reason="a local disk: the page cache serves the second reader")
+            network = given or network_bytes_per_s
+            pays = (factor - 1) * network > replicas * policy.bytes_per_s
+            weighed = (
+                f"{factor:.3g} reads of each byte at {policy.bytes_per_s / 1e9:.3g} GB/s against one, and "
+                f"{replicas} x over a network of {network / 1e9:.3g} GB/s"
+            )
+            return Choice(pays, weighed)

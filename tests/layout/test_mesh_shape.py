@@ -1,0 +1,41 @@
+"""Meshes without processes, and what cannot be one."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.layout import MeshShape
+
+
+def test_positions_of_ranks_on_a_mesh():
+    mesh = MeshShape(("replicate", "shard"), (2, 4))
+    assert (mesh.ranks, mesh.shard_size) == (8, 4)
+    assert [mesh.position(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert str(mesh) == "replicate=2, shard=4"
+
+
+def test_axes_have_their_order_whatever_order_they_are_given_in():
+    assert MeshShape.of(8, {"shard": 4, "replicate": 2}) == MeshShape(("replicate", "shard"), (2, 4))
+    assert MeshShape.of(8, {"shard": 8}) == MeshShape(("shard",), (8,))
+    assert MeshShape.flat(8).sizes == (8,)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"shards": 8}, "no axis 'shards'; did you mean shard"),
+        ({"replica": 2, "shard": 4}, "did you mean replicate"),
+        ({"tp": 8}, "There are replicate and shard"),
+        ({"replicate": 2}, "add shard=4"),
+        ({"replicate": 16}, "add shard=1"),
+        ({}, "add shard=8"),
+        ({"replicate": 0, "shard": 8}, "replicate=0 has no ranks"),
+        ({"shard": -8}, "shard=-8 has no ranks"),
+        ({"replicate": 2, "shard": 8}, "of 16 ranks, not of 8; take shard=4"),
+        ({"replicate": 3, "shard": 2}, "of 6 ranks, not of 8; take 6 ranks"),
+    ],
+)
+def test_axes_that_make_no_mesh_of_eight_ranks(axes, message):
+    with pytest.raises(ConfigError, match=message):
+        MeshShape.of(8, axes)

@@ -1,0 +1,99 @@
+"""Large models of the hub as their configs and headers tell, without a byte of their tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.models.build import build_on_meta
+from shardwise.tensors import DType
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model class, its config, and the number of files of its checkpoint."""
+
+    model_class: type
+    config: PreTrainedConfig
+    files: int
+
+    def index(self) -> CheckpointIndex:
+        """Headers as on the hub: experts one by one, layer by layer, files filled one after the other."""
+        model = build_on_meta(self.model_class, self.config, torch.bfloat16, Path("/nowhere"))
+        stored = [
+            item for name, value in model.state_dict().items() for item in _as_stored(name, tuple(value.shape))
+        ]
+        sizes = [2 * math.prod(shape) for _, shape in stored]
+        full = math.ceil(sum(sizes) / self.files)
+        entries: dict[str, TensorEntry] = {}
+        files: dict[str, int] = {}
+        done = 0
+        for (key, shape), nbytes in zip(stored, sizes, strict=True):
+            file = f"model-{done // full + 1:05d}-of-{self.files:05d}.safetensors"
+            start = files.setdefault(file, 100_000)  # the header
+            files[file] += nbytes
+            entries[key] = TensorEntry(key, DType.BF16, shape, file, start, start + nbytes)
+            done += nbytes
+        return CheckpointIndex("/nowhere", files, entries, {}, "indexed")
+
+
+def _as_stored(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return [(name, shape)]
+    count, rows, columns = shape
+    halves = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
+    return [
+        (f"{prefix}.{expert}.{half}.weight", (rows // len(halves), columns))
+        for expert in range(count)
+        for half in halves
+    ]
+
+
+def qwen3_235b(layers: int = 94) -> Shapes:
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        tie_word_embeddings=False,
+    )
+    return Shapes(Qwen3MoeForCausalLM, config, files=max(2, 118 * layers // 94))
+
+
+def deepseek_v3(layers: int = 61) -> Shapes:
+    config = DeepseekV3Config(num_hidden_layers=layers)
+    return Shapes(DeepseekV3ForCausalLM, config, files=max(2, 163 * layers // 61))
+
+
+def sixty_layers_of_experts() -> Shapes:
+    """60 layers of 128 experts, stored one by one: 23,583 tensors."""
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
+    return Shapes(Qwen3MoeForCausalLM, config, files=16)

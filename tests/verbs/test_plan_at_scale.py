@@ -1,0 +1,129 @@
+"""Plans at the shapes of large models: balance, tiling, files and time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.verbs.real_shapes import Shapes, deepseek_v3, qwen3_235b, sixty_layers_of_experts
+
+from shardwise.layout import MeshShape, Origin
+from shardwise.models import initialize
+from shardwise.models import transformers_compat as compat
+from shardwise.models.foresee import foresee
+from shardwise.models.view import look_inside
+from shardwise.models.wrap import Automatic
+from shardwise.planning import Consent, ModelRules, plan_load
+from shardwise.planning.footprint import Footprints, Wanted
+from shardwise.planning.forecast import Homes, forecast_rank
+from shardwise.storage import LOCAL
+from shardwise.verbs.outline import Outline, outline
+from shardwise.verbs.plan import forecast
+
+NOWHERE = Path("/nowhere")
+
+
+def forecast_of(shapes, mesh):
+    options = {"model_class": shapes.model_class, "dtype": "bfloat16"}
+    return forecast(NOWHERE, shapes.config, shapes.index(), mesh, LOCAL, options)
+
+
+def assert_sound(made, shapes, mesh):
+    """What must be true of a plan on any mesh that shards only, whatever the model."""
+    assert made.held_imbalance <= 1.1
+    assert made.read_imbalance <= 1.1
+    assert made.checkpoint_files == shapes.files
+    assert sum(rank.needed_bytes for rank in made.ranks) == pytest.approx(made.checkpoint_bytes, rel=1e-4)
+    assert shapes.files <= made.file_opens <= shapes.files * mesh.ranks
+    assert not made.notes or all("ranges of" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("shapes", [qwen3_235b(4), deepseek_v3(5)], ids=["qwen3", "deepseek"])
+def test_a_few_layers_are_dealt_evenly(shapes, ranks):
+    mesh = MeshShape.flat(ranks)
+    assert_sound(forecast_of(shapes, mesh), shapes, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shapes", "seconds"), [(qwen3_235b(), 60), (deepseek_v3(), 60)], ids=["qwen3-235b", "deepseek-v3"]
+)
+def test_whole_models_on_a_thousand_ranks(shapes, seconds):
+    mesh = MeshShape.flat(1024)
+    start = time.process_time()
+    made = forecast_of(shapes, mesh)
+    assert time.process_time() - start < seconds
+    assert_sound(made, shapes, mesh)
+    # Fewer experts than ranks: each has rows of every matrix, so it opens every file.
+    assert made.file_opens > 0.99 * shapes.files * mesh.ranks
+
+
+@pytest.mark.parametrize(("shapes", "ranks"), [(qwen3_235b(2), 96), (qwen3_235b(2), 8), (deepseek_v3(4), 48)])
+def test_every_stored_byte_is_read_by_one_rank(shapes, ranks):
+    """The ranges of all ranks lie side by side, from the first byte of every tensor to the last."""
+    assert_tiled(shapes, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shapes", [qwen3_235b(2), deepseek_v3(4)], ids=["qwen3", "deepseek"])
+def test_every_stored_byte_is_read_by_one_of_a_thousand_ranks(shapes):
+    assert_tiled(shapes, 1024)
+
+
+def assert_tiled(shapes: Shapes, ranks: int) -> None:
+    index = shapes.index()
+    built = built_of(shapes, index)
+    plan, world = plan_of(built, index, MeshShape.flat(ranks))
+    # Persistent buffers are whole on every rank.
+    sharded = {name: read for name, read in plan.reads().items() if world.first.by_name[name].placement != "whole"}
+    wanted = [
+        Wanted(read.expression, world.spreads[name], world.first.by_name[name].dtype, on_device=True)
+        for name, read in sharded.items()
+    ]
+    footprints = Footprints(index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28)
+    found = [footprints.segments(position, on_device=True) for position in range(ranks)]
+    starts = np.concatenate([item.starts for item in found])
+    stops = np.concatenate([item.stops for item in found])
+    order = np.argsort(starts)
+    assert (stops[order][:-1] <= starts[order][1:]).all()
+    buffers = sum(index.entries[name].nbytes for name in plan.reads() if name not in sharded)
+    assert int((stops - starts).sum()) == index.nbytes - buffers
+
+
+@pytest.mark.slow
+def test_one_rank_plans_sixty_layers_of_experts_in_a_blink():
+    shapes = sixty_layers_of_experts()
+    index = shapes.index()  # also imports the model's module
+    mesh = MeshShape.flat(64)
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        built = built_of(shapes, index)
+        plan, world = plan_of(built, index, mesh)
+        here = replace(plan, layout=world.at(5))
+        found = forecast_rank(here, index, 5, Homes("cuda", 1 << 28), LOCAL)
+        times.append(time.process_time() - start)
+    assert found.read_bytes == pytest.approx(index.nbytes / 64, rel=0.01)
+    assert min(times) < 1.5
+
+
+def built_of(shapes: Shapes, index) -> Outline:
+    options = {"model_class": shapes.model_class, "dtype": torch.bfloat16}
+    built = outline(NOWHERE, shapes.config, index, options)
+    built.tie(set())
+    return built
+
+
+def plan_of(built: Outline, index, mesh):
+    held = look_inside(built.model)
+    initialize.recompute_buffers(built.model, held, {}, seed=0)
+    world = foresee(built.model, Automatic(), mesh, lambda item: Origin.INIT_WEIGHTS)
+    rules = ModelRules(*compat.ignore_patterns(built.model))
+    return plan_load(index, world.first, built.bindings, rules, Consent()), world
