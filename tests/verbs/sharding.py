@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.verbs.on_ranks import attempt
+from tests import truth
+from tests.verbs.on_ranks import attempt, batch, bring_up, loss_and_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -58,8 +59,10 @@ class Model(nn.Module):
 
 
 def live_model(seed: int = 0) -> Model:
-    """Random bits that are no NaNs."""
+    """Random numbers, the same on every rank that asks."""
     model = Model()
+    transposed = torch.zeros(4, 3, dtype=torch.bfloat16).t()  # fully_shard itself would refuse it
+    model.blocks[1].frozen = nn.Parameter(transposed, requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -81,7 +84,7 @@ def save(folder: str) -> None:
     """The model as a checkpoint."""
     from safetensors.torch import save_file
 
-    state = {name: tensor.clone() for name, tensor in live_model().state_dict().items()}
+    state = {name: tensor.contiguous().clone() for name, tensor in live_model().state_dict().items()}
     del state["head.weight"]
     save_file(state, Path(folder) / "model.safetensors")
 
@@ -217,6 +220,57 @@ def offload() -> list[str]:
     model = live_model() if is_live("first") else meta_model()
     shardwise.shard(model, Sharding(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     return differences(model, live_model())
+
+
+def partly_live() -> tuple[list[str], tuple[str, ...]]:
+    """No rank has values for one parameter, and only the last one for a buffer."""
+    there = dist.get_rank() == dist.get_world_size() - 1
+    model = live_model() if is_live("first") else meta_model()
+    with torch.device("meta"):
+        model.blocks[0].linear.bias = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    model.blocks[1].table.angles = live_model().blocks[1].table.angles.to("cpu" if there else "meta")
+    report = shardwise.shard(model)
+    return differences(model, live_model()), report.on_meta
+
+
+def in_a_subgroup() -> list[str]:
+    """The last and the first rank of three; the one between takes no part."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return []
+    model = live_model() if dist.get_rank() == 2 else meta_model()
+    report = shardwise.shard(model, options=shardwise.ShardOptions(process_group=group))
+    return differences(model, live_model()) + ["whole"] * (report.sent_bytes + report.received_bytes == 0)
+
+
+def compiled_forward() -> float:
+    """How far a net that was compiled before it was sharded is from the whole one."""
+    net, rows = net_of(0), torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    expected = net(rows)
+    compiled = torch.compile(net, backend="eager")
+    shardwise.shard(compiled)
+    assert isinstance(net, FSDPModule)
+    return float((compiled(rows) - expected).abs().max())
+
+
+def against_from_pretrained(directory: str) -> tuple[list[str], list[str]]:
+    """A transformers model that rank 0 has loaded, against one that all ranks have: values, and gradients."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+        model.eval()
+    shardwise.shard(model)
+    other = bring_up(directory, dtype=torch.float32)
+    tokens = batch(model.config.vocab_size, rows=2, seed=dist.get_rank())
+    found, wanted = loss_and_gradients(model, tokens), loss_and_gradients(other, tokens)
+    assert len(found) > 5
+    assert found.keys() == wanted.keys()
+    one, two = (truth.snapshot(item) for item in (model, other))
+    return truth.differences(one, two), [name for name in found if not torch.equal(found[name], wanted[name])]
 
 
 # What cannot be
