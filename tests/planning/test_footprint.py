@@ -24,8 +24,8 @@ from shardwise.conversion import (
 )
 from shardwise.execution.landing import landings
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.layout import LocalBox, Spread
-from shardwise.planning.footprint import Footprint, Footprints, Wanted
+from shardwise.layout import LocalBox, MeshShape, Spread
+from shardwise.planning.footprint import Footprint, Footprints, Reading
 from shardwise.planning.schedule import schedule, segments_of
 from shardwise.planning.staging import staging_within
 from shardwise.storage import ReadPolicy
@@ -115,7 +115,7 @@ def wanted_of(expressions, ranks, *, dtype=F16, on_device=False, dim=0):
     """The expressions as tensors, dealt to ranks; equal spreads are one object."""
     made = {}
     return [
-        Wanted(item, made.setdefault(item.shape, spread(item.shape, ranks, dim)), dtype, on_device)
+        Reading(item, made.setdefault(item.shape, spread(item.shape, ranks, dim)), dtype, on_device)
         for item in expressions
     ]
 
@@ -133,7 +133,7 @@ def test_footprints_are_those_of_the_schedule(ranks, gap, at_once):
         wanted += wanted_of(made[1:], ranks, on_device=True)
         wanted += wanted_of(made[:1], ranks, dim=2)
     index = index_of(stored, files=4)
-    footprints = Footprints(index, wanted, policy(gap, at_once), BUDGET)
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, policy(gap, at_once), BUDGET)
     for position in range(ranks):
         assert footprints.at(position) == expected(index, wanted, policy(gap, at_once), position)
 
@@ -152,7 +152,7 @@ def test_any_sizes_gaps_and_budgets(sizes, ranks, gap, at_once, budget, files, o
     wanted = wanted_of(stored, ranks, on_device=on_device)
     rules = policy(gap, at_once)
     index = index_of(stored, files)
-    footprints = Footprints(index, wanted, rules, budget)
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, rules, budget)
     found = [footprints.at(position) for position in range(ranks)]
     assert found == [expected(index, wanted, rules, position, budget) for position in range(ranks)]
     assert sum(item.needed_bytes for item in found) == index.nbytes
@@ -163,7 +163,7 @@ def test_all_positions_tile_every_stored_tensor():
     leaves, made = layer(0)
     wanted = wanted_of((*made[:4], made[5]), 3)
     index = index_of(leaves, files=2)
-    footprints = Footprints(index, wanted, policy(), BUDGET)
+    footprints = Footprints(MeshShape.flat(3), index, wanted, policy(), BUDGET)
     found = [footprints.segments(position, on_device=False) for position in range(3)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])
@@ -178,8 +178,8 @@ def test_what_computes_reads_its_inputs_whole_and_once():
     made = [Opaque("Op", name, (3, 2), inputs, operation) for name in ("x", "y")]
     one_rank = Spread((spread((3, 2), 1).boxes[0], ()), 6)
     index = index_of(inputs, files=1)
-    wanted = [Wanted(item, one_rank, F16, on_device=True) for item in made]
-    footprints = Footprints(index, wanted, policy(), BUDGET)
+    wanted = [Reading(item, one_rank, F16, on_device=True) for item in made]
+    footprints = Footprints(MeshShape.flat(2), index, wanted, policy(), BUDGET)
     assert footprints.at(0) == Footprint(24, 24, 1, ("0.safetensors",))
     assert footprints.at(1) == Footprint(0, 0, 0, ())
 

@@ -18,7 +18,7 @@ from shardwise.models.foresee import foresee
 from shardwise.models.view import look_inside
 from shardwise.models.wrap import Automatic
 from shardwise.planning import Consent, ModelRules, plan_load
-from shardwise.planning.footprint import Footprints, Wanted
+from shardwise.planning.footprint import Footprints, Reading
 from shardwise.planning.forecast import Homes, forecast_rank
 from shardwise.storage import LOCAL
 from shardwise.verbs.outline import Outline, outline
@@ -84,10 +84,12 @@ def assert_tiled(shapes: Shapes, ranks: int) -> None:
     # Persistent buffers are whole on every rank.
     sharded = {name: read for name, read in plan.reads().items() if world.first.by_name[name].placement != "whole"}
     wanted = [
-        Wanted(read.expression, world.spreads[name], world.first.by_name[name].dtype, on_device=True)
+        Reading(read.expression, world.spreads[name], world.first.by_name[name].dtype, on_device=True)
         for name, read in sharded.items()
     ]
-    footprints = Footprints(index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28)
+    footprints = Footprints(
+        MeshShape.flat(ranks), index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28
+    )
     found = [footprints.segments(position, on_device=True) for position in range(ranks)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
 from shardwise.errors import StorageError
+from shardwise.execution.host_memory import populate
 from shardwise.execution.landing import HostLanding, Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
@@ -23,6 +24,9 @@ from shardwise.planning.schedule import Request, Segment, aligned, schedule, seg
 from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
+
+_WORTH_POPULATING_BYTES = 1 << 16
+"""Memory of this size is worth a system call that provides its pages, before it is read into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,9 @@ class Placer:
                 buffers.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
                 used += aligned(segment.bytes.nbytes)
+        for buffer in buffers:
+            if buffer.nbytes >= _WORTH_POPULATING_BYTES:
+                populate(buffer)
         self.reader.read_vectored(request.file, request.bytes.start, buffers)
         for segment, start in staged:
             landing.put(segment, start, tensors[segment.target])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, skeleton
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.layout import LocalBox, Spread
+from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.schedule import WASTE, aligned, segments_of
 from shardwise.planning.staging import staging_within
 from shardwise.storage import ReadPolicy
@@ -42,19 +42,24 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor to read: what it is made of, how it is spread over the positions, its dtype and where it lives."""
+class Reading:
+    """A tensor to read: what it is made of, how it is spread over the positions, its dtype and where it lives.
+
+    ``fetched`` has, by rank, what each reads of it where ranks share their reads; None where each reads its own.
+    """
 
     expression: Expression
     spread: Spread
     dtype: DType
     on_device: bool
+    fetched: Spread | None = None
 
 
 class Footprints:
-    """The footprints of all positions of a mesh.
+    """The footprints of all ranks of a mesh.
 
     Args:
+        mesh: of the ranks.
         index: where every stored tensor lies.
         wanted: the tensors that are read.
         policy: how the storage is asked.
@@ -62,8 +67,14 @@ class Footprints:
     """
 
     def __init__(
-        self, index: CheckpointIndex, wanted: Iterable[Wanted], policy: ReadPolicy, budget_bytes: int
+        self,
+        mesh: MeshShape,
+        index: CheckpointIndex,
+        wanted: Iterable[Reading],
+        policy: ReadPolicy,
+        budget_bytes: int,
     ) -> None:
+        self._mesh = mesh
         self._map = _FileMap(index, policy.max_gap_bytes)
         self._policy = policy
         self._staging_bytes = {
@@ -79,39 +90,54 @@ class Footprints:
                 continue
             bare, keys = skeleton(item.expression)
             kind = kinds.setdefault(
-                (bare, id(item.spread), item.dtype, item.on_device),
+                (bare, id(item.spread), item.dtype, item.on_device, id(item.fetched)),
                 _Kind(item, keys, policy, self._staging_bytes[item.on_device]),
             )
             kind.places.append([self._map.place_of(key) for key in keys])
         self._kinds = list(kinds.values())
+        self._is_shared = any(kind.wanted.fetched is not None for kind in self._kinds)
+        self._by_position: dict[int, Footprint] = {}
 
-    def at(self, position: int) -> Footprint:
-        """What a rank at this position of the shard axis reads."""
+    def at(self, rank: int) -> Footprint:
+        """What a rank reads."""
+        if self._is_shared:
+            return self._footprint(rank)
+        position = self._mesh.position(rank)
+        if position not in self._by_position:
+            self._by_position[position] = self._footprint(rank)
+        return self._by_position[position]
+
+    def _footprint(self, rank: int) -> Footprint:
+        position = self._mesh.position(rank)
         passes = [
-            (self.segments(position, on_device=on_device), self._staging_bytes[on_device])
-            for on_device in (False, True)
+            (self.segments(rank, on_device=on_device, is_shared=is_shared), self._staging_bytes[on_device])
+            for on_device, is_shared in ((False, False), (True, False), (False, True))
         ]
-        passes += [
-            (self._whole_inputs(computed.leaf), self._policy.max_gap_bytes)
-            for computed in self._computed.values()
-            if any(spread.boxes[position] for spread in computed.spreads)
+        computed = [
+            self._whole_inputs(item.leaf)
+            for item in self._computed.values()
+            if any(spread.boxes[position] for spread in item.spreads)
         ]
-        needed = sum(segments.needed_bytes for segments, _ in passes)
+        passes += [(segments, self._policy.max_gap_bytes) for segments in computed]
+        needed = sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
         requests = [_requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
         starts = np.concatenate([found[0] for found in requests])
         return Footprint(
-            needed_bytes=needed,
+            needed_bytes=needed + sum(segments.needed_bytes for segments in computed),
             read_bytes=sum(int((stops - starts).sum()) for starts, stops in requests),
             reads=len(starts),
             files=self._map.files_at(starts),
         )
 
-    def segments(self, position: int, *, on_device: bool) -> Segments:
-        """All that a rank at this position reads of what is not computed, tensor by tensor, not joined yet."""
+    def segments(self, rank: int, *, on_device: bool, is_shared: bool = False) -> Segments:
+        """All that a rank reads of what is not computed, tensor by tensor, not joined yet."""
         found: list[Segments] = []
         for kind in self._kinds:
-            boxes = kind.wanted.spread.boxes[position]
-            if kind.wanted.on_device is on_device and boxes:
+            fetched = kind.wanted.fetched
+            if (kind.wanted.on_device, fetched is not None) != (on_device, is_shared):
+                continue
+            boxes = kind.wanted.spread.boxes[self._mesh.position(rank)] if fetched is None else fetched.boxes[rank]
+            if boxes:
                 found.append(kind.segments(boxes))
         return Segments.all_of(found)
 
@@ -128,13 +154,15 @@ class Footprints:
 class Segments:
     """Ranges ``starts <= i < stops`` of bytes; ``staged`` is what each takes of staging memory.
 
-    Places count along all files, one after the other, with a distance between them. ``needed_bytes`` are wanted of
-    all of them together: inside of a range there may be gaps, to be read over.
+    ``strided`` is 1 for those that are not wanted whole. Places count along all files, one after the other, with a
+    distance between them. ``needed_bytes`` are wanted of all of them together: inside of a range there may be gaps,
+    to be read over.
     """
 
     starts: _Numbers
     stops: _Numbers
     staged: _Numbers
+    strided: _Numbers
     needed_bytes: int
 
     @classmethod
@@ -145,6 +173,7 @@ class Segments:
             np.concatenate([part.starts for part in parts] or none),
             np.concatenate([part.stops for part in parts] or none),
             np.concatenate([part.staged for part in parts] or none),
+            np.concatenate([part.strided for part in parts] or none),
             sum(part.needed_bytes for part in parts),
         )
 
@@ -152,7 +181,8 @@ class Segments:
         """The same at every one of ``places``."""
         starts = np.add.outer(places, self.starts).ravel()
         stops = np.add.outer(places, self.stops).ravel()
-        return Segments(starts, stops, np.tile(self.staged, len(places)), self.needed_bytes * len(places))
+        staged, strided = np.tile(self.staged, len(places)), np.tile(self.strided, len(places))
+        return Segments(starts, stops, staged, strided, self.needed_bytes * len(places))
 
 
 class _FileMap:
@@ -181,12 +211,19 @@ class _FileMap:
 class _Kind:
     """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
 
-    wanted: Wanted
+    wanted: Reading
     keys: tuple[str, ...]
     policy: ReadPolicy
     staging_bytes: int
     places: list[list[int]] = field(default_factory=list)
     _last: tuple[tuple[LocalBox, ...], Segments] | None = None
+
+    def needed_bytes(self, boxes: tuple[LocalBox, ...]) -> int:
+        """Stored bytes that the boxes of all of the tensors are made of."""
+        if self._last is not None and self._last[0] is boxes:
+            return self._last[1].needed_bytes
+        stored = sum(_stored_bytes(copy) for copy in _copies(self.wanted.expression, boxes))
+        return stored * len(self.places)
 
     def segments(self, boxes: tuple[LocalBox, ...]) -> Segments:
         """What fills the boxes of all of the tensors."""
@@ -235,8 +272,14 @@ def _within_leaf(
         np.asarray([segment.bytes.start for segment in found], np.int64),
         np.asarray([segment.bytes.stop for segment in found], np.int64),
         np.asarray([0 if segment.is_direct else aligned(segment.bytes.nbytes) for segment in found], np.int64),
-        copy.numel * leaf.dtype.itemsize,
+        np.asarray([segment.is_strided for segment in found], np.int64),
+        _stored_bytes(copy),
     )
+
+
+def _stored_bytes(copy: Copy) -> int:
+    assert isinstance(copy.leaf, Stored)
+    return copy.numel * copy.leaf.dtype.itemsize
 
 
 def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[_Numbers, _Numbers]:
@@ -248,8 +291,10 @@ def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tup
         return segments.starts, segments.stops
     order = np.lexsort((segments.stops, segments.starts))
     starts, stops, staged = segments.starts[order], segments.stops[order], segments.staged[order]
+    strided = segments.strided[order]
     gaps = starts[1:] - stops[:-1]
-    first = np.flatnonzero(np.concatenate(([True], (gaps < 0) | (gaps > policy.max_gap_bytes))))
+    apart = (gaps < 0) | (gaps > policy.max_gap_bytes) | (strided[1:] != strided[:-1])
+    first = np.flatnonzero(np.concatenate(([True], apart)))
     last = np.concatenate((first[1:], [len(starts)])) - 1
     lengths = stops[last] - starts[first]
     # Side by side: no gap is left over when all that is asked for is taken from the length.

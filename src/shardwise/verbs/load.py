@@ -296,8 +296,9 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
         with clock.phase("read"):
             world.together(lambda: placer.place(item for item in items if item.fqn not in sharing.shared))
-        with clock.phase("share"):
-            read_shared(world, sharing, by_name, items, placer, options.patience)
+        if sharing.shared:
+            with clock.phase("share"):
+                read_shared(world, sharing, by_name, items, placer, options.patience)
     written = dict(placer.written)
     with clock.phase("fill"), torch.device("cpu"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))

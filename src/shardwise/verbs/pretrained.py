@@ -107,7 +107,7 @@ def from_pretrained(
         )
         with clock.phase("index"):
             if is_url(name_or_path):
-                directory = stack.enter_context(_small_files(world, os.fspath(name_or_path), hub))
+                directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
             else:
                 directory = resolve_everywhere(world, name_or_path, hub)
             config = world.together(lambda: config_of(directory, keywords))
@@ -143,7 +143,7 @@ def from_pretrained(
 
 
 @contextmanager
-def _small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """A temporary folder with the configs that lie beside the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.
