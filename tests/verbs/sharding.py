@@ -44,6 +44,7 @@ class Mixed(nn.Module):
         self.codes = nn.Parameter(torch.zeros(9, 2, dtype=torch.int32), requires_grad=False)
         self.packed = nn.Parameter(torch.zeros(7, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
         self.frozen = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.registers = nn.Parameter(torch.zeros(1, 0, 4, dtype=torch.bfloat16), requires_grad=False)
         self.table = Table()
 
 

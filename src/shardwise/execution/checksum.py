@@ -20,6 +20,8 @@ def checksum(tensor: torch.Tensor) -> int:
     Memory: blocks of 8 MiB; a copy of a tensor that is not contiguous.
     """
     flat = raw_bytes(tensor)
+    if not flat.numel():
+        return 0
     words_at_once = min(_BLOCK, -(-flat.numel() // _WORD_BYTES))
     weights = torch.arange(1, 2 * words_at_once, 2, dtype=torch.int64, device=flat.device)
     total = 0

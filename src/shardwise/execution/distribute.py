@@ -93,13 +93,11 @@ class _Yard:
         self._shipments = {item.name: item for item in shipments}
         self._prepare = prepare
         self._landed: dict[str, Landing] = {}
-        self._wave_of: dict[str, int] = {}
-        for number, items in enumerate(all_rounds):
-            for parcel in items:
-                self._wave_of.setdefault(parcel.tensor, number)
-        self._waiting = sorted(
-            self._shipments, key=lambda name: self._wave_of.get(name, len(all_rounds)), reverse=True
-        )
+        self._wave_of = dict.fromkeys(self._shipments, len(all_rounds))
+        """The round in which a tensor first arrives anywhere; after all of them what has no elements."""
+        for number in reversed(range(len(all_rounds))):
+            self._wave_of.update(dict.fromkeys((parcel.tensor for parcel in all_rounds[number]), number))
+        self._waiting = sorted(self._shipments, key=self._wave_of.__getitem__, reverse=True)
         self._to_give = Counter(
             parcel.tensor
             for items in all_rounds
