@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ShardwiseError,
         StorageError,
     )
+    from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
         Classes,
@@ -30,21 +31,27 @@ if TYPE_CHECKING:
         WholeModel,
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
-    from shardwise.report import Forecast, LoadReport
+    from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
+    from shardwise.report import Forecast, LoadReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.shard import ShardOptions, shard
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Anyone": "shardwise.planning.sources",
+    "AsItIs": "shardwise.models.trained",
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "EveryRank": "shardwise.planning.sources",
+    "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
     "HubOptions": "shardwise.storage",
@@ -55,24 +62,33 @@ _HOMES = {
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
+    "OneRankPerNode": "shardwise.planning.sources",
     "PlacementError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "ShardOptions": "shardwise.verbs.shard",
+    "ShardReport": "shardwise.report",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "Upcast": "shardwise.models.trained",
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
     "plan": "shardwise.verbs.plan",
+    "shard": "shardwise.verbs.shard",
 }
 
 __all__ = [
+    "Anyone",
+    "AsItIs",
     "Automatic",
     "CheckpointError",
     "Classes",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "EveryRank",
+    "FirstRank",
     "Forecast",
     "FormatError",
     "HubOptions",
@@ -83,16 +99,21 @@ __all__ = [
     "ModelPlan",
     "ModuleListBlocks",
     "NoSplitModules",
+    "OneRankPerNode",
     "PlacementError",
     "Refuse",
+    "ShardOptions",
+    "ShardReport",
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "Upcast",
     "WholeModel",
     "__version__",
     "from_pretrained",
     "load",
     "plan",
+    "shard",
 ]
 
 

@@ -65,7 +65,7 @@ def test_everybody_gets_exactly_its_boxes_from_sources(world, data):
     ranks, wanted = world
     sources = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
     source_of = [rank if rank in sources else data.draw(st.sampled_from(sources)) for rank in range(ranks)]
-    spread = from_sources(wanted, source_of)
+    spread = from_sources(wanted, [source_of] * len(wanted))
     parcels = [*spread.first, *spread.then]
     for item in wanted:
         for rank in range(ranks):
@@ -94,7 +94,7 @@ def test_a_group_gets_exactly_its_boxes_from_itself(world, data):
 @given(worlds_of_tensors(), st.integers(0, 400))
 def test_rounds_keep_the_budget_and_lose_nothing(world, extra):
     ranks, wanted = world
-    spread = from_sources(wanted, [0] * ranks)
+    spread = from_sources(wanted, [[0] * ranks] * len(wanted))
     budget = 16 * ranks + extra
     made = rounds([*spread.first, *spread.then], budget)
     assert made == rounds([*spread.first, *spread.then], budget)
@@ -167,7 +167,7 @@ def test_columns_are_fetched_in_rows():
 
 
 def test_a_source_sends_what_several_ranks_want_once():
-    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [0, 0, 0, 0])
+    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [[0, 0, 0, 0]])
     sent = sum(p.nbytes for p in spread.first if p.targets != (0,))
     assert sent == 12 * 8 * 4
     assert {p.source for p in spread.then} == {1, 2, 3}

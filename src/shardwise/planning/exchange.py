@@ -66,15 +66,15 @@ class Spread:
 Round = tuple[Parcel, ...]
 
 
-def from_sources(wanted: Sequence[Wanted], source_of: Sequence[int]) -> Spread:
-    """Every rank's boxes from a rank that has the tensors whole: ``source_of[rank]``, which may be the rank itself.
+def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> Spread:
+    """Every rank's boxes from a rank that has the tensor whole: ``sources[tensor][rank]``, perhaps the rank itself.
 
-    A rank is its own source, or its source is.
+    Who is a source is its own source.
     """
     first: list[Parcel] = []
     then: list[Parcel] = []
     load: dict[int, int] = {}
-    for item in wanted:
+    for item, source_of in zip(wanted, sources, strict=True):
         holders: dict[tuple[int, Box], list[int]] = {}
         for rank, boxes in enumerate(item.boxes):
             for box in boxes:

@@ -6,13 +6,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.errors import FormatError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -103,7 +102,9 @@ def from_pretrained(
     clock = Clock()
     hub = keywords.get("hub", HubOptions())
     with World.current(options.process_group, options.patience) as world, ExitStack() as stack:
-        sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
+        sharding = world.together(
+            lambda: wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
+        )
         with clock.phase("index"):
             if is_url(name_or_path):
                 directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
@@ -215,18 +216,3 @@ def _finish(built: Outline, untied: set[str], sharding: Sharding) -> None:
     built.tie(untied)
     if sharding.mesh is not None:
         wrap.wrap(built.model, sharding)
-
-
-def _sharding(given: Sharding, options: LoadOptions) -> Sharding:
-    """With a mesh, if there is to be one, that has the ranks of the process group. Collective: yes.
-
-    Raises:
-        PlacementError: when it has not.
-    """
-    mesh = given.mesh if given.mesh is not None else wrap.default_mesh(options.process_group)
-    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != wrap.ranks_of(options.process_group):
-        raise PlacementError(
-            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that loads together has "
-            f"{wrap.ranks_of(options.process_group)}; pass LoadOptions(process_group=...) with the mesh's ranks"
-        )
-    return replace(given, mesh=mesh)
