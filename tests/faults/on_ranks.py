@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,6 +123,14 @@ def load_and_end(seat: Seat, directory: str, patience: Patience, blow: Blow) -> 
     """A load with which rank 0's process ends, and so does what it holds."""
     seat.leaves = seat.rank == 0
     load(seat, directory, "flat", patience, blow)
+
+
+def load_and_leave(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow) -> None:
+    """A load after which the process group is left as the end of a program leaves it."""
+    try:
+        load(seat, directory, way, patience, blow)
+    finally:
+        dist.destroy_process_group()
 
 
 def load_with_large_messages(

@@ -154,6 +154,14 @@ def test_the_holder_of_the_store_stays_until_the_others_know(tmp_path, qwen3):
     assert_all_end_alike(blow, outcome, 3)
 
 
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_program_ends_though_a_collective_was_left(kind, tmp_path, plain):
+    blow = Blow(kind, "send", 1)
+    with doomed(3, tmp_path) as world:
+        outcome = world.run(on_ranks.load_and_leave, plain, "whole", QUICK, blow)
+    assert_all_end_alike(blow, outcome, 3)
+
+
 def test_large_messages_come_through(tmp_path, qwen3):
     with doomed(3, tmp_path) as world:
         assert_nothing_befell(world.run(on_ranks.load_with_large_messages, qwen3, "flat", QUICK), 3)

@@ -153,10 +153,14 @@ class World:
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
         pause = 0.0001
-        while not work.is_completed():
-            self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
+        try:
+            while not work.is_completed():
+                self.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+        except _Stopped:
+            _torch_private.keep_forever(self.group)
+            raise
         work.wait()
 
     @property

@@ -10,6 +10,7 @@ holds, also of ``_StridedShard``).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -84,6 +85,14 @@ def default_store() -> Any:
 def object_device(group: Any) -> torch.device:
     """Where collectives of a process group (None: the default one) take what lies on no device in particular."""
     return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
+def keep_forever(group: Any) -> None:
+    """Never destroy a process group (None: the default one), in which a collective was left that cannot end.
+
+    Destroying it, as leaving the interpreter does, waits for what is going on in it: with gloo, half an hour.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:
