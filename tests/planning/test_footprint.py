@@ -6,6 +6,7 @@ from math import ceil
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,13 +22,17 @@ from shardwise.conversion import (
     stack,
     stored_leaves,
 )
+from shardwise.execution.landing import landings
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.layout import LocalBox, Spread
-from shardwise.planning.footprint import Footprint, Footprints
+from shardwise.layout import LocalBox, MeshShape, Spread
+from shardwise.planning.footprint import Footprint, Footprints, Reading
+from shardwise.planning.schedule import schedule, segments_of
+from shardwise.planning.staging import staging_within
 from shardwise.storage import ReadPolicy
-from shardwise.tensors import Box, ByteRange, DType, Strided, coalesce, numel
+from shardwise.tensors import Box, DType, Strided, numel
 
 F16 = DType.F16
+BUDGET = 4096
 
 
 def policy(gap=0, request=1 << 20):
@@ -59,35 +64,33 @@ def spread(shape, ranks, dim=0):
     return Spread(tuple(boxes), numel(shape))
 
 
-def expected(index, wanted, read_policy, position):
-    """The same, from the copies, without any of the ways to be quick."""
-    touched = {}
-    needed = 0
-    for expression, how in wanted:
-        for part in how.boxes[position]:
-            for copy in copies(expression, part.box, part.local):
-                entry = index.entries[copy.leaf.key]
-                for element in places(copy.source):
-                    touched.setdefault(entry.file, set()).add(entry.start + element * copy.leaf.dtype.itemsize)
-                needed += copy.numel * copy.leaf.dtype.itemsize
-    joined = {
-        file: coalesce((ByteRange(p, p + F16.itemsize) for p in found), max_gap_bytes=read_policy.max_gap_bytes)
-        for file, found in touched.items()
-    }
-    ranges = [item for found in joined.values() for item in found]
+def expected(index, wanted, read_policy, position, budget=BUDGET):
+    """The same, by the schedule itself, device by device."""
+    needed, requests = 0, []
+    for on_device in (False, True):
+        staging = staging_within(budget, read_policy.concurrency, on_device=on_device).nbytes
+        segments = []
+        for item in wanted:
+            if item.on_device is not on_device:
+                continue
+            for part in item.spread.boxes[position]:
+                for copy in copies(item.expression, part.box, part.local):
+                    entry = index.entries[copy.leaf.key]
+                    needs_staging = on_device or item.dtype != entry.dtype
+                    needed += copy.numel * entry.dtype.itemsize
+                    segments += [
+                        (entry.file, segment)
+                        for segment in segments_of(
+                            copy, 0, entry, needs_staging=needs_staging, policy=read_policy, block_bytes=staging
+                        )
+                    ]
+        requests += schedule(segments, read_policy, staging_bytes=staging)
     return Footprint(
         needed,
-        sum(item.nbytes for item in ranges),
-        sum(ceil(item.nbytes / read_policy.request_bytes) for item in ranges),
-        tuple(sorted(joined)),
+        sum(request.bytes.nbytes for request in requests),
+        len(requests),
+        tuple(sorted({request.file for request in requests})),
     )
-
-
-def places(view):
-    grid = [view.offset]
-    for size, stride in zip(view.sizes, view.strides, strict=True):
-        grid = [place + step * stride for place in grid for step in range(size)]
-    return grid
 
 
 def layer(number, experts=5):
@@ -108,56 +111,60 @@ def layer(number, experts=5):
     return [*gates, *ups, fused, inter, plain], made
 
 
+def wanted_of(expressions, ranks, *, dtype=F16, on_device=False, dim=0):
+    """The expressions as tensors, dealt to ranks; equal spreads are one object."""
+    made = {}
+    return [
+        Reading(item, made.setdefault(item.shape, spread(item.shape, ranks, dim)), dtype, on_device)
+        for item in expressions
+    ]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize(("gap", "at_once"), [(0, 1 << 20), (8, 10), (4096, 1 << 20)])
-def test_footprints_are_those_of_the_copies(ranks, gap, at_once):
+@pytest.mark.parametrize(("gap", "at_once"), [(0, 1 << 20), (8, 10), (8, 200), (4096, 1 << 20), (4096, 300)])
+def test_footprints_are_those_of_the_schedule(ranks, gap, at_once):
+    """Tensors on the host as they are stored, cast, and on a device; dealt by rows and by columns."""
     stored, wanted = [], []
     for number in range(3):
         leaves, made = layer(number)
         stored += leaves
-        wanted += [(expression, spread(expression.shape, ranks)) for expression in made]
-        wanted.append((made[0], spread(made[0].shape, ranks, dim=2)))
-    shared = {}  # equal ones are one object
-    wanted = [(made, shared.setdefault(how.boxes, how)) for made, how in wanted]
+        wanted += wanted_of(made, ranks)
+        wanted += wanted_of(made[:2], ranks, dtype=DType.F32)
+        wanted += wanted_of(made[1:], ranks, on_device=True)
+        wanted += wanted_of(made[:1], ranks, dim=2)
     index = index_of(stored, files=4)
-    footprints = Footprints(index, wanted, policy(gap, at_once))
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, policy(gap, at_once), BUDGET)
     for position in range(ranks):
         assert footprints.at(position) == expected(index, wanted, policy(gap, at_once), position)
 
 
 @given(
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     ranks=st.integers(1, 9),
-    gap=st.integers(0, 40),
+    gap=st.integers(0, 60),
+    at_once=st.integers(2, 400),
+    budget=st.integers(1, 2000),
     files=st.integers(1, 3),
+    on_device=st.booleans(),
 )
-def test_any_sizes_and_gaps(sizes, ranks, gap, files):
+def test_any_sizes_gaps_and_budgets(sizes, ranks, gap, at_once, budget, files, on_device):
     stored = [Stored(f"t.{number}", (size, 3), F16) for number, size in enumerate(sizes)]
-    wanted = [(leaf, spread(leaf.shape, ranks)) for leaf in stored]
+    wanted = wanted_of(stored, ranks, on_device=on_device)
+    rules = policy(gap, at_once)
     index = index_of(stored, files)
-    footprints = Footprints(index, wanted, policy(gap))
+    footprints = Footprints(MeshShape.flat(ranks), index, wanted, rules, budget)
     found = [footprints.at(position) for position in range(ranks)]
-    assert found == [expected(index, wanted, policy(gap), position) for position in range(ranks)]
+    assert found == [expected(index, wanted, rules, position, budget) for position in range(ranks)]
     assert sum(item.needed_bytes for item in found) == index.nbytes
-
-
-def test_equal_layers_are_one_kind():
-    stored, wanted = [], []
-    spreads = {}
-    for number in range(4):
-        leaves, made = layer(number)
-        stored += leaves
-        wanted += [(item, spreads.setdefault(item.shape, spread(item.shape, 2))) for item in made]
-    assert len({(skeleton(item)[0], id(how)) for item, how in wanted}) == 6
 
 
 def test_all_positions_tile_every_stored_tensor():
     """Each stored byte is read by one position, when no gap is read over."""
     leaves, made = layer(0)
-    wanted = [(item, spread(item.shape, 3)) for item in (*made[:3], made[3], made[5])]
+    wanted = wanted_of((*made[:4], made[5]), 3)
     index = index_of(leaves, files=2)
-    footprints = Footprints(index, wanted, policy())
-    found = [footprints.ranges(position) for position in range(3)]
+    footprints = Footprints(MeshShape.flat(3), index, wanted, policy(), BUDGET)
+    found = [footprints.segments(position, on_device=False) for position in range(3)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])
     order = np.argsort(starts)
@@ -171,9 +178,20 @@ def test_what_computes_reads_its_inputs_whole_and_once():
     made = [Opaque("Op", name, (3, 2), inputs, operation) for name in ("x", "y")]
     one_rank = Spread((spread((3, 2), 1).boxes[0], ()), 6)
     index = index_of(inputs, files=1)
-    footprints = Footprints(index, [(item, one_rank) for item in made], policy())
+    wanted = [Reading(item, one_rank, F16, on_device=True) for item in made]
+    footprints = Footprints(MeshShape.flat(2), index, wanted, policy(), BUDGET)
     assert footprints.at(0) == Footprint(24, 24, 1, ("0.safetensors",))
     assert footprints.at(1) == Footprint(0, 0, 0, ())
+
+
+@pytest.mark.parametrize("budget", [4096, 1 << 18, 3 << 19, 5_000_000, 256 << 20])
+@pytest.mark.parametrize("concurrency", [1, 4, 8, 32])
+def test_staging_is_what_the_workers_of_a_load_have(budget, concurrency):
+    tools, nbytes = landings(budget, concurrency, torch.device("cpu"))
+    found = staging_within(budget, concurrency, on_device=False)
+    assert (found.workers, found.nbytes) == (len(tools), nbytes)
+    on_device = staging_within(budget, concurrency, on_device=True)
+    assert 2 * on_device.workers * on_device.nbytes <= budget
 
 
 def test_skeletons_tell_expressions_apart_by_all_but_keys():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import shardwise
 from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
 from shardwise.models.wrap import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
-from shardwise.storage import LOCAL
+from shardwise.planning.sharing import Alone, OncePerGroup
+from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.testing.http_store import HttpStore
 from shardwise.verbs.plan import sharding_named, wrap_named
 
 
@@ -35,8 +39,14 @@ def test_a_load_does_what_was_foretold(worlds, name, request):
     for rank, fact in zip(made.ranks, facts, strict=True):
         assert rank.rank == fact["rank"]
         assert rank.shard_bytes == fact["placed_bytes"]
-        assert rank.needed_bytes <= fact["read_bytes"] <= max(rank.read_bytes, rank.needed_bytes)
-        assert rank.files == fact["files_opened"]
+        assert rank.read_bytes == fact["read_bytes"] >= rank.needed_bytes
+        assert dataclasses.asdict(rank) == fact["forecast"]
+        seen = (rank.reads, rank.files)
+        done = (fact["reads"], fact["files_opened"])
+        if rank.rank == 0:  # it reads the headers of all files, too
+            assert all(ours <= theirs for ours, theirs in zip(seen, done, strict=True))
+        else:
+            assert seen == done
     assert made.parameters == facts[0]["parameters"]
     assert made.checkpoint_bytes == facts[0]["checkpoint_bytes"]
     assert made.tied == facts[0]["tied"]
@@ -172,6 +182,14 @@ def test_a_repository_that_is_not_in_the_cache_is_not_downloaded(tmp_path):
         shardwise.plan("no/such-model", ranks=2, hub=shardwise.HubOptions(cache_dir=tmp_path))
 
 
+def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3):
+    with HttpStore(qwen3) as store:
+        there = shardwise.plan(store.url, ranks=4, mesh={"replicate": 2, "shard": 2})
+    here = shardwise.plan(qwen3, ranks=4, mesh={"replicate": 2, "shard": 2}, read_policy=OBJECT_STORE)
+    assert there.checkpoint == store.url
+    assert there.to_dict() == here.to_dict() | {"checkpoint": store.url}
+
+
 def test_more_ranks_than_rows_hold_nothing_of_some_tensors(tmp_path):
     zoo.save_original(small_qwen3(), tmp_path)
     made = shardwise.plan(tmp_path, ranks=128, device="cpu")
@@ -208,3 +226,23 @@ def test_an_unknown_wrap_policy_is_refused_with_the_nearest(text, near):
 def test_mixed_precision_has_a_floating_dtype(dtype):
     with pytest.raises(ConfigError, match=f"param_dtype='{dtype}'"):
         sharding_named("auto", param_dtype=dtype, offload=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", [OncePerGroup(), Alone()])
+def test_what_replicas_share_is_foretold(worlds, qwen3, mode):
+    made = shardwise.plan(
+        qwen3, ranks=4, device="cpu", mesh={"replicate": 2, "shard": 2}, shared_reads=mode, budget_bytes=1 << 16
+    )
+    word = "once" if isinstance(mode, OncePerGroup) else "alone"
+    facts = [report for _, report in worlds(4).run(on_ranks.shared_load, str(qwen3), (2, 2), word)]
+    assert set(made.read_once) == set(facts[0]["read_once"])
+    assert made.read_bytes == pytest.approx(sum(fact["read_bytes"] for fact in facts), rel=0.02)
+    assert made.read_ratio == pytest.approx(1 if made.read_once else 2, rel=0.02)
+
+
+def test_replicas_on_a_network_file_system_read_once(qwen3):
+    for policy, times in ((LOCAL, 2), (NETWORK_FILE_SYSTEM, 1)):
+        made = shardwise.plan(qwen3, ranks=8, mesh={"replicate": 2, "shard": 4}, read_policy=policy)
+        assert made.read_ratio == pytest.approx(times, rel=0.05)
+        assert sum(rank.needed_bytes for rank in made.ranks) == 2 * made.checkpoint_bytes

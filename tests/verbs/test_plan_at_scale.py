@@ -18,7 +18,7 @@ from shardwise.models.foresee import foresee
 from shardwise.models.view import look_inside
 from shardwise.models.wrap import Automatic
 from shardwise.planning import Consent, ModelRules, plan_load
-from shardwise.planning.footprint import Footprints
+from shardwise.planning.footprint import Footprints, Reading
 from shardwise.planning.forecast import Homes, forecast_rank
 from shardwise.storage import LOCAL
 from shardwise.verbs.outline import Outline, outline
@@ -38,8 +38,7 @@ def assert_sound(made, shapes, mesh):
     assert made.read_imbalance <= 1.1
     assert made.checkpoint_files == shapes.files
     assert sum(rank.needed_bytes for rank in made.ranks) == pytest.approx(made.checkpoint_bytes, rel=1e-4)
-    # A rank has rows of every matrix of every layer, so it opens every file that holds a matrix with enough rows.
-    assert 0.99 * shapes.files * mesh.ranks < made.file_opens <= shapes.files * mesh.ranks
+    assert shapes.files <= made.file_opens <= shapes.files * mesh.ranks
     assert not made.notes or all("ranges of" in note for note in made.notes)
 
 
@@ -61,6 +60,8 @@ def test_whole_models_on_a_thousand_ranks(shapes, seconds):
     made = forecast_of(shapes, mesh)
     assert time.process_time() - start < seconds
     assert_sound(made, shapes, mesh)
+    # Fewer experts than ranks: each has rows of every matrix, so it opens every file.
+    assert made.file_opens > 0.99 * shapes.files * mesh.ranks
 
 
 @pytest.mark.parametrize(("shapes", "ranks"), [(qwen3_235b(2), 96), (qwen3_235b(2), 8), (deepseek_v3(4), 48)])
@@ -82,9 +83,14 @@ def assert_tiled(shapes: Shapes, ranks: int) -> None:
     plan, world = plan_of(built, index, MeshShape.flat(ranks))
     # Persistent buffers are whole on every rank.
     sharded = {name: read for name, read in plan.reads().items() if world.first.by_name[name].placement != "whole"}
-    wanted = [(read.expression, world.spreads[name]) for name, read in sharded.items()]
-    footprints = Footprints(index, wanted, replace(LOCAL, max_gap_bytes=0))
-    found = [footprints.ranges(position) for position in range(ranks)]
+    wanted = [
+        Reading(read.expression, world.spreads[name], world.first.by_name[name].dtype, on_device=True)
+        for name, read in sharded.items()
+    ]
+    footprints = Footprints(
+        MeshShape.flat(ranks), index, wanted, replace(LOCAL, max_gap_bytes=0), budget_bytes=1 << 28
+    )
+    found = [footprints.segments(position, on_device=True) for position in range(ranks)]
     starts = np.concatenate([item.starts for item in found])
     stops = np.concatenate([item.stops for item in found])
     order = np.argsort(starts)

@@ -48,9 +48,9 @@ def plan_command(
 ) -> None:
     """Tell what loading MODEL on N ranks takes: memory, bytes, files, groups, experts.
 
-    MODEL is a folder, or the name of a repository that is in the cache of the Hugging Face hub. Only its config and
-    the headers of its files are read, nothing is downloaded, and no process is started. Exits with 2 when the model
-    cannot be loaded so.
+    MODEL is a folder, the name of a repository that is in the cache of the Hugging Face hub, or a URL. Only its
+    config and the headers of its files are read, nothing is downloaded, and no process is started. Exits with 2
+    when the model cannot be loaded so.
     """
     from shardwise.cli.launch import fail
     from shardwise.verbs.plan import PlanOptions, plan, sharding_named

@@ -9,7 +9,8 @@ import torch
 
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.schedule import Segment, aligned
+from shardwise.planning.schedule import Segment
+from shardwise.planning.staging import staging_within
 from shardwise.tensors import Strided
 
 
@@ -65,8 +66,7 @@ class DeviceLanding:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # torch rounds pinned blocks up to a power of two; a slab that is one wastes nothing.
-        self._nbytes = 1 << (nbytes.bit_length() - 1)
+        self._nbytes = nbytes
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pinned: list[torch.Tensor] = []
@@ -116,30 +116,12 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
     return strided_view(values, Strided(0, source.sizes, source.strides))
 
 
-def landings(budget_bytes: int, most_bytes: int, most: int, device: torch.device) -> tuple[Sequence[Landing], int]:
-    """At most ``most`` landings within a budget, and the bytes that each can stage.
-
-    Args:
-        budget_bytes: host memory for all of them.
-        most_bytes: what one needs at most.
-        most: landings wanted.
-        device: of the tensors.
-    """
-    slabs = 1 if device.type == "cpu" else 2
-    count = max(1, min(most, budget_bytes // (slabs * _LEAST_BYTES)))
-    nbytes = max(
-        _ALIGNED_BYTES, min(most_bytes, budget_bytes // (slabs * count)) // _ALIGNED_BYTES * _ALIGNED_BYTES
-    )
+def landings(budget_bytes: int, concurrency: int, device: torch.device) -> tuple[Sequence[Landing], int]:
+    """At most ``concurrency`` landings for tensors on a device, and the bytes that each can stage."""
+    staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
-        return [HostLanding(nbytes) for _ in range(count)], nbytes
-    nbytes = 1 << (nbytes.bit_length() - 1)
-    return [DeviceLanding(nbytes, device) for _ in range(count)], nbytes
-
-
-_LEAST_BYTES = 1 << 18
-"""With less staging than this a worker is not worth its thread."""
-
-_ALIGNED_BYTES = aligned(1)
+        return [HostLanding(staging.nbytes) for _ in range(staging.workers)], staging.nbytes
+    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)], staging.nbytes
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

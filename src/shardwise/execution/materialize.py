@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.execution.host_memory import HostMemory
 from shardwise.models import _torch_private
-from shardwise.models.view import Held
+from shardwise.models.view import Held, local_tensor
 
 
 def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
@@ -33,30 +37,62 @@ def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> N
     Memory: this rank's shards.
     """
     managers = _torch_private.fsdp_params(model)
-    for item in held:
+    wanted = [_Wanted.of(item, managers, home) for item in held if item.tensor.is_meta]
+    memory = HostMemory([item.nbytes for item in wanted if item.is_on_host])
+    for item in wanted:
+        item.fulfil(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor on meta, and the memory it is to have: ``size`` is padded where FSDP2 wants it so."""
+
+    item: Held
+    manager: Any
+    size: tuple[int, ...]
+    device: torch.device
+    is_pinned: bool
+
+    @classmethod
+    def of(cls, item: Held, managers: Mapping[nn.Parameter, Any], home: torch.device) -> _Wanted:
         tensor = item.tensor
-        if not tensor.is_meta:
-            continue
-        if not isinstance(tensor, nn.Parameter):
-            item.install(_real(tensor, home))
-            continue
-        manager = managers.get(tensor)
+        manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:
-            fresh = _real(tensor, home)
+            return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
+        device = torch.device("cpu") if _torch_private.is_offloaded(manager) else home
+        pins = _torch_private.pins_memory(manager)
+        return cls(item, manager, _torch_private.padded_size(manager), device, is_pinned=pins)
+
+    @property
+    def is_on_host(self) -> bool:
+        if self.device.type != "cpu" or self.is_pinned:
+            return False
+        return self.manager is not None or local_tensor(self.item.tensor).is_contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.item.tensor.element_size()
+
+    def fulfil(self, memory: HostMemory) -> None:
+        tensor = self.item.tensor
+        if self.is_on_host:
+            fresh = memory.take(self.size, tensor.dtype)
+        elif self.manager is not None:
+            fresh = torch.empty(self.size, dtype=tensor.dtype, device=self.device, pin_memory=self.is_pinned)
         else:
-            device = torch.device("cpu") if _torch_private.is_offloaded(manager) else home
-            fresh = _sharded_like(tensor, _torch_private.padded_local(manager, tensor.dtype, device))
+            fresh = torch.empty_like(local_tensor(tensor), device=self.device)
+        if self.manager is not None:
+            fresh = _torch_private.without_padding(self.manager, fresh)
+        if isinstance(tensor, DTensor):
+            fresh = _sharded_like(tensor, fresh)
+        if not isinstance(tensor, nn.Parameter):
+            self.item.install(fresh)
+            return
         parameter = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
         vars(parameter).update(vars(tensor))
-        item.install(parameter)
-        if manager is not None:
-            _torch_private.adopt_sharded(manager, parameter)
-
-
-def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return _sharded_like(tensor, torch.empty_like(tensor.to_local(), device=device))
-    return torch.empty_like(tensor, device=device)
+        self.item.install(parameter)
+        if self.manager is not None:
+            _torch_private.adopt_sharded(self.manager, parameter)
 
 
 def _sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
@@ -69,3 +105,8 @@ def _sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def offloads_shards(model: nn.Module) -> bool:
+    """Whether sharded parameters live on the CPU although the mesh is of another device."""
+    return any(_torch_private.is_offloaded(manager) for manager in _torch_private.fsdp_params(model).values())

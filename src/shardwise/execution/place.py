@@ -11,6 +11,7 @@ import torch
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
 from shardwise.errors import StorageError
+from shardwise.execution.host_memory import populate
 from shardwise.execution.landing import HostLanding, Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
@@ -24,11 +25,8 @@ from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
 
-_HOST_BLOCK_BYTES = 4 << 20
-"""Staging of one worker for tensors in host memory: it stays in the cache between the read and the copy."""
-
-_DEVICE_BLOCK_BYTES = 32 << 20
-"""Staging of one worker for tensors on an accelerator: large enough that the transfer runs at full speed."""
+_WORTH_POPULATING_BYTES = 1 << 16
+"""Memory of this size is worth a system call that provides its pages, before it is read into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,7 @@ class Placer:
 
     def _place_stored(self, items: Sequence[Destination], device: torch.device) -> None:
         policy = self.reader.policy
-        most_bytes = _HOST_BLOCK_BYTES if device.type == "cpu" else _DEVICE_BLOCK_BYTES
-        tools, staging_bytes = landings(self.budget_bytes, most_bytes, policy.concurrency, device)
+        tools, staging_bytes = landings(self.budget_bytes, policy.concurrency, device)
         segments: list[tuple[str, Segment]] = []
         for number, item in enumerate(items):
             for copy in self._copies(item):
@@ -204,6 +201,9 @@ class Placer:
                 buffers.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
                 used += aligned(segment.bytes.nbytes)
+        for buffer in buffers:
+            if buffer.nbytes >= _WORTH_POPULATING_BYTES:
+                populate(buffer)
         self.reader.read_vectored(request.file, request.bytes.start, buffers)
         for segment, start in staged:
             landing.put(segment, start, tensors[segment.target])

@@ -120,18 +120,24 @@ def padded_numel(fsdp_param: Any) -> int:
     return int(fsdp_param.padded_sharded_param_size.numel())
 
 
-def padded_local(fsdp_param: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Fresh memory for this rank's shard, padded as FSDP2's all-gather wants it; returns the unpadded view.
+def padded_size(fsdp_param: Any) -> tuple[int, ...]:
+    """The size of this rank's shard, padded as FSDP2's all-gather wants it: all ranks' to that of rank 0's."""
+    return tuple(fsdp_param.padded_sharded_param_size)
 
-    FSDP2 pads every rank's shard to the size of rank 0's. Allocating the padded memory here spares the copy that
-    ``reset_sharded_param`` makes of an unpadded one. Only the padding is initialised, to zero.
+
+def pins_memory(fsdp_param: Any) -> bool:
+    """Whether the sharded parameter's host memory is to be pinned."""
+    return bool(fsdp_param.pin_memory) and torch.accelerator.is_available()
+
+
+def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
+    """The part of fresh padded memory that holds elements. The padding is set to zero.
+
+    Memory with the padding in it spares the copy that ``reset_sharded_param`` makes of any other.
     """
-    size = fsdp_param.padded_sharded_param_size
-    pin = fsdp_param.pin_memory and torch.accelerator.is_available()
-    padded = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
     dim = fsdp_param.fsdp_placement.dim
     held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
-    padded.narrow(dim, held, size[dim] - held).zero_()
+    padded.narrow(dim, held, padded.shape[dim] - held).zero_()
     return padded.narrow(dim, 0, held)
 
 

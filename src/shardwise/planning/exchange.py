@@ -189,12 +189,12 @@ def _shares(box: Box, itemsize: int, readers: Sequence[int], load: dict[int, int
         load[reader] = load.get(reader, 0) + nbytes
         yield reader, box
         return
-    parts = list(_even(box, len(readers)))
+    parts = list(even_parts(box, len(readers)))
     for index, part in enumerate(parts):
         yield readers[index * len(readers) // len(parts)], part
 
 
-def _even(box: Box, parts: int) -> Iterator[Box]:
+def even_parts(box: Box, parts: int) -> Iterator[Box]:
     """A box as about ``parts`` boxes of nearly the same number of elements, in row-major order."""
     rows = box.sizes[0] if box.sizes else 1
     if rows >= parts:
@@ -204,7 +204,7 @@ def _even(box: Box, parts: int) -> Iterator[Box]:
         yield from cut(box, 1)
     else:
         for row in range(rows):
-            for below in _even(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
+            for below in even_parts(Box(box.offsets[1:], box.sizes[1:]), -(-parts // rows)):
                 yield Box((box.offsets[0] + row, *below.offsets), (1, *below.sizes))
 
 

@@ -1,9 +1,10 @@
-"""Which bytes of which files each rank reads.
+"""Which bytes of which files each rank reads, and in how many requests.
 
 [Note: Kinds] A model has a few kinds of tensors, repeated in every layer. Tensors whose expressions are equal but
 for their keys, and which are spread alike over the ranks, have the same copies with other keys in them. So the
-copies are worked out once for each kind and position, and then moved to the place of every tensor of that kind,
-all of them at once. A model of 45,000 stored tensors has about twenty kinds.
+copies, and the segments they are read by, are worked out once for each kind and position, and then moved to the
+place of every tensor of that kind, all of them at once. A model of 45,000 stored tensors has about twenty kinds.
+The segments of all tensors are then joined to requests, by the rules of :mod:`shardwise.planning.schedule`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, skeleton
-from shardwise.formats import CheckpointIndex
-from shardwise.layout import LocalBox, Spread
+from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.layout import LocalBox, MeshShape, Spread
+from shardwise.planning.schedule import WASTE, aligned, segments_of
+from shardwise.planning.staging import staging_within
 from shardwise.storage import ReadPolicy
-from shardwise.tensors import Strided, numel
+from shardwise.tensors import Box, DType, numel
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -38,92 +41,148 @@ class Footprint:
     files: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A tensor to read: what it is made of, how it is spread over the positions, its dtype and where it lives.
+
+    ``fetched`` has, by rank, what each reads of it where ranks share their reads; None where each reads its own.
+    """
+
+    expression: Expression
+    spread: Spread
+    dtype: DType
+    on_device: bool
+    fetched: Spread | None = None
+
+
 class Footprints:
-    """The footprints of all positions of a mesh.
+    """The footprints of all ranks of a mesh.
 
     Args:
+        mesh: of the ranks.
         index: where every stored tensor lies.
-        wanted: what each tensor is made of, and how it is spread over the positions.
-        policy: how the storage is asked: what gaps are read over, and how much one request asks for.
+        wanted: the tensors that are read.
+        policy: how the storage is asked.
+        budget_bytes: for staging; see :func:`~shardwise.planning.staging.staging_within`.
     """
 
     def __init__(
-        self, index: CheckpointIndex, wanted: Iterable[tuple[Expression, Spread]], policy: ReadPolicy
+        self,
+        mesh: MeshShape,
+        index: CheckpointIndex,
+        wanted: Iterable[Reading],
+        policy: ReadPolicy,
+        budget_bytes: int,
     ) -> None:
-        self._policy = policy
+        self._mesh = mesh
         self._map = _FileMap(index, policy.max_gap_bytes)
-        kinds: dict[object, _Kind] = {}
+        self._policy = policy
+        self._staging_bytes = {
+            on_device: staging_within(budget_bytes, policy.concurrency, on_device=on_device).nbytes
+            for on_device in (False, True)
+        }
         self._computed: dict[int, _Computed] = {}
-        for expression, spread in wanted:
-            if isinstance(expression, Opaque):
-                computed = self._computed.setdefault(id(expression.operation), _Computed(expression))
-                computed.spreads.append(spread)
+        kinds: dict[object, _Kind] = {}
+        for item in wanted:
+            if isinstance(item.expression, Opaque):
+                computed = self._computed.setdefault(id(item.expression.operation), _Computed(item.expression))
+                computed.spreads.append(item.spread)
                 continue
-            bare, keys = skeleton(expression)
-            kind = kinds.setdefault((bare, id(spread)), _Kind(expression, keys, spread))
+            bare, keys = skeleton(item.expression)
+            kind = kinds.setdefault(
+                (bare, id(item.spread), item.dtype, item.on_device, id(item.fetched)),
+                _Kind(item, keys, policy, self._staging_bytes[item.on_device]),
+            )
             kind.places.append([self._map.place_of(key) for key in keys])
-        self._kinds = [(kind, np.asarray(kind.places, dtype=np.int64)) for kind in kinds.values()]
+        self._kinds = list(kinds.values())
+        self._is_shared = any(kind.wanted.fetched is not None for kind in self._kinds)
+        self._by_position: dict[int, Footprint] = {}
 
-    def at(self, position: int) -> Footprint:
-        """What a rank at this position of the shard axis reads."""
-        wanted = self.ranges(position)
-        if not len(wanted.starts):
-            return Footprint(0, 0, 0, ())
-        order = np.argsort(wanted.starts, kind="stable")
-        starts, reach = wanted.starts[order], np.maximum.accumulate(wanted.stops[order])
-        apart = starts[1:] > reach[:-1] + self._policy.max_gap_bytes
-        firsts = starts[np.concatenate(([True], apart))]
-        lengths = reach[np.concatenate((apart, [True]))] - firsts
-        requests = -(-lengths // self._policy.request_bytes)
-        files = self._map.files_at(firsts)
-        return Footprint(wanted.needed_bytes, int(lengths.sum()), int(requests.sum()), files)
+    def at(self, rank: int) -> Footprint:
+        """What a rank reads."""
+        if self._is_shared:
+            return self._footprint(rank)
+        position = self._mesh.position(rank)
+        if position not in self._by_position:
+            self._by_position[position] = self._footprint(rank)
+        return self._by_position[position]
 
-    def ranges(self, position: int) -> Ranges:
-        """All that a rank at this position wants, tensor by tensor, not joined yet."""
-        found: list[Ranges] = []
-        for kind, places in self._kinds:
-            if boxes := kind.spread.boxes[position]:
-                wanted = kind.ranges(boxes, self._policy.max_gap_bytes)
-                moved = places[:, wanted.leaves]
-                starts, stops = (moved + wanted.starts).ravel(), (moved + wanted.stops).ravel()
-                found.append(Ranges(starts, stops, wanted.needed_bytes * len(places)))
-        for computed in self._computed.values():
-            if any(spread.boxes[position] for spread in computed.spreads):
-                found.append(self._whole_inputs(computed.leaf))
-        if not found:
-            return Ranges(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
-        return Ranges(
-            np.concatenate([item.starts for item in found]),
-            np.concatenate([item.stops for item in found]),
-            sum(item.needed_bytes for item in found),
+    def _footprint(self, rank: int) -> Footprint:
+        position = self._mesh.position(rank)
+        passes = [
+            (self.segments(rank, on_device=on_device, is_shared=is_shared), self._staging_bytes[on_device])
+            for on_device, is_shared in ((False, False), (True, False), (False, True))
+        ]
+        computed = [
+            self._whole_inputs(item.leaf)
+            for item in self._computed.values()
+            if any(spread.boxes[position] for spread in item.spreads)
+        ]
+        passes += [(segments, self._policy.max_gap_bytes) for segments in computed]
+        needed = sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
+        requests = [_requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
+        starts = np.concatenate([found[0] for found in requests])
+        return Footprint(
+            needed_bytes=needed + sum(segments.needed_bytes for segments in computed),
+            read_bytes=sum(int((stops - starts).sum()) for starts, stops in requests),
+            reads=len(starts),
+            files=self._map.files_at(starts),
         )
 
-    def _whole_inputs(self, leaf: Opaque) -> Ranges:
-        sizes = np.asarray([numel(stored.shape) * stored.dtype.itemsize for stored in leaf.inputs], np.int64)
-        starts = np.asarray([self._map.place_of(stored.key) for stored in leaf.inputs], np.int64)
-        return Ranges(starts, starts + sizes, int(sizes.sum()))
+    def segments(self, rank: int, *, on_device: bool, is_shared: bool = False) -> Segments:
+        """All that a rank reads of what is not computed, tensor by tensor, not joined yet."""
+        found: list[Segments] = []
+        for kind in self._kinds:
+            fetched = kind.wanted.fetched
+            if (kind.wanted.on_device, fetched is not None) != (on_device, is_shared):
+                continue
+            boxes = kind.wanted.spread.boxes[self._mesh.position(rank)] if fetched is None else fetched.boxes[rank]
+            if boxes:
+                found.append(kind.segments(boxes))
+        return Segments.all_of(found)
+
+    def _whole_inputs(self, leaf: Opaque) -> Segments:
+        found: list[Segments] = []
+        for stored in leaf.inputs:
+            for copy in copies(stored, Box.whole(stored.shape)):
+                within = _within_leaf(copy, stored, self._policy, self._policy.request_bytes, needs_staging=False)
+                found.append(within.moved(np.asarray([self._map.place_of(stored.key)], np.int64)))
+        return Segments.all_of(found)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
-    """Bytes ``starts <= i < stops``, and how many of them are wanted: those between may be gaps to be read over.
+class Segments:
+    """Ranges ``starts <= i < stops`` of bytes; ``staged`` is what each takes of staging memory.
 
-    Places count along all files, one after the other, with a distance between them.
+    ``strided`` is 1 for those that are not wanted whole. Places count along all files, one after the other, with a
+    distance between them. ``needed_bytes`` are wanted of all of them together: inside of a range there may be gaps,
+    to be read over.
     """
 
     starts: _Numbers
     stops: _Numbers
+    staged: _Numbers
+    strided: _Numbers
     needed_bytes: int
 
+    @classmethod
+    def all_of(cls, parts: list[Segments]) -> Segments:
+        """Those of all parts."""
+        none = [np.zeros(0, np.int64)]
+        return cls(
+            np.concatenate([part.starts for part in parts] or none),
+            np.concatenate([part.stops for part in parts] or none),
+            np.concatenate([part.staged for part in parts] or none),
+            np.concatenate([part.strided for part in parts] or none),
+            sum(part.needed_bytes for part in parts),
+        )
 
-@dataclass(frozen=True, slots=True)
-class _LeafRanges:
-    """Ranges inside of leaves: ``leaves`` has the number of each one's leaf, from whose first byte it counts."""
-
-    leaves: _Numbers
-    starts: _Numbers
-    stops: _Numbers
-    needed_bytes: int
+    def moved(self, places: _Numbers) -> Segments:
+        """The same at every one of ``places``."""
+        starts = np.add.outer(places, self.starts).ravel()
+        stops = np.add.outer(places, self.stops).ravel()
+        staged, strided = np.tile(self.staged, len(places)), np.tile(self.strided, len(places))
+        return Segments(starts, stops, staged, strided, self.needed_bytes * len(places))
 
 
 class _FileMap:
@@ -152,33 +211,41 @@ class _FileMap:
 class _Kind:
     """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
 
-    expression: Expression
+    wanted: Reading
     keys: tuple[str, ...]
-    spread: Spread
+    policy: ReadPolicy
+    staging_bytes: int
     places: list[list[int]] = field(default_factory=list)
-    _last: tuple[tuple[LocalBox, ...], _LeafRanges] | None = None
+    _last: tuple[tuple[LocalBox, ...], Segments] | None = None
 
-    def ranges(self, boxes: tuple[LocalBox, ...], max_gap_bytes: int) -> _LeafRanges:
-        """What fills the boxes of one of the tensors."""
+    def needed_bytes(self, boxes: tuple[LocalBox, ...]) -> int:
+        """Stored bytes that the boxes of all of the tensors are made of."""
+        if self._last is not None and self._last[0] is boxes:
+            return self._last[1].needed_bytes
+        stored = sum(_stored_bytes(copy) for copy in _copies(self.wanted.expression, boxes))
+        return stored * len(self.places)
+
+    def segments(self, boxes: tuple[LocalBox, ...]) -> Segments:
+        """What fills the boxes of all of the tensors."""
         if self._last is not None and self._last[0] is boxes:  # a tensor that every rank holds whole
             return self._last[1]
         number_of = {key: number for number, key in enumerate(self.keys)}
-        parts: list[_LeafRanges] = []
-        for copy in _copies(self.expression, boxes):
-            assert isinstance(copy.leaf, Stored)  # an opaque leaf is never below another node
-            itemsize = copy.leaf.dtype.itemsize
-            run, offsets = _runs(copy.source, max_gap_bytes // itemsize)
-            leaves = np.full(len(offsets), number_of[copy.leaf.key], np.int64)
-            starts = offsets * itemsize
-            parts.append(_LeafRanges(leaves, starts, starts + run * itemsize, copy.numel * itemsize))
-        found = _LeafRanges(
-            np.concatenate([part.leaves for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.stops for part in parts]),
-            sum(part.needed_bytes for part in parts),
-        )
-        self._last = (boxes, found)
-        return found
+        # Of stacked experts, the copies of all leaves are alike.
+        alike: dict[object, tuple[Copy, Stored, list[int]]] = {}
+        for copy in _copies(self.wanted.expression, boxes):
+            leaf = copy.leaf
+            assert isinstance(leaf, Stored)  # an opaque leaf is never below another node
+            form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
+            alike.setdefault(form, (copy, leaf, []))[2].append(number_of[leaf.key])
+        places = np.asarray(self.places, np.int64)
+        found: list[Segments] = []
+        for copy, leaf, numbers in alike.values():
+            needs_staging = self.wanted.on_device or self.wanted.dtype != leaf.dtype
+            within = _within_leaf(copy, leaf, self.policy, self.staging_bytes, needs_staging=needs_staging)
+            found.append(within.moved(places[:, numbers].ravel()))
+        made = Segments.all_of(found)
+        self._last = (boxes, made)
+        return made
 
 
 @dataclass
@@ -194,13 +261,72 @@ def _copies(expression: Expression, boxes: Iterable[LocalBox]) -> Iterator[Copy]
         yield from copies(expression, part.box, part.local)
 
 
-def _runs(source: Strided, max_gap: int) -> tuple[int, _Numbers]:
-    """(length of each run, where the runs begin), in elements; gaps up to ``max_gap`` belong to a run."""
-    run = 1
-    offsets = np.asarray([source.offset], np.int64)
-    for size, stride in zip(reversed(source.sizes), reversed(source.strides), strict=True):
-        if len(offsets) == 1 and stride - run <= max_gap:
-            run += (size - 1) * stride
+def _within_leaf(
+    copy: Copy, leaf: Stored, policy: ReadPolicy, block_bytes: int, *, needs_staging: bool
+) -> Segments:
+    """The segments of one copy, counted from the first byte of its leaf."""
+    nbytes = numel(leaf.shape) * leaf.dtype.itemsize
+    entry = TensorEntry(leaf.key, leaf.dtype, leaf.shape, "", 0, nbytes)
+    found = list(segments_of(copy, 0, entry, needs_staging=needs_staging, policy=policy, block_bytes=block_bytes))
+    return Segments(
+        np.asarray([segment.bytes.start for segment in found], np.int64),
+        np.asarray([segment.bytes.stop for segment in found], np.int64),
+        np.asarray([0 if segment.is_direct else aligned(segment.bytes.nbytes) for segment in found], np.int64),
+        np.asarray([segment.is_strided for segment in found], np.int64),
+        _stored_bytes(copy),
+    )
+
+
+def _stored_bytes(copy: Copy) -> int:
+    assert isinstance(copy.leaf, Stored)
+    return copy.numel * copy.leaf.dtype.itemsize
+
+
+def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[_Numbers, _Numbers]:
+    """(starts, stops) of the requests that :func:`~shardwise.planning.schedule.schedule` makes of the segments.
+
+    Most lie alone, or side by side with few others: these are joined all at once, and the others one by one.
+    """
+    if not len(segments.starts):
+        return segments.starts, segments.stops
+    order = np.lexsort((segments.stops, segments.starts))
+    starts, stops, staged = segments.starts[order], segments.stops[order], segments.staged[order]
+    strided = segments.strided[order]
+    gaps = starts[1:] - stops[:-1]
+    apart = (gaps < 0) | (gaps > policy.max_gap_bytes) | (strided[1:] != strided[:-1])
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    last = np.concatenate((first[1:], [len(starts)])) - 1
+    lengths = stops[last] - starts[first]
+    # Side by side: no gap is left over when all that is asked for is taken from the length.
+    is_dense = np.add.reduceat(stops - starts, first) == lengths
+    fits = (lengths <= policy.request_bytes) & (np.add.reduceat(staged, first) <= staging_bytes)
+    whole = (first == last) | (is_dense & fits)
+    joined = [(starts[first[whole]], stops[last[whole]])]
+    for begin, end in zip(first[~whole].tolist(), last[~whole].tolist(), strict=True):
+        part = slice(begin, end + 1)
+        found = _join(starts[part].tolist(), stops[part].tolist(), staged[part].tolist(), policy, staging_bytes)
+        joined.append((np.asarray(found[0], np.int64), np.asarray(found[1], np.int64)))
+    return np.concatenate([found[0] for found in joined]), np.concatenate([found[1] for found in joined])
+
+
+def _join(
+    starts: list[int], stops: list[int], staged: list[int], policy: ReadPolicy, staging_bytes: int
+) -> tuple[list[int], list[int]]:
+    """(starts, stops) of requests, of neighbours without overlap whose gaps are within the policy."""
+    firsts, lasts = [starts[0]], [stops[0]]
+    used, gaps = staged[0], 0
+    for start, stop, own in zip(starts[1:], stops[1:], staged[1:], strict=True):
+        gap = start - lasts[-1]
+        more = aligned(gap) + own
+        if (
+            stop - firsts[-1] <= policy.request_bytes
+            and used + more <= staging_bytes
+            and (gaps + gap) * WASTE <= stop - firsts[-1]
+        ):
+            lasts[-1] = stop
+            used, gaps = used + more, gaps + gap
         else:
-            offsets = np.add.outer(np.arange(size, dtype=np.int64) * stride, offsets).ravel()
-    return run, offsets
+            firsts.append(start)
+            lasts.append(stop)
+            used, gaps = own, 0
+    return firsts, lasts

@@ -6,12 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack
+from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
-from shardwise.layout import Kind, LocalBox, ModelLayout, Spread, TensorLayout, WorldLayout
-from shardwise.planning.footprint import Footprint, Footprints
+from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Spread, TensorLayout, WorldLayout
+from shardwise.planning.fetching import Fetching, Peers, peers_on
+from shardwise.planning.footprint import Footprint, Footprints, Reading
 from shardwise.planning.load_plan import LoadPlan
+from shardwise.planning.sharing import (
+    ETHERNET_BYTES_PER_S,
+    FABRIC_BYTES_PER_S,
+    Alone,
+    SharedReads,
+    Weighed,
+    choose,
+    times_read,
+)
+from shardwise.planning.staging import staging_within
 from shardwise.report import collapse
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
@@ -29,12 +40,21 @@ class Homes:
     Attributes:
         device: "cpu", or the kind of accelerator that the mesh is of.
         offloads_shards: sharded parameters live on the host although the mesh is of an accelerator.
-        budget_bytes: host memory for staging, and for conversions that compute.
+        budget_bytes: host memory for staging, or for the conversion that computes and needs the most.
     """
 
     device: str
     budget_bytes: int
     offloads_shards: bool = False
+
+    @classmethod
+    def of(
+        cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
+    ) -> Homes:
+        """Those of a load with this budget, of which only what it uses counts."""
+        staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
+        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
+        return cls(device, max(staging.total_bytes, computed), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
         """(bytes on the device, bytes on the host) of tensors of these sizes, and the budget."""
@@ -46,20 +66,69 @@ class Homes:
 
 
 def forecast_ranks(
-    plan: LoadPlan, world: WorldLayout, index: CheckpointIndex, homes: Homes, policy: ReadPolicy
+    plan: LoadPlan,
+    world: WorldLayout,
+    index: CheckpointIndex,
+    homes: Homes,
+    policy: ReadPolicy,
+    shared: Mapping[str, Peers] | None = None,
 ) -> tuple[RankForecast, ...]:
     """What the load of ``plan`` will take, for every rank of the mesh.
 
-    The boxes of ``plan.layout`` do not count, those of ``world`` do.
+    The boxes of ``plan.layout`` do not count, those of ``world`` do. ``shared`` are the tensors that ranks read
+    once, see :func:`shared_tensors`; what becomes of these is foreseen as far as :mod:`shardwise.planning.fetching`
+    says.
     """
+    readings = _readings(plan, world.spreads, homes)
+    fetching = Fetching(world.mesh)
+    for name, peers in sorted((shared or {}).items()):
+        tensor = plan.layout.by_name[name]
+        fetched = fetching.spread(world.spreads[name], tensor.shape, tensor.dtype.itemsize, peers)
+        readings[name] = replace(readings[name], on_device=False, fetched=fetched)
+    footprints = Footprints(world.mesh, index, readings.values(), policy, homes.budget_bytes)
     holdings = _Holdings(world.first, world.spreads)
-    footprints = _footprints(plan, world.spreads, index, policy)
     stacks = _Stacks(plan, world.first, world.spreads)
-    by_position = [
-        _forecast(0, holdings, position, footprints.at(position), stacks, homes)
-        for position in range(world.mesh.shard_size)
-    ]
-    return tuple(replace(by_position[world.mesh.position(rank)], rank=rank) for rank in range(world.mesh.ranks))
+    positions = range(world.mesh.shard_size)
+    shard_bytes = [holdings.shard_bytes(position) for position in positions]
+    experts = [stacks.at(position) for position in positions]
+    found: list[RankForecast] = []
+    for rank in range(world.mesh.ranks):
+        position = world.mesh.position(rank)
+        footprint = footprints.at(rank)
+        found.append(_forecast(rank, shard_bytes[position], experts[position], holdings, footprint, homes))
+    return tuple(found)
+
+
+def shared_tensors(
+    plan: LoadPlan,
+    world: WorldLayout,
+    index: CheckpointIndex,
+    homes: Homes,
+    policy: ReadPolicy,
+    sharing: SharedReads,
+) -> dict[str, Peers]:
+    """The tensors that are read once by ranks that need the same of them, with these ranks."""
+    found: dict[str, Peers] = {}
+    if isinstance(sharing, Alone) or (isinstance(sharing, Weighed) and not policy.is_remote):
+        return found
+    chosen: dict[object, bool] = {}
+    for name, read in plan.reads().items():
+        tensor, spread = plan.layout.by_name[name], world.spreads[name]
+        peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=_is_sharded(tensor))
+        if peers is None or isinstance(read.expression, Opaque):
+            continue
+        kind = (skeleton(read.expression)[0], spread)
+        if kind not in chosen:
+            factor = times_read(
+                read.expression, spread.boxes[0], index, policy, size=peers.size, replicas=peers.replicas
+            )
+            over_fabric = homes.device != "cpu" and _is_sharded(tensor)
+            network = FABRIC_BYTES_PER_S if over_fabric else ETHERNET_BYTES_PER_S
+            choice = choose(sharing, policy, replicas=peers.replicas, factor=factor, network_bytes_per_s=network)
+            chosen[kind] = choice.is_shared
+        if chosen[kind]:
+            found[name] = peers
+    return found
 
 
 def forecast_rank(
@@ -70,7 +139,7 @@ def forecast_rank(
     policy: ReadPolicy,
     padded_numels: Mapping[str, int] | None = None,
 ) -> RankForecast:
-    """What the load of ``plan`` will take on the rank whose boxes ``plan.layout`` has.
+    """What the load of ``plan`` will take on the rank whose boxes ``plan.layout`` has, if it reads them alone.
 
     ``padded_numels`` has, by FQN, the elements of memory of the tensors that get more than they hold.
     """
@@ -81,8 +150,10 @@ def forecast_rank(
         memory = padded.get(tensor.fqn, tensor.local_numel)
         spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
     holdings = _Holdings(plan.layout, spreads)
-    footprint = _footprints(plan, spreads, index, policy).at(0)
-    return _forecast(rank, holdings, 0, footprint, _Stacks(plan, plan.layout, spreads), homes)
+    readings = _readings(plan, spreads, homes).values()
+    footprint = Footprints(MeshShape.flat(1), index, readings, policy, homes.budget_bytes).at(0)
+    experts = _Stacks(plan, plan.layout, spreads).at(0)
+    return _forecast(rank, holdings.shard_bytes(0), experts, holdings, footprint, homes)
 
 
 def forecast_groups(world: WorldLayout, gathered_as: DType | None) -> tuple[GroupForecast, ...]:
@@ -133,7 +204,7 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
     held = sum(world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.saved())
     kinds: dict[Spread, list[TensorLayout]] = {}
     for tensor in world.first.saved():
-        if tensor.fqn not in world.whole and tensor.placement != "whole":
+        if _is_sharded(tensor):
             kinds.setdefault(world.spreads[tensor.fqn], []).append(tensor)
     found: list[tuple[int, str]] = []
     for spread, tensors in kinds.items():
@@ -216,7 +287,7 @@ class _Holdings:
         for tensor in layout.tensors:
             spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
             memory = spread.padded_numel * itemsize
-            if tensor.kind is Kind.PARAMETER and tensor.placement != "whole":
+            if _is_sharded(tensor):
                 self.sharded_memory += memory
             else:
                 self.whole_memory += memory
@@ -278,22 +349,34 @@ def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:
     return Experts(start, stop, shape[0], is_cut=any(part.box.sizes[1:] != shape[1:] for part in boxes))
 
 
-def _footprints(
-    plan: LoadPlan, spreads: Mapping[str, Spread], index: CheckpointIndex, policy: ReadPolicy
-) -> Footprints:
-    wanted = [(read.expression, spreads[name]) for name, read in plan.reads().items()]
-    return Footprints(index, wanted, policy)
+def _readings(plan: LoadPlan, spreads: Mapping[str, Spread], homes: Homes) -> dict[str, Reading]:
+    """What is read, by name, each rank reading its own."""
+    found: dict[str, Reading] = {}
+    for name, read in plan.reads().items():
+        tensor = plan.layout.by_name[name]
+        on_device = homes.device != "cpu" and not (homes.offloads_shards and _is_sharded(tensor))
+        found[name] = Reading(read.expression, spreads[name], tensor.dtype, on_device)
+    return found
+
+
+def _is_sharded(tensor: TensorLayout) -> bool:
+    return tensor.kind is Kind.PARAMETER and tensor.placement != "whole"
 
 
 def _forecast(
-    rank: int, holdings: _Holdings, position: int, footprint: Footprint, stacks: _Stacks, homes: Homes
+    rank: int,
+    shard_bytes: int,
+    experts: Mapping[str, Experts],
+    holdings: _Holdings,
+    footprint: Footprint,
+    homes: Homes,
 ) -> RankForecast:
     device_bytes, host_bytes = homes.memory(
         sharded_bytes=holdings.sharded_memory, whole_bytes=holdings.whole_memory
     )
     return RankForecast(
         rank=rank,
-        shard_bytes=holdings.shard_bytes(position),
+        shard_bytes=shard_bytes,
         padded_bytes=holdings.saved_memory,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -301,5 +384,5 @@ def _forecast(
         read_bytes=footprint.read_bytes,
         reads=footprint.reads,
         files=len(footprint.files),
-        experts=stacks.at(position),
+        experts=experts,
     )

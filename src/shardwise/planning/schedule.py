@@ -14,7 +14,7 @@ from shardwise.formats import TensorEntry
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided
 
-_WASTE = 64
+WASTE = 64
 """Of what a request brings, at most one part in this many may be gaps between segments."""
 
 _ALIGNMENT = 64
@@ -139,7 +139,7 @@ def schedule(
             and 0 <= gap <= policy.max_gap_bytes
             and segment.bytes.stop - start <= policy.request_bytes
             and staged + more <= staging_bytes
-            and (gaps + gap) * _WASTE <= segment.bytes.stop - start
+            and (gaps + gap) * WASTE <= segment.bytes.stop - start
         )
         if joined and not fits:
             requests.append(Request(file, ByteRange(start, stop), tuple(joined)))

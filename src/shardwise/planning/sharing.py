@@ -12,10 +12,15 @@ disks of their own.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from shardwise.conversion import Expression, Stored, copies
 from shardwise.errors import ConfigError
+from shardwise.formats import CheckpointIndex
+from shardwise.layout import LocalBox
+from shardwise.planning.schedule import segments_of
 from shardwise.storage import ReadPolicy
 
 
@@ -51,6 +56,32 @@ ETHERNET_BYTES_PER_S = 2.5e9
 
 FABRIC_BYTES_PER_S = 12.5e9
 """What is assumed of the network between accelerators: 100 gigabit for each machine at least."""
+
+
+def times_read(
+    expression: Expression,
+    boxes: Iterable[LocalBox],
+    index: CheckpointIndex,
+    policy: ReadPolicy,
+    *,
+    size: int,
+    replicas: int,
+) -> float:
+    """How often a needed byte would be read by ``size`` ranks, each on its own; ``replicas`` hold the same boxes.
+
+    A request counts as what could be read in its time (the gap that the storage rather reads over).
+    """
+    needed = cost = 0
+    for part in boxes:
+        for copy in copies(expression, part.box, part.local):
+            assert isinstance(copy.leaf, Stored)
+            entry = index.entries[copy.leaf.key]
+            needed += copy.numel * entry.dtype.itemsize
+            for segment in segments_of(
+                copy, 0, entry, needs_staging=False, policy=policy, block_bytes=policy.request_bytes
+            ):
+                cost += segment.bytes.nbytes + (policy.max_gap_bytes if len(copy.source.sizes) > 1 else 0)
+    return replicas * min(size / replicas, cost / needed) if needed else 1.0
 
 
 @dataclass(frozen=True, slots=True)

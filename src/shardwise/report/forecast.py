@@ -45,8 +45,8 @@ class RankForecast:
 
     ``shard_bytes`` are those of the elements this rank holds (parameters and persistent buffers), ``padded_bytes``
     the memory they get: FSDP2 pads every rank's shards to the size of the first. ``device_bytes`` and
-    ``host_bytes`` are the peak of bringing the model up, nothing of training included; ``host_bytes`` has the whole
-    budget for staging in it. ``needed_bytes`` are the stored bytes that the shards are made of, ``read_bytes``
+    ``host_bytes`` are the peak of bringing the model up, nothing of training included; ``host_bytes`` has
+    staging in it. ``needed_bytes`` are the stored bytes that the shards are made of, ``read_bytes``
     those that are asked for, gaps included, in ``reads`` requests to ``files`` files; headers are not counted.
     ``experts`` is by stack of experts, equal layers under one pattern.
     """
@@ -100,8 +100,8 @@ class Forecast:
 
     ``device`` is "cpu" or the kind of accelerator that the shards go to. ``parameters`` counts elements, tied ones
     once. ``bytes_per_dtype`` are those of the whole model. ``whole`` are parameters that stay whole on every rank,
-    with the reason; ``cast`` maps a name to ("stored dtype", "dtype in the model"). ``notes`` are sentences about
-    what should be known before the load.
+    with the reason; ``cast`` maps a name to ("stored dtype", "dtype in the model"). Of the tensors ``read_once``,
+    ranks that need the same read it once in all. ``notes`` are sentences to be read before the load.
     """
 
     checkpoint: str
@@ -123,6 +123,7 @@ class Forecast:
     initialized: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     ignored_keys: tuple[str, ...] = ()
+    read_once: tuple[str, ...] = ()
     computed: tuple[ComputedForecast, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -199,6 +200,7 @@ class Forecast:
             *_listing("cast", [f"{name}: {' to '.join(pair)}" for name, pair in self.cast.items()]),
             *_listing("initialized", self.initialized),
             *_listing("ignored", self.ignored_keys),
+            *_listing("read once", self.read_once),
             *(("computed", _computed(item)) for item in self.computed[:_SHOWN]),
         ]
         below = [

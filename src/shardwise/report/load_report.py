@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.report.forecast import RankForecast
 from shardwise.report.names import collapse
 from shardwise.report.sizes import in_bytes
 
@@ -39,6 +40,8 @@ class LoadReport:
     """Seconds by phase, in order: index, plan, materialize, read, share, fill, audit."""
     loaded: int
     """Tensors filled from the checkpoint."""
+    forecast: RankForecast
+    """What was foreseen for this rank, every rank reading for itself; what is held and read can be compared."""
     files: tuple[str, ...]
     """Names of the checkpoint's files, relative to ``checkpoint``."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,6 +66,17 @@ class LoadReport:
         """The report as plain JSON values."""
         return dataclasses.asdict(self)
 
+    def _foreseen(self) -> str:
+        """Forecast and fact in words; the fact only where it differs."""
+        pairs = (
+            ("read", self.forecast.read_bytes, self.read_bytes),
+            ("held", self.forecast.shard_bytes, self.placed_bytes),
+        )
+        return ", ".join(
+            f"{word} {in_bytes(foreseen)}" + ("" if fact == foreseen else f" (was {in_bytes(fact)})")
+            for word, foreseen, fact in pairs
+        )
+
     def __str__(self) -> str:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)
         read = f"{in_bytes(self.read_bytes)} of {in_bytes(self.checkpoint_bytes)}"
@@ -72,6 +86,7 @@ class LoadReport:
             f"  rank {self.rank} of {self.world_size}: read {read} ({in_bytes(int(rate))}/s, {effort})",
             f"  holds {in_bytes(self.placed_bytes)}; {self.loaded} tensors, {self.parameters:,} parameters in all",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
+            f"  foreseen    {self._foreseen()}",
         ]
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
         lines += _listing("initialized", self.initialized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,8 @@ from shardwise.conversion import Bindings, Opaque, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.line import Patience
-from shardwise.execution.materialize import home_of, materialize
+from shardwise.execution.materialize import home_of, materialize, offloads_shards
+from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Destination, Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
@@ -30,6 +32,7 @@ from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.layout import Kind, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
+from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
@@ -48,8 +51,18 @@ from shardwise.planning import (
     plan_load,
     stored_tensors,
 )
+from shardwise.planning.forecast import (
+    Homes,
+    MemoryCheck,
+    RequireMemory,
+    forecast_computed,
+    forecast_rank,
+    require_fits,
+)
 from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.planning.staging import staging_within
 from shardwise.report import LoadReport, collapse
+from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
 
 _TOLD_NAMES = 1000
@@ -72,6 +85,8 @@ class LoadOptions:
         patience: how long ranks wait for each other.
         shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
             ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``.
+        memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
+            before anything is read, ``TryAnyway()`` goes on.
     """
 
     seed: int = 0
@@ -81,6 +96,7 @@ class LoadOptions:
     process_group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
     shared_reads: SharedReads = field(default_factory=Weighed)
+    memory_check: MemoryCheck = field(default_factory=RequireMemory)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -135,7 +151,7 @@ def load(
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("index"):
             source = open_source(world, checkpoint, hub)
-        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+        with source.closing():
             with clock.phase("plan"):
                 transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
                 held = world.together(lambda: look_inside(model))
@@ -258,14 +274,17 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
     options, source = request.options, request.source
     with clock.phase("plan"):
         held = world.together(lambda: look_inside(model))
-        computed = world.together(
-            lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
-        )
+        with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
+            computed = world.together(
+                lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+            )
         plan = world.together(lambda: make_plan(model, held, computed, request))
         total_bytes = agree_on(world, plan, options.seed)
-        programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
+        with torch.device("cpu"):
+            programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
+        home = home_of(held, options.device)
+        forecast = foresee_memory(world, model, held, plan, request, home)
     by_name = {item.fqn: item for item in held}
-    home = home_of(held, options.device)
     with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
         placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
@@ -277,17 +296,18 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
             sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
         with clock.phase("read"):
             world.together(lambda: placer.place(item for item in items if item.fqn not in sharing.shared))
-        with clock.phase("share"):
-            read_shared(world, sharing, by_name, items, placer, options.patience)
+        if sharing.shared:
+            with clock.phase("share"):
+                read_shared(world, sharing, by_name, items, placer, options.patience)
     written = dict(placer.written)
-    with clock.phase("fill"):
+    with clock.phase("fill"), torch.device("cpu"):
         world.together(lambda: fill(model, held, plan, programs, computed, options, written))
         attributes = world.together(lambda: initialize.recompute_attributes(model, home))
     with clock.phase("audit"):
         world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
         world.together(lambda: mark_loaded(model, held))
-    report = make_report(world, model, plan, request, placer, sharing, clock)
+    report = make_report(world, model, plan, request, placer, sharing, forecast, clock)
     return replace(report, recomputed=report.recomputed + attributes)
 
 
@@ -313,6 +333,37 @@ def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
         f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
         "arguments, and versions of torch and transformers"
     )
+
+
+def foresee_memory(
+    world: World, model: nn.Module, held: Sequence[Held], plan: LoadPlan, request: LoadRequest, home: torch.device
+) -> RankForecast:
+    """What the load will take on this rank; refused where a model on meta does not fit. Collective: yes.
+
+    The ranks of one machine share its memory, so what they need together counts.
+
+    Raises:
+        PlacementError: naming the rank, what it needs and what there is.
+    """
+    options, policy = request.options, request.source.reader.policy
+
+    def foresee() -> RankForecast:
+        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
+        staging = staging_within(options.budget_bytes, policy.concurrency, on_device=home.type != "cpu")
+        homes = Homes(
+            device=home.type,
+            budget_bytes=max(staging.total_bytes, computed),
+            offloads_shards=home.type != "cpu" and offloads_shards(model),
+        )
+        return forecast_rank(plan, request.source.index, world.rank, homes, policy, padded_numels(model))
+
+    forecast = world.together(foresee)
+    everywhere = world.gather((socket.gethostname(), forecast.host_bytes))
+    neighbours = sum(nbytes for host, nbytes in everywhere if host == everywhere[world.rank][0])
+    if any(item.tensor.is_meta for item in held):
+        need = replace(forecast, host_bytes=neighbours)
+        world.together(lambda: require_fits(need, available_memory(home), options.memory_check))
+    return forecast
 
 
 def foresee_initial_values(
@@ -421,6 +472,7 @@ def make_report(
     request: LoadRequest,
     placer: Placer,
     sharing: SharePlan,
+    forecast: RankForecast,
     clock: Clock,
 ) -> LoadReport:
     index, reads = request.source.index, plan.reads()
@@ -442,6 +494,7 @@ def make_report(
         reads=getattr(request.source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
+        forecast=forecast,
         read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
         read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
         files=tuple(index.files),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion import stored_leaves
 from shardwise.errors import ConfigError
+from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.layout import Kind, MeshShape, ModelLayout, Origin, WorldLayout
 from shardwise.models import initialize
@@ -51,13 +53,16 @@ from shardwise.planning.forecast import (
     forecast_computed,
     forecast_groups,
     forecast_ranks,
+    shared_tensors,
     uneven_tensors,
 )
+from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
-from shardwise.storage import HubOptions, LocalReader, ReadPolicy, resolve
+from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
 from shardwise.verbs.outline import ModelOptions, Outline, config_of, outline
+from shardwise.verbs.pretrained import small_files
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""
@@ -75,6 +80,7 @@ class PlanOptions(ModelOptions, total=False):
         sharding: wrap policy, mixed precision and offload; its mesh is None, since there are no ranks.
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.verbs.load.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
+        shared_reads: as ``shared_reads`` of :class:`~shardwise.verbs.load.LoadOptions`.
         buffers, on_missing, on_mismatched, on_unexpected, hub: as for :func:`~shardwise.verbs.load.load`.
     """
 
@@ -84,6 +90,7 @@ class PlanOptions(ModelOptions, total=False):
     sharding: Sharding
     budget_bytes: int
     read_policy: ReadPolicy
+    shared_reads: SharedReads
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
@@ -94,8 +101,9 @@ class PlanOptions(ModelOptions, total=False):
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
     """What :func:`~shardwise.verbs.pretrained.from_pretrained` would take on each of ``ranks`` ranks.
 
-    Only the config and the headers of the checkpoint are read, and nothing is downloaded. Neither ranks nor a
-    process group are needed, nor the accelerator. Tied tensors that are stored twice are taken to be equal.
+    The checkpoint is a directory, a hub id in the cache, or a URL. Only its config and the headers of its files are
+    read, and nothing is downloaded. Neither ranks nor a process group are needed, nor the accelerator. Tied tensors
+    that are stored twice are taken to be equal.
 
     Keyword arguments: see :class:`PlanOptions`.
 
@@ -109,17 +117,23 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
     mesh = _mesh(ranks, options)
-    hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    directory = resolve(name_or_path, hub, download=False)
-    config = config_of(directory, options)
-    index = open_checkpoint(
-        directory,
-        weights_name=getattr(config, "transformers_weights", None) if directory.is_dir() else None,
-        extra_files=getattr(type(config), "extra_files", ()),
-    )
-    policy = options.get("read_policy") or _policy_of(directory)
-    with torch.device("cpu"):
-        return forecast(directory, config, index, mesh, policy, options)
+    hub = options.get("hub", HubOptions())
+    with ExitStack() as stack:
+        if is_url(name_or_path):
+            folder = stack.enter_context(small_files(World(0, 1), os.fspath(name_or_path), hub))
+            opened = open_storage(name_or_path, hub)
+        else:
+            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False)
+            opened = open_storage(folder)
+        reader = stack.enter_context(opened.reader)
+        config = config_of(folder, options)
+        index = open_checkpoint(
+            reader,
+            weights_name=opened.file or getattr(config, "transformers_weights", None),
+            extra_files=getattr(type(config), "extra_files", ()),
+        )
+        stack.enter_context(torch.device("cpu"))
+        return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
 
 
 def forecast(
@@ -136,12 +150,16 @@ def forecast(
     built.equal_ties = frozenset(name for name, _ in twice)
     built.tie(set())
     sharding = options.get("sharding", Sharding())
-    homes = Homes(
+    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
+    world, load_plan = _plan(built, index, mesh, sharding.wrap, budget_bytes, options)
+    homes = Homes.of(
+        load_plan,
+        policy,
         device=options.get("device", "cuda"),
-        budget_bytes=options.get("budget_bytes", LoadOptions().budget_bytes),
+        budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    world, load_plan = _plan(built, index, mesh, sharding.wrap, homes, options)
+    shared = shared_tensors(load_plan, world, index, homes, policy, options.get("shared_reads", Weighed()))
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
     made = Forecast(
@@ -157,7 +175,8 @@ def forecast(
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),
-        ranks=forecast_ranks(load_plan, world, index, homes, policy),
+        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared),
+        read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
         cast=_casts(load_plan),
@@ -169,9 +188,9 @@ def forecast(
     notes = [_about_tie(built, name, other) for name, other in twice]
     notes += [
         f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
-        f"{homes.budget_bytes:,} refuses them"
+        f"{budget_bytes:,} refuses them"
         for item in computed
-        if item.budget_bytes > homes.budget_bytes
+        if item.budget_bytes > budget_bytes
     ]
     if made.held_imbalance > MAX_PADDING:
         notes += uneven_tensors(world, MAX_PADDING)
@@ -237,17 +256,12 @@ def _mesh(ranks: int, options: PlanOptions) -> MeshShape:
     return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
 
 
-def _policy_of(directory: Path) -> ReadPolicy:
-    with LocalReader(directory if directory.is_dir() else directory.parent) as reader:
-        return reader.policy
-
-
 def _plan(
     built: Outline,
     index: CheckpointIndex,
     mesh: MeshShape,
     wrap_policy: WrapPolicy,
-    homes: Homes,
+    budget_bytes: int,
     options: PlanOptions,
 ) -> tuple[WorldLayout, LoadPlan]:
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
@@ -267,7 +281,7 @@ def _plan(
     )
     rules = ModelRules(*compat.ignore_patterns(model))
     found = plan_load(index, world.first, built.bindings_less_ties(), rules, consent)
-    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=homes.budget_bytes))
+    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
 

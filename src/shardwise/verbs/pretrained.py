@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack, overload
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import FormatError, PlacementError, StorageError
@@ -107,7 +106,7 @@ def from_pretrained(
         sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
         with clock.phase("index"):
             if is_url(name_or_path):
-                directory = stack.enter_context(_small_files(world, os.fspath(name_or_path), hub))
+                directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
             else:
                 directory = resolve_everywhere(world, name_or_path, hub)
             config = world.together(lambda: config_of(directory, keywords))
@@ -119,7 +118,7 @@ def from_pretrained(
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
-        with source.closing(), torch.device("cpu"):  # staging is on the host, whatever the user's default device
+        with source.closing():
             with clock.phase("plan"):
                 built = _build_together(world, directory, config, source, keywords)
                 untied = _decide_ties(world, built, source, options)
@@ -143,7 +142,7 @@ def from_pretrained(
 
 
 @contextmanager
-def _small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
     """A temporary folder with the configs that lie beside the weights at a URL. Collective: yes.
 
     One rank reads them. The weights themselves are never on disk.

@@ -1,0 +1,80 @@
+"""How much memory is free where this rank runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardwise.planning.forecast import Available
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""A limit of this size or more is none (the first version of control groups writes a huge number)."""
+
+
+def available_memory(home: torch.device) -> Available:
+    """Free memory of the host, and of the accelerator, in bytes; None where it cannot be known.
+
+    Of the host: what can be had without swapping, and not more than the control groups of this process allow.
+    """
+    device_bytes = None
+    if home.type == "cuda":
+        device_bytes = int(torch.cuda.mem_get_info(home)[0])
+    return Available(device_bytes=device_bytes, host_bytes=host_bytes())
+
+
+def host_bytes(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: Path = _GROUPS) -> int | None:
+    """Free host memory in bytes; None where the system does not tell."""
+    found = [room for room in (_system(meminfo), *_rooms(own_group, groups)) if room is not None]
+    return min(found, default=None)
+
+
+def _system(meminfo: Path) -> int | None:
+    for line in _text(meminfo).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _rooms(own_group: Path, groups: Path) -> list[int | None]:
+    """What each control group that limits the memory of this process has left."""
+    rooms: list[int | None] = []
+    for line in _text(own_group).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            root, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        elif not controllers:
+            root, limit, usage = groups, "memory.max", "memory.current"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            rooms.append(_room(place, limit, usage))
+            if place == root:
+                break
+    return rooms
+
+
+def _room(folder: Path, limit: str, usage: str) -> int | None:
+    most, used = _number(folder / limit), _number(folder / usage)
+    if most is None or used is None or most >= _NO_LIMIT:
+        return None
+    statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return max(0, most - used + cache)  # the page cache gives way
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+"""Free memory, as the system and its control groups tell it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.execution.memory import host_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A folder that looks like the system's files; 8 GiB are available."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "groups").mkdir()
+
+    def ask() -> int | None:
+        return host_bytes(tmp_path / "meminfo", tmp_path / "own", tmp_path / "groups")
+
+    return tmp_path, ask
+
+
+def group(folder, limit, used, *, cache=0, version=2):
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 0\n")
+
+
+def test_without_limits_it_is_what_the_system_has(system):
+    _, ask = system
+    assert ask() == 8 * GIB
+
+
+def test_a_group_s_limit_counts_and_its_page_cache_gives_way(system):
+    folder, ask = system
+    (folder / "own").write_text("0::/job/part\n")
+    group(folder / "groups/job/part", "max", 3 * GIB)
+    group(folder / "groups/job", 4 * GIB, 3 * GIB, cache=2 * GIB)
+    assert ask() == 3 * GIB
+
+
+def test_the_first_version_of_control_groups(system):
+    folder, ask = system
+    (folder / "own").write_text("5:cpu:/\n4:memory:/job\n0::/\n")
+    group(folder / "groups/memory/job", 2 * GIB, GIB, version=1)
+    group(folder / "groups/memory", 0x7FFFFFFFFFFFF000, GIB, version=1)
+    assert ask() == GIB
+
+
+def test_a_full_group_has_nothing_left(system):
+    folder, ask = system
+    (folder / "own").write_text("0::/job\n")
+    group(folder / "groups/job", GIB, 2 * GIB)
+    assert ask() == 0
+
+
+def test_a_system_that_does_not_tell(tmp_path):
+    assert host_bytes(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") is None
+
+
+def test_this_machine_tells():
+    free = host_bytes()
+    assert free is not None
+    assert free > 1 << 20
