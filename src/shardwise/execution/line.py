@@ -4,9 +4,9 @@
 So ranks meet here first, over the key-value store that torch has for rendezvous. Each rank has one thread for
 it, which delivers what the rank says, waits for what the others say, and beats once a second while its rank
 works or waits. The first rank watches every beat, the others watch the first rank's. A beat that stops means a
-process that was killed, has ended or is stopped: the first rank publishes that, and every rank raises the same
-error. A rank that fails in its work says so at once, and the others can stop theirs (:attr:`Line.is_cut`). Only
-when all ranks have met does a collective carry what is large.
+process that was killed, has ended or is stopped: whoever notices first publishes that, and every rank raises the
+same error. A rank that fails in its work says so at once, and the others can stop theirs (:attr:`Line.is_cut`).
+Only when all ranks have met does a collective carry what is large.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.errors import ConfigError, RankLostError
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.05
+
+_DEAF = 1.5
+"""After so many times the silence without an answer, the store itself is taken for lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Line:
         """On the first rank: the sum of all ranks' numbers, as last heard."""
         self.is_closing = False
         self.while_waiting: Callable[[], None] | None = None
-        """Called about once a beat by a rank that waits in :meth:`meet`."""
+        """Called about once a beat by a rank that waits in :meth:`meet`; what it raises ends the wait."""
         self._keys = _Keys(store, name)
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._cut = threading.Event()
@@ -90,8 +93,20 @@ class Line:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some rank has failed or is lost, so that there is no use in working on."""
-        return self._cut.is_set()
+        """Whether some rank has failed or is lost, or the store is, so that there is no use in working on."""
+        return self._cut.is_set() or self._is_deaf
+
+    @property
+    def _is_deaf(self) -> bool:
+        return time.monotonic() - self._heard > _DEAF * self.patience.silence_s
+
+    def join(self) -> None:
+        """Let the other ranks know that this one has come: from now on it is missed when it falls silent.
+
+        Raises:
+            RankLostError: the store is gone, or does not answer.
+        """
+        self._order(lambda talk: [])
 
     def meet(self, message: bytes) -> list[bytes]:
         """Wait for all ranks; every rank's message, by rank.
@@ -99,7 +114,10 @@ class Line:
         Raises:
             RankLostError: naming the rank that is gone, or that never came.
         """
-        order = _Order(message)
+        return self._order(lambda talk: talk.meet(message))
+
+    def _order(self, task: Callable[[_Talk], list[bytes]]) -> list[bytes]:
+        order = _Order(task)
         self._orders.put(order)
         while True:
             try:
@@ -107,18 +125,20 @@ class Line:
             except NotYet:
                 if self.while_waiting is not None:
                     self.while_waiting()
-                silence = time.monotonic() - self._heard
-                if silence > 2 * self.patience.silence_s:
+                if self._is_deaf:
                     raise RankLostError(
-                        f"rank {self.numbers[self.rank]}: the store through which the ranks meet "
-                        "has not answered for "
-                        f"{silence:.0f} s; the process that holds it (the launcher, or rank 0) is stopped or "
-                        "unreachable"
+                        "the store through which the ranks meet has not answered for "
+                        f"{_DEAF * self.patience.silence_s:.0f} s; the process that holds it (the launcher, or "
+                        "rank 0) is stopped or unreachable"
                     ) from None
 
     def cut(self) -> None:
         """Tell the other ranks that this one has failed and will say how at the next meeting."""
-        self._orders.put(_Order(b"", is_cut=True))
+        self._orders.put(_Order(lambda talk: talk.cut()))
+
+    def leave(self, cause: str) -> None:
+        """Tell the other ranks that this one leaves the call and will not come to another meeting."""
+        self._orders.put(_Order(lambda talk: talk.leave(cause)))
 
     def close(self) -> None:
         """End the thread, and with it this rank's beats; a meeting that is going on is left."""
@@ -143,14 +163,10 @@ class Line:
             try:
                 if talk is None:
                     talk = _Talk(self._keys, self)
-                if order.is_cut:
-                    talk.cut()
-                else:
-                    order.answer.set_result(talk.meet(order.message))
+                order.answer.set_result(order.carry_out(talk))
             except Exception as error:
                 self._cut.set()
-                lost = error if isinstance(error, RankLostError) else _store_lost(self.numbers[self.rank], error)
-                order.answer.set_exception(lost)
+                order.answer.set_exception(error if isinstance(error, RankLostError) else _store_lost(error))
 
     def _while_working(self, talk: _Talk) -> None:
         try:
@@ -175,8 +191,7 @@ class Line:
 class _Order:
     """What the rank asks its thread to do."""
 
-    message: bytes
-    is_cut: bool = False
+    carry_out: Callable[[_Talk], list[bytes]]
     answer: Future[list[bytes]] = field(default_factory=Future)
 
 
@@ -202,6 +217,10 @@ class _Keys:
         if self._store.has_extended_api():
             return [bytes(value) for value in self._store.multi_get(names)]
         return [bytes(self._store.get(name)) for name in names]
+
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Set a key unless it is there; its value, whoever set it."""
+        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", value.decode()))
 
     def count(self, key: str, more: int) -> int:
         return int(self._store.add(f"{self._prefix}/{key}", more))
@@ -250,10 +269,17 @@ class _Talk:
         line.note_meeting()
         return messages
 
-    def cut(self) -> None:
+    def cut(self) -> list[bytes]:
         """Of the work before the next meeting."""
         self._line.note_cut()
         self._keys.set(f"{self._step}/cut", b"1")
+        return []
+
+    def leave(self, cause: str) -> list[bytes]:
+        line = self._line
+        name = f"rank {line.numbers[line.rank]} ({self._place_of(line.rank)})"
+        self._keys.set_first("lost", f"{name} has left the call: {cause}".encode())
+        return []
 
     def beat(self) -> None:
         """A sign of life, and a look at the others'."""
@@ -282,12 +308,12 @@ class _Talk:
         """Raise when a rank is lost.
 
         Raises:
-            RankLostError: naming it; the first rank's verdict is everybody's.
+            RankLostError: naming it; the first verdict is everybody's.
         """
         line = self._line
         verdict = self._keys.find("lost")
         if verdict is not None:
-            raise RankLostError(verdict.decode())
+            self._raise(verdict)
         joined = [rank for rank, sign in self._watched.items() if sign.beat or self._keys.has(f"beat/{rank}")]
         beats = dict(zip(joined, self._keys.get_all([f"beat/{rank}" for rank in joined]), strict=True))
         for rank, sign in self._watched.items():
@@ -297,20 +323,31 @@ class _Talk:
             silence = now - sign.since
             if silence > (line.patience.join_s if beat is None else line.patience.silence_s):
                 lost = self._lost(rank, silence, has_joined=beat is not None)
-                self._keys.set("lost", lost.encode())
-                raise RankLostError(lost)
+                self._raise(self._keys.set_first("lost", lost.encode()))
         line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
 
     def _lost(self, rank: int, silence: float, *, has_joined: bool) -> str:
         number = self._line.numbers[rank]
         if not has_joined:
             return f"rank {number} has not come to this call within {silence:.0f} s; every rank has to make it"
-        place = (self._keys.find(f"joined/{rank}") or b"").decode()
         return (
-            f"rank {number} ({place}) is lost: no sign of life for {silence:.0f} s; it was "
-            "killed, has ended, or is "
-            "stopped; look at its own output, and at the system's log for a process killed for want of memory"
+            f"rank {number} ({self._place_of(rank)}) is lost: no sign of life for {silence:.0f} s; it was killed, "
+            "has ended, or is stopped; look at its own output, and at the system's log for a process killed for "
+            "want of memory"
         )
+
+    def _place_of(self, rank: int) -> str:
+        return (self._keys.find(f"joined/{rank}") or b"").decode()
+
+    def _raise(self, verdict: bytes) -> NoReturn:
+        """Not before the others have read it, too: the store may end with the first rank's process."""
+        line = self._line
+        heard = self._keys.count("heard", 1)
+        deadline = time.monotonic() + 2 * line.patience.beat_s
+        while line.rank == 0 and heard < line.size - 1 and time.monotonic() < deadline:
+            time.sleep(_LAST_POLL_S)
+            heard = self._keys.count("heard", 0)
+        raise RankLostError(verdict.decode())
 
 
 @dataclass(slots=True)
@@ -321,12 +358,13 @@ class _Sign:
     beat: bytes | None = None
 
 
-def _store_lost(rank: int, error: Exception) -> RankLostError:
-    return RankLostError(
-        f"rank {rank}: the store through which the ranks meet is gone ({type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else ''}); the process that holds it (the launcher, or rank 0) "
-        "has ended"
+def _store_lost(error: Exception) -> RankLostError:
+    lost = RankLostError(
+        "the store through which the ranks meet is gone; the process that holds it (the launcher, or rank 0) has "
+        "ended, or cannot be reached; look at its own output"
     )
+    lost.__cause__ = error
+    return lost
 
 
 def _pack(messages: Sequence[bytes]) -> bytes:

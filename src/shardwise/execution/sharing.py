@@ -135,7 +135,7 @@ def read_shared(
         if mesh is None:
             _Sharing(world, members, held, placer).run()
         else:
-            with World.current(mesh.get_group(axis), patience) as peers:
+            with World.current(mesh.get_group(axis), patience, around=world) as peers:
                 world.together(_Sharing(peers, members, held, placer).run)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from shardwise import errors
@@ -39,36 +40,59 @@ class World:
     """
 
     def __init__(
-        self, rank: int, size: int, group: dist.ProcessGroup | None = None, patience: Patience | None = None
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+        patience: Patience | None = None,
+        around: World | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
+        self._around = around
         self._line: Line | None = None
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}"
             store = _torch_private.default_store()
             numbers = dist.get_process_group_ranks(group)
             self._line = Line(store, name, rank, size, patience or Patience(), numbers)
+            if around is not None:
+                self._line.while_waiting = around.check
             self._close: Callable[[], object] = weakref.finalize(self, self._line.close)
 
     @classmethod
-    def current(cls, group: dist.ProcessGroup | None = None, patience: Patience | None = None) -> World:
-        """The given group, else the default group, else this process alone. Collective: no."""
+    def current(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        patience: Patience | None = None,
+        around: World | None = None,
+    ) -> World:
+        """The given group, else the default group, else this process alone. Collective: no.
+
+        Ranks of a group that act in a phase of a larger world, ``around``, leave their work when that one does:
+        whoever failed or is lost there may be one of theirs, or never have come to them.
+        """
         if not dist.is_initialized():
             return cls(0, 1)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around)
 
     def __enter__(self) -> Self:
+        if self._line is not None:
+            self._line.join()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._line is not None:
-            self._close()
+        if self._line is None:
+            return
+        if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
+            # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
+            self._line.leave(f"{type(error).__name__}: {error}")
+        self._close()
 
     def together(self, function: Callable[[], T]) -> T:
         """Run ``function`` on every rank; returns its value if it succeeded everywhere.
@@ -122,15 +146,21 @@ class World:
     def check(self) -> None:
         """To be called now and then in a long phase: leaves it when another rank has failed."""
         if self._line is not None and self._line.is_cut:
-            raise _Stopped
+            raise _Stopped("left its work: another rank has failed, or the store did not answer")
+        if self._around is not None:
+            self._around.check()
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
         pause = 0.0001
-        while not work.is_completed():
-            self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
+        try:
+            while not work.is_completed():
+                self.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+        except _Stopped:
+            _torch_private.keep_forever(self.group)
+            raise
         work.wait()
 
     @property
@@ -169,23 +199,39 @@ class World:
             return [value]
         speaks = self.rank == 0 or not first_only
         message = _encode(value) if speaks else b""
-        messages = self._line.meet(message if len(message) < _LARGE_BYTES else _LARGE)
-        if _LARGE not in messages:
-            return [_decode(item) for item in (messages[:1] if first_only else messages)]
-        if first_only:
-            box: list[Any] = [message]
-            dist.broadcast_object_list(box, src=self._global_rank(0), group=self.group)
-        else:
-            box = [b""] * self.size
-            dist.all_gather_object(box, message, group=self.group)
-        return [_decode(item) for item in box]
+        is_large = len(message) >= _LARGE_BYTES
+        messages = self._line.meet(_LARGE + len(message).to_bytes(8) if is_large else message)
+        if any(item.startswith(_LARGE) for item in messages):
+            messages = self.together(lambda: self._send_large(messages, message))
+        return [_decode(item) for item in (messages[:1] if first_only else messages)]
+
+    def _send_large(self, messages: list[bytes], own: bytes) -> list[bytes]:
+        """The messages, with the large ones in place of their announcements. Every rank has come to send them."""
+        device = _torch_private.object_device(self.group)
+        found = list(messages)
+        for rank, item in enumerate(messages):
+            if not item.startswith(_LARGE):
+                continue
+            buffer = torch.empty(int.from_bytes(item[len(_LARGE) :]), dtype=torch.uint8)
+            if rank == self.rank:
+                buffer.numpy()[:] = memoryview(own)
+            buffer = buffer.to(device)
+            work = dist.broadcast(buffer, src=self._global_rank(rank), group=self.group, async_op=True)
+            assert work is not None
+            self.wait_for(work)
+            found[rank] = buffer.cpu().numpy().tobytes()
+        return found
 
     def _raise_any(self, outcomes: list[Any], failure: Exception | None) -> None:
         found = [(rank, item) for rank, item in enumerate(outcomes) if item is not None]
-        # Ranks that stopped because of another's failure have nothing to tell, unless that is all there is.
-        found = [(rank, item) for rank, item in found if item.kind != _Stopped.__name__] or found
         if not found:
             return
+        # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
+        # failure is that of a rank of the world around this one.
+        told = [(rank, item) for rank, item in found if item.kind != _Stopped.__name__]
+        if not told and self._around is not None:
+            raise _Stopped
+        found = told or found
         if self.size == 1 and isinstance(failure, errors.ShardwiseError):
             raise failure
         rank, first = found[0]
@@ -201,8 +247,8 @@ class _Stopped(Exception):
     """This rank left its work because another one has failed."""
 
 
-_LARGE = b"large"
-"""In place of a message that comes by a collective."""
+_LARGE = b"l"
+"""Begins, before its size in bytes, what is told in place of a message that comes by a collective."""
 
 
 def _encode(value: Any) -> bytes:

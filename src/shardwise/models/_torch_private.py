@@ -1,14 +1,16 @@
 """Everything of torch that has an underscore, in one file.
 
 Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
-counters of tensors; the store of the default process group; ``FSDPModule._get_fsdp_state`` and below it the
-parameter groups and ``FSDPParam`` (to find a parameter's padded storage and to hand it a materialised one); and the
-placements' ``_split_tensor`` (to learn which indices a rank holds, also of ``_StridedShard``).
+counters of tensors; the store of the default process group, and the device of a group's object collectives;
+``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a parameter's padded
+storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which indices a rank
+holds, also of ``_StridedShard``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -78,6 +80,19 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 def default_store() -> Any:
     """The key-value store through which the default process group met."""
     return distributed_c10d._get_default_store()
+
+
+def object_device(group: Any) -> torch.device:
+    """Where collectives of a process group (None: the default one) take what lies on no device in particular."""
+    return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
+def keep_forever(group: Any) -> None:
+    """Never destroy a process group (None: the default one), in which a collective was left that cannot end.
+
+    Destroying it, as leaving the interpreter does, waits for what is going on in it: with gloo, half an hour.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group or distributed_c10d._get_default_group()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Any]:

@@ -1,0 +1,29 @@
+"""Checkpoints for worlds that something happens to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests import zoo
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.on_ranks import Plain
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory) -> str:
+    """A checkpoint of several files."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory) -> str:
+    """A checkpoint of a module of nobody's library."""
+    directory: Path = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    save_file(Plain().state_dict(), directory / "model.safetensors")
+    return str(directory)

@@ -1,0 +1,162 @@
+"""What the ranks of a doomed world do, and what befalls one of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.faults.doomed import Seat
+from tests.verbs.on_ranks import Plain, angles
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.execution import world as world_module
+from shardwise.execution.line import Patience
+from shardwise.planning.sharing import OncePerGroup, Weighed
+from shardwise.storage import LocalReader
+
+STAGES = {
+    "open": ("shardwise.verbs.load", "open_storage"),
+    "headers": ("shardwise.verbs.load", "open_checkpoint"),
+    "build": ("shardwise.verbs.pretrained", "outline"),
+    "wrap": ("shardwise.models.wrap", "wrap"),
+    "plan": ("shardwise.verbs.load", "make_plan"),
+    "materialize": ("shardwise.verbs.load", "materialize"),
+    "read": ("shardwise.storage.local", "LocalReader.read_vectored"),
+    "join": ("shardwise.execution.sharing", "boxes_of_ranks"),
+    "share": ("shardwise.execution.place", "Placer.values_of"),
+    "send": ("torch.distributed", "all_to_all_single"),
+    "large": ("torch.distributed", "broadcast"),
+    "fill": ("shardwise.verbs.load", "fill"),
+    "audit": ("shardwise.verbs.load", "audit"),
+}
+"""By stage, a function that a rank calls in it, as module and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What befalls a rank as it calls the function of a stage, after so many calls that go well."""
+
+    kind: str
+    stage: str
+    rank: int
+    after: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.stage}-{self.rank}"
+
+
+def lay(blow: Blow, seat: Seat) -> None:
+    """Have the blow fall once, on its rank."""
+    if seat.rank != blow.rank:
+        return
+    module, path = STAGES[blow.stage]
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+    lock = threading.Lock()
+    calls = 0
+
+    def struck(*args: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        with lock:
+            calls += 1
+            falls = calls == blow.after + 1
+        if falls:
+            strike(blow, seat)
+        return original(*args, **keywords)
+
+    setattr(owner, name, struck)
+
+
+def strike(blow: Blow, seat: Seat) -> None:
+    match blow.kind:
+        case "raise":
+            seat.tell()
+            raise shardwise.StorageError(f"struck at {blow.stage}")
+        case "exit":
+            seat.tell()
+            os._exit(7)
+        case "kill":
+            seat.tell()
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            seat.wait_to_be_stopped()
+        case "interrupt":
+            seat.tell()
+            raise KeyboardInterrupt
+        case _:
+            raise AssertionError(blow.kind)
+
+
+def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | None = None) -> None:
+    """Bring a model up in a certain way while the blow falls."""
+    if blow is not None:
+        lay(blow, seat)
+    if way in ("flat", "hsdp"):
+        sizes = (seat.size,) if way == "flat" else (2, seat.size // 2)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        shared = Weighed() if way == "flat" else OncePerGroup()
+        options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+        shardwise.from_pretrained(directory, sharding=shardwise.Sharding(mesh=mesh), options=options)
+    elif way in ("reader", "whole"):
+        with torch.device("meta"):
+            model = Plain()
+        shared = OncePerGroup() if way == "whole" else Weighed()
+        options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+        checkpoint = LocalReader(directory) if way == "reader" else directory
+        shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+    else:
+        raise AssertionError(way)
+
+
+def load_and_end(seat: Seat, directory: str, patience: Patience, blow: Blow) -> None:
+    """A load with which rank 0's process ends, and so does what it holds."""
+    seat.leaves = seat.rank == 0
+    load(seat, directory, "flat", patience, blow)
+
+
+def load_and_leave(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow) -> None:
+    """A load after which the process group is left as the end of a program leaves it."""
+    try:
+        load(seat, directory, way, patience, blow)
+    finally:
+        dist.destroy_process_group()
+
+
+def load_with_large_messages(
+    seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | None = None
+) -> None:
+    """As if all that ranks tell each other were more than a store is made for."""
+    world_module._LARGE_BYTES = 100
+    load(seat, directory, way, patience, blow)
+
+
+def load_busy(seat: Seat, directory: str, patience: Patience, busy: int, before_s: float) -> None:
+    """One rank comes to the call late."""
+    if seat.rank == busy:
+        time.sleep(before_s)
+    load(seat, directory, "reader", patience)
+
+
+def load_stalled(seat: Seat, directory: str, patience: Patience, stalled: int, stall_s: float) -> None:
+    """One rank's storage does not answer for a while."""
+    original = LocalReader.read_vectored
+    waits = [stall_s] if seat.rank == stalled else []
+
+    def read_vectored(self: LocalReader, file: str, start: int, buffers: Any) -> None:
+        if waits:
+            time.sleep(waits.pop())
+        original(self, file, start, buffers)
+
+    LocalReader.read_vectored = read_vectored  # type: ignore[method-assign]
+    load(seat, directory, "flat", patience)
