@@ -7,6 +7,12 @@ transformers' own loader makes of the same files in one process. Then says which
 registry no model exercised, and runs a hundred thousand random expressions against direct evaluation.
 
     make sweep ARGS="--worlds 2,8 --only qwen3,mixtral"
+    make sweep ARGS="--mesh hsdp,tp,ep,shard1 --storage local,http --layouts original,half"
+    make sweep ARGS="--mesh none --plan-ranks 16"
+
+``--mesh`` and ``--storage`` take the ways of ``tests/ways.py``: hybrid sharding, FSDP over tensor or expert
+parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, through fsspec.
+``--plan-ranks`` foresees the plans of so many ranks and carries them out in this process, rank after rank.
 """
 
 from __future__ import annotations
@@ -15,20 +21,26 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests import truth, zoo
+from tests import truth, ways, zoo
 from tests.conversion.random_expressions import check_expression
 from tests.quiet import quieten
+from tests.ways import Way
 
 from shardwise.execution.local_ranks import LocalRanks, RankError
+from shardwise.testing.http_store import HttpStore
 
 
 def main() -> int:
     """Run the sweep; the exit status says whether everything was equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="1,2,3,5,8", help="world sizes, with commas")
+    parser.add_argument("--worlds", default="", help="world sizes, with commas; default: what suits the mesh")
+    parser.add_argument("--mesh", default="flat", help="with commas: flat, hsdp, tp, ep, shard1, none")
+    parser.add_argument("--storage", default="local", help="with commas: local, memory, http, fsspec")
+    parser.add_argument("--layouts", default="", help="of checkpoints, with commas; default: all")
+    parser.add_argument("--plan-ranks", type=int, default=0, help="carry out the plans of so many ranks")
     parser.add_argument("--only", default="", help="names of specimens, with commas; default: all")
     parser.add_argument("--families", default="", help="families of specimens, with commas; default: all")
     parser.add_argument("--expressions", type=int, default=100_000, help="random expressions to check")
@@ -41,9 +53,16 @@ def main() -> int:
         for item in all_specimens()
         if (not wanted or item.name in wanted) and (not families or item.family in families)
     ]
-    with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as folder:
-        cases, skipped = prepare(specimens, Path(folder))
-        failures = sum(run_world_size(int(size), cases) for size in options.worlds.split(","))
+    layouts = tuple(filter(None, options.layouts.split(","))) or tuple(truth.LAYOUTS | truth.FURTHER_LAYOUTS)
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as folder, HttpStore(folder) as store:
+        cases, skipped = prepare(specimens, Path(folder), layouts)
+        if options.plan_ranks:
+            failures += run_plans(options.plan_ranks, cases)
+        for mesh in filter(lambda mesh: mesh != "none", options.mesh.split(",")):
+            for size in sizes_for(mesh, options.worlds):
+                chosen = [Way(mesh, storage, store.url) for storage in options.storage.split(",")]
+                failures += run_world_size(size, cases, chosen)
     report_registry(specimens, skipped)
     start = time.perf_counter()
     for seed in range(options.expressions):
@@ -60,13 +79,22 @@ def all_specimens() -> list[zoo.Specimen]:
     return causal + [item for item in zoo.converter_specimens() if item.name not in names]
 
 
-def prepare(specimens: Iterable[zoo.Specimen], folder: Path) -> tuple[list[truth.Case], dict[str, str]]:
+def sizes_for(mesh: str, worlds: str) -> list[int]:
+    """The world sizes asked for, else those that suit a mesh."""
+    if worlds:
+        return [int(size) for size in worlds.split(",")]
+    return [1, 2, 3, 5, 8] if mesh == "flat" else [ways.WORLDS[mesh]]
+
+
+def prepare(
+    specimens: Iterable[zoo.Specimen], folder: Path, layouts: Sequence[str]
+) -> tuple[list[truth.Case], dict[str, str]]:
     """All checkpoints with their truths, and why some architectures have none."""
     cases: list[truth.Case] = []
     skipped: dict[str, str] = {}
     for specimen in specimens:
         try:
-            cases += truth.prepare(specimen, folder)
+            cases += truth.prepare(specimen, folder, layouts=layouts)
         except zoo.CannotShrink as error:
             skipped[specimen.name] = str(error).replace("\n", " ")[:150]
         except Exception as error:  # transformers cannot save or load it itself
@@ -77,27 +105,51 @@ def prepare(specimens: Iterable[zoo.Specimen], folder: Path) -> tuple[list[truth
     return cases, skipped
 
 
-def run_world_size(size: int, cases: list[truth.Case]) -> int:
-    """Load every case on one world of this size; how many were not equal."""
-    start = time.perf_counter()
+def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way]) -> int:
+    """Load every case in these ways on one world of this size; how many were not equal."""
     failures = 0
     ranks = LocalRanks(size, timeout_s=300)
     ranks.run(quieten)
+    for way in chosen:
+        start = time.perf_counter()
+        failed = others = 0
+        for case in cases:
+            try:
+                faults = ranks.run(ways.load_and_compare, case, way)
+            except RankError as error:
+                faults = [[str(error)]]
+                ranks.close()
+                ranks = LocalRanks(size, timeout_s=300)
+                ranks.run(quieten)
+            if None in faults:
+                others += 1
+                continue
+            found = [f"rank {rank}: {fault}" for rank, items in enumerate(faults) for fault in items]
+            if found:
+                failed += 1
+                say(f"  FAILED {case} on {size}, {way}: {len(found)} faults, such as {found[0]}")
+        tried = len(cases) - others
+        seconds = time.perf_counter() - start
+        say(f"{size} ranks, {way}: {tried - failed} of {tried} loads are bitwise equal ({seconds:.0f} s)")
+        failures += failed
+    ranks.close()
+    return failures
+
+
+def run_plans(ranks: int, cases: list[truth.Case]) -> int:
+    """Carry out the plans of all ranks of every case in this process; how many cases were not right."""
+    start = time.perf_counter()
+    failures = 0
     for case in cases:
         try:
-            faults = ranks.run(truth.load_and_compare, case)
-        except RankError as error:
-            faults = [[str(error)]]
-            ranks.close()
-            ranks = LocalRanks(size, timeout_s=300)
-            ranks.run(quieten)
-        found = [f"rank {rank}: {fault}" for rank, items in enumerate(faults) for fault in items]
+            found = ways.place_by_plan(case, ranks)
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
         if found:
             failures += 1
-            say(f"  FAILED {case} on {size}: {len(found)} faults, such as {found[0]}")
-    ranks.close()
-    equal = len(cases) - failures
-    say(f"{size} ranks: {equal} of {len(cases)} loads are bitwise equal ({time.perf_counter() - start:.0f} s)")
+            say(f"  FAILED {case}, plans of {ranks} ranks: {len(found)} faults, such as {found[0]}")
+    right = len(cases) - failures
+    say(f"plans of {ranks} ranks: {right} of {len(cases)} are bitwise right ({time.perf_counter() - start:.0f} s)")
     return failures
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.core_model_loading import PrefixChange
 
 import shardwise
 from shardwise.models.view import canonical
+from shardwise.report import LoadReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,7 +29,13 @@ def save_prefixed(model: PreTrainedModel, directory: Path) -> None:
     zoo.save_original(model, directory, prefixes=True)
 
 
+def save_half(model: PreTrainedModel, directory: Path) -> None:
+    """The hub's layout in bfloat16; every element is cast where a model is brought up in float32."""
+    zoo.save_original(copy.deepcopy(model).to(torch.bfloat16), directory)
+
+
 LAYOUTS = {"original": zoo.save_original, "internal": zoo.save_internal, "prefixed": save_prefixed}
+FURTHER_LAYOUTS = {"half": save_half}
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ def prepare(
     """
     model = zoo.build(specimen)
     cases: list[Case] = []
-    for layout, save in LAYOUTS.items():
+    for layout, save in (LAYOUTS | FURTHER_LAYOUTS).items():
         if layout not in layouts or (layout == "prefixed" and not has_prefixes(specimen, model)):
             continue
         directory = folder / specimen.name.replace(":", "-") / layout
@@ -66,7 +74,8 @@ def prepare(
             reference = type(model).from_pretrained(directory, dtype=DTYPES[dtype])
             if specimen.name in zoo.KNOWN_UPSTREAM:
                 for name, value in model.state_dict().items():
-                    reference.state_dict(keep_vars=True)[name].data.copy_(value)
+                    stored = value.to(torch.bfloat16) if layout == "half" else value
+                    reference.state_dict(keep_vars=True)[name].data.copy_(stored)
             truth = directory.parent / f"{layout}-{dtype}.pt"
             torch.save(snapshot(reference), truth)
             cases.append(Case(specimen, str(directory), dtype, str(truth)))
@@ -126,16 +135,24 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def load_and_compare(case: Case) -> list[str]:
     """Run on every rank: load a case and compare it, gathered, with the truth. The faults found."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, report = shardwise.from_pretrained(
+    return faults_of(
+        case,
+        lambda: shardwise.from_pretrained(
             case.directory,
             model_class=zoo.model_class(case.specimen),
             dtype=DTYPES[case.dtype],
             output_loading_info=True,
-        )
+        ),
+    )
+
+
+def faults_of(case: Case, bring_up: Callable[[], tuple[nn.Module, LoadReport]]) -> list[str]:
+    """What is not as it should be about a model of the case, and about the report of its load."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = bring_up()
     except Exception:
         return [traceback.format_exc()]
     faults = differences(snapshot(model), torch.load(case.truth, weights_only=True))

@@ -123,12 +123,13 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Collective: yes (creates process groups the first time a mesh is used).
 
     Raises:
-        PlacementError: when the policy matches nothing.
+        PlacementError: when the policy matches nothing, or ``fully_shard`` would refuse the mesh or a parameter.
     """
     mesh = sharding.mesh
     if mesh is None:
         raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
     grouping = group_parameters(model, sharding.wrap)
+    _require_shardable(model, grouping, mesh)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
@@ -395,6 +396,25 @@ def shard_dim(shape: Sequence[int], shard_size: int) -> int:
     else:
         return 0
     return next((dim for dim in others if shape[dim] % shard_size == 0), 0)
+
+
+def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+    """What ``fully_shard`` would refuse half way, without a name."""
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    words = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    if mesh.ndim > 2:
+        raise PlacementError(
+            f"{type(model).__name__} cannot be sharded on the mesh {words}: fully_shard takes one axis (shard) or "
+            "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
+            "shardwise.load"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter not in grouping.whole and not parameter.is_contiguous():
+            raise PlacementError(
+                f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and cannot be sharded "
+                f"on the mesh {words}: fully_shard takes contiguous parameters only; have the model's class make it "
+                "contiguous"
+            )
 
 
 def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard]:

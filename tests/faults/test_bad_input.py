@@ -1,0 +1,78 @@
+"""Input that asks for too much: tiny budgets against wide rows, meshes and placements that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.faults import bad_input
+from tests.models.on_fake_ranks import fake_rank
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.errors import PlacementError
+from shardwise.models.wrap import ModuleListBlocks, Sharding, wrap
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Rows of 64 KiB in bfloat16, and of 128 KiB in float32."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(3)
+    save_file(bad_input.Wide().to(torch.bfloat16).state_dict(), folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
+    assert worlds(2).run(bad_input.load_wide, wide, dim, dtype, 4096) == [[], []]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim):
+    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 15) == [[]] * 4
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
+    return model
+
+
+def test_a_mesh_of_three_axes_is_refused_by_name():
+    with fake_rank(0, 8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        with pytest.raises(PlacementError, match=r"on the mesh pp=2, dp=2, tp=2: fully_shard takes one axis"):
+            wrap(on_meta(), Sharding(mesh=mesh, wrap=ModuleListBlocks()))
+
+
+def test_a_parameter_that_fully_shard_refuses_is_named_before_anything_is_sharded():
+    model = on_meta()
+    model.layers[1].weight = nn.Parameter(torch.empty(4, 6, device="meta").t())
+    before = dict(model.named_parameters())
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+        with pytest.raises(PlacementError, match=r"layers\.1\.weight .* the mesh fsdp=4: .* contiguous"):
+            wrap(model, Sharding(mesh=mesh, wrap=ModuleListBlocks()))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.distributed
+def test_a_model_that_cannot_be_sharded_is_the_same_error_on_every_rank(worlds, wide):
+    errors = worlds(4).run(bad_input.partial, wide)
+    assert len(set(errors)) == 1
+    kind, text = errors[0]
+    assert kind == "PlacementError"
+    assert "rows.weight is placed as P(sum)" in text or "rows.weight is placed as Partial(sum)" in text
+    assert "an axis of 2 ranks (the mesh has (2, 2))" in text
+
+
+@pytest.mark.distributed
+def test_an_uneven_split_of_columns_is_read_where_it_exists(worlds, wide):
+    """FSDP2 makes none, but a DTensor of one's own may have it: 6 and 32768 columns on 4 and 3 ranks."""
+    for size in (3, 4):
+        assert worlds(size).run(bad_input.load_uneven, wide) == [[]] * size
