@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import caps, gpu, meter, planning, roof
+from benchmarks import caps, gpu, meter, planning, remote, roof
 from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.tables import render
 
@@ -354,6 +354,11 @@ def limits_of(results: Mapping[str, Any]) -> list[Limit]:
         most = (STAGING_BYTES + SLACK_BYTES) / (1 << 20)
         limits.append(Limit(f"{name}: memory over the shards, MiB", ours["excess_bytes"] / (1 << 20), most))
         limits.append(Limit(f"{name}: read / checkpoint", ours["read_fraction"], READ_RATIO))
+    if "replicated" in results:
+        limits.append(Limit("2x2: read / checkpoint", results["replicated"]["read_fraction"], READ_RATIO))
+    for name, found in results.get("remote", {}).get("meshes", {}).items():
+        limits.append(Limit(f"over HTTP, {name}: time / bound", found["ratio"], remote.MOST))
+        limits.append(Limit(f"over HTTP, {name}: read / checkpoint", found["read_fraction"], READ_RATIO))
     if "planning" in results:
         limits.append(Limit("planning, s", results["planning"]["total_s"]["median"], planning.MOST_S))
     return limits
@@ -460,6 +465,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = [arm for arm in ("shardwise", "transformers", "accelerate") if arm in arms]
         results["capped"] = capped(largest, given.dir, wanted, given.timeout)
         results["replicated"] = replicated(SHAPES[models[0]], given.dir, given.timeout)
+        say("over HTTP")
+        shape = SHAPES[models[0]]
+        folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
+        results["remote"] = remote.measure(folder, warm_up, RANKS, min(repeats, 3), given.timeout)
         say("planning")
         results["planning"] = planning.measure(repeats)
         results["gpu"] = gpu.measure(given.dir, SHAPES[models[0]])

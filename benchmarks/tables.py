@@ -116,7 +116,28 @@ def _others(results: Mapping[str, Any]) -> Iterator[str]:
     if found := results.get("replicated"):
         yield "## Two replicas of two shards"
         yield ""
-        yield f"{found['shape']}: all ranks together read {found['read_fraction']:.4f} of the checkpoint's bytes."
+        yield (
+            f"{found['shape']}, reads shared (`OncePerGroup`): all ranks together read "
+            f"{found['read_fraction']:.4f} of "
+            f"the checkpoint's bytes, in {found['wall_s']:.2f} s."
+        )
+        yield ""
+    if found := results.get("remote"):
+        yield "## Over HTTP"
+        yield ""
+        yield (
+            f"A server that sends {found['bytes_per_s'] / 1e6:.0f} MB/s to all, each answer "
+            f"{found['latency_s']:.3f} s "
+            "late. The bound is max(bytes / bandwidth, requests x latency / concurrency)."
+        )
+        yield ""
+        yield "| mesh | seconds | bound | ratio | min .. max | requests | read / checkpoint |"
+        yield "|---|--:|--:|--:|--:|--:|--:|"
+        for name, mesh in found["meshes"].items():
+            yield (
+                f"| {name} | {mesh['seconds']:.2f} | {mesh['bound_s']:.2f} | {mesh['ratio']:.3f} | "
+                f"{mesh['min']:.3f} .. {mesh['max']:.3f} | {mesh['requests']:,} | {mesh['read_fraction']:.4f} |"
+            )
         yield ""
     if found := results.get("planning"):
         yield from _planning(found)
