@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         DisagreementError,
         FormatError,
         PlacementError,
+        RankLostError,
         ShardwiseError,
         StorageError,
     )
+    from shardwise.execution.line import Patience
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
         WholeModel,
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
+    from shardwise.planning.forecast import RequireMemory, TryAnyway
+    from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import Forecast, LoadReport, ShardReport
     from shardwise.storage import HubOptions
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
     "Automatic": "shardwise.models.wrap",
@@ -62,15 +67,21 @@ _HOMES = {
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
+    "OncePerGroup": "shardwise.planning.sharing",
     "OneRankPerNode": "shardwise.planning.sources",
+    "Patience": "shardwise.execution.line",
     "PlacementError": "shardwise.errors",
+    "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "RequireMemory": "shardwise.planning.forecast",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
+    "Weighed": "shardwise.planning.sharing",
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
@@ -79,6 +90,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Alone",
     "Anyone",
     "AsItIs",
     "Automatic",
@@ -99,15 +111,21 @@ __all__ = [
     "ModelPlan",
     "ModuleListBlocks",
     "NoSplitModules",
+    "OncePerGroup",
     "OneRankPerNode",
+    "Patience",
     "PlacementError",
+    "RankLostError",
     "Refuse",
+    "RequireMemory",
     "ShardOptions",
     "ShardReport",
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "TryAnyway",
     "Upcast",
+    "Weighed",
     "WholeModel",
     "__version__",
     "from_pretrained",
