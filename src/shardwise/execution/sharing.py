@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from shardwise.conversion import Opaque
 from shardwise.execution.exchange import exchange
 from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer
+from shardwise.execution.workers import Ahead
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models._torch_private import splitting_dim
@@ -122,7 +124,8 @@ def read_shared(
     """Read the shared tensors, each byte by one of the peers, and hand them over.
 
     Collective: yes.
-    Memory: the budget, a third of it each for reading, for what has been read, and for what is sent and received.
+    Memory: the budget, a quarter of it each for reading, for what has been read for this round and for the next,
+    and for what is sent and received.
     """
     together: dict[tuple[DeviceMesh | None, int | None], list[Destination]] = {}
     for item in sorted(items, key=lambda item: item.fqn):
@@ -150,8 +153,7 @@ class _Sharing:
         self._held = held
         self._placer = placer
         self._fetched: dict[Parcel, torch.Tensor] = {}
-        self._rounds: list[Round] = []
-        self._next = 0
+        self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
         ranks = dist.get_process_group_ranks(self._peers.group)
@@ -159,23 +161,33 @@ class _Sharing:
             Wanted(name, item.local.element_size(), boxes_of_ranks(self._held[name].tensor, name, ranks))
             for name, item in self._members.items()
         ]
-        budget_bytes = self._placer.budget_bytes // 3
+        budget_bytes = self._placer.budget_bytes // 4
         ranks_of_group = range(self._peers.size)
         block_bytes = budget_bytes // (4 * self._peers.size)
-        self._rounds = rounds(dealt(wanted, ranks_of_group, block_bytes), budget_bytes)
+        agenda = rounds(dealt(wanted, ranks_of_group, block_bytes), budget_bytes)
+        self._ahead = self._one_ahead(agenda)
         device = next(iter(self._members.values())).local.device
-        exchange(self._peers, self._rounds, self.give, self.take, self.dtype_of, device)
+        exchange(self._peers, agenda, self.give, self.take, self.dtype_of, device)
 
     def dtype_of(self, parcel: Parcel) -> torch.dtype:
         return self._members[parcel.tensor].local.dtype
 
     def give(self, parcel: Parcel) -> torch.Tensor:
         while parcel not in self._fetched:
-            self._fetch(self._rounds[self._next])
-            self._next += 1
+            self._fetched.update(next(self._ahead).value(self._peers.check))
         return self._fetched.pop(parcel)
 
-    def _fetch(self, parcels: Round) -> None:
+    def _one_ahead(self, agenda: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
+        """What this rank gives, round by round; while one is handed over, the next is read."""
+        begun = (Ahead(partial(self._fetch, parcels)) for parcels in agenda)
+        current = next(begun, None)
+        while current is not None:
+            current.value(self._peers.check)
+            following = next(begun, None)
+            yield current
+            current = following
+
+    def _fetch(self, parcels: Round) -> dict[Parcel, torch.Tensor]:
         """Read what this rank gives in a round, all at once: the storage is asked for many ranges together.
 
         Columns of the same rows are read as one box: each alone would be read over the others.
@@ -189,11 +201,13 @@ class _Sharing:
         values = self._placer.values_of(
             [(self._members[group[0].tensor].expression, box, self.dtype_of(group[0])) for box, group in together]
         )
+        fetched: dict[Parcel, torch.Tensor] = {}
         for (box, group), whole in zip(together, values, strict=True):
             for parcel in group:
                 starts = (at - first for at, first in zip(parcel.box.offsets, box.offsets, strict=True))
                 spans = zip(starts, parcel.box.sizes, strict=True)
-                self._fetched[parcel] = whole[tuple(slice(start, start + size) for start, size in spans)]
+                fetched[parcel] = whole[tuple(slice(start, start + size) for start, size in spans)]
+        return fetched
 
     def take(self, parcel: Parcel, values: torch.Tensor) -> None:
         item = self._members[parcel.tensor]
