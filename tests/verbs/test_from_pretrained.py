@@ -411,3 +411,23 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
         (False, str(tmp_path)),
         (False, str(tmp_path)),
     ]
+
+
+def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
+    from shardwise.planning.forecast import Available
+    from shardwise.verbs import load as verb
+
+    def read(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(verb, "available_memory", lambda home: Available(host_bytes=100_000))
+    with monkeypatch.context() as reading:
+        reading.setattr(verb.Placer, "place", read)
+        told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
+        with pytest.raises(shardwise.PlacementError, match=told):
+            shardwise.from_pretrained(qwen3)
+    options = shardwise.LoadOptions(memory_check=shardwise.TryAnyway())
+    _, report = shardwise.from_pretrained(qwen3, options=options, output_loading_info=True)
+    assert report.forecast.host_bytes > 100_000
+    assert report.forecast.shard_bytes == report.placed_bytes
+    assert report.forecast.read_bytes == report.read_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.report.forecast import RankForecast
-from shardwise.report.names import collapse
+from shardwise.report.names import listing
 from shardwise.report.sizes import in_bytes
 
 
@@ -89,25 +89,17 @@ class LoadReport:
             f"  foreseen    {self._foreseen()}",
         ]
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
-        lines += _listing("initialized", self.initialized)
-        lines += _listing("recomputed", self.recomputed)
-        lines += _listing("kept", self.kept)
+        lines += listing("initialized", self.initialized)
+        lines += listing("recomputed", self.recomputed)
+        lines += listing("kept", self.kept)
         for pair in dict.fromkeys(self.cast.values()):
             names = [name for name, cast in self.cast.items() if cast == pair]
-            lines += _listing(f"{pair[0]}→{pair[1]}", names)
-        lines += _listing("opaque", self.opaque)
+            lines += listing(f"{pair[0]}→{pair[1]}", names)
+        lines += listing("opaque", self.opaque)
         for word, reasons in (("read once", self.read_once), ("read alone", self.read_alone)):
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name, found in reasons.items() if found == reason]
                 lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
-        lines += _listing("replicated", self.replicated)
-        lines += _listing("ignored", self.ignored_keys)
+        lines += listing("replicated", self.replicated)
+        lines += listing("ignored", self.ignored_keys)
         return "\n".join(lines)
-
-
-def _listing(word: str, names: tuple[str, ...] | list[str]) -> list[str]:
-    groups = collapse(names)
-    shown = [f"  {word:<11} {pattern}" + (f" x{count}" if count > 1 else "") for pattern, count in groups[:6]]
-    if len(groups) > 6:
-        shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[6:])} more")
-    return shown

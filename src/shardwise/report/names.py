@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _DIGITS = re.compile(r"(\d+)")
+
+_SHOWN = 6
+"""Patterns that a listing shows."""
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -42,3 +45,12 @@ def _runs(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+
+
+def listing(word: str, names: Sequence[str]) -> list[str]:
+    """Lines of a report for what ``word`` says of these names: collapsed, the first few."""
+    groups = collapse(names)
+    shown = [f"  {word:<11} {pattern}" + (f" x{count}" if count > 1 else "") for pattern, count in groups[:_SHOWN]]
+    if len(groups) > _SHOWN:
+        shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[_SHOWN:])} more")
+    return shown

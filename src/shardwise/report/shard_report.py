@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import collapse
+from shardwise.report.names import listing
 from shardwise.report.sizes import in_bytes
-
-_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +71,14 @@ class ShardReport:
         ]
         for rank in sorted(set(self.differed.values())):
             names = [name for name, other in self.differed.items() if other == rank]
-            lines += _listing(f"of rank {rank}", names)
+            lines += listing(f"of rank {rank}", names)
         for pair in dict.fromkeys(self.cast.values()):
             names = [name for name, cast in self.cast.items() if cast == pair]
-            lines += _listing(f"{pair[0]}→{pair[1]}", names)
+            lines += listing(f"{pair[0]}→{pair[1]}", names)
         lines += [f"  tied        {name} = {first}" for name, first in self.tied.items()]
-        lines += _listing("replicated", self.replicated)
-        lines += _listing("on meta", self.on_meta)
-        lines += _listing("to be loaded", self.awaiting_load)
+        lines += listing("replicated", self.replicated)
+        lines += listing("on meta", self.on_meta)
+        lines += listing("to be loaded", self.awaiting_load)
         for index, (parameters, values) in enumerate(self.rebound):
             lines.append(f"  optimizer {index}: {parameters} parameters, {values} values of state")
         return "\n".join(lines)
-
-
-def _listing(word: str, names: Sequence[str]) -> list[str]:
-    groups = collapse(names)
-    shown = [f"  {word:<11} {pattern}" + (f" x{count}" if count > 1 else "") for pattern, count in groups[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[_SHOWN:])} more")
-    return shown
