@@ -84,7 +84,7 @@ class _Wanted:
         if self.manager is not None:
             fresh = _torch_private.without_padding(self.manager, fresh)
         if isinstance(tensor, DTensor):
-            fresh = _sharded_like(tensor, fresh)
+            fresh = _torch_private.sharded_as(tensor, fresh)
         if not isinstance(tensor, nn.Parameter):
             self.item.install(fresh)
             return
@@ -93,18 +93,6 @@ class _Wanted:
         self.item.install(parameter)
         if self.manager is not None:
             _torch_private.adopt_sharded(self.manager, parameter)
-
-
-def _sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor)
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def offloads_shards(model: nn.Module) -> bool:

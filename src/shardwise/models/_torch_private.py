@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -139,6 +140,11 @@ def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
     held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
     padded.narrow(dim, held, padded.shape[dim] - held).zero_()
     return padded.narrow(dim, 0, held)
+
+
+def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of this local tensor, else like another, made as FSDP2 makes its own: without autograd."""
+    return _from_local_no_grad(local, tensor._spec)
 
 
 def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:
