@@ -44,9 +44,12 @@ def with_shardwise(request: Request) -> Loaded:
     if request.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
+        from shardwise.planning.sharing import OncePerGroup
+
         sizes = (request.replicas, dist.get_world_size() // request.replicas)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         keywords["sharding"] = shardwise.Sharding(mesh=mesh)
+        keywords["options"] = shardwise.LoadOptions(shared_reads=OncePerGroup())
     model, report = shardwise.from_pretrained(
         request.folder, dtype=request.dtype, output_loading_info=True, **keywords
     )
@@ -120,7 +123,7 @@ def with_dcp(request: Request) -> Loaded:
     import torch.distributed.checkpoint as dcp
 
     model = _wrapped(_on_meta(request))
-    wanted = {name: parameter for name, parameter in model.named_parameters()}  # tied ones once
+    wanted = dict(model.named_parameters())  # tied ones once
     dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(request.folder)))
     model.load_state_dict(wanted, strict=False, assign=True)
     model.tie_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
@@ -39,10 +40,8 @@ def clean_up() -> None:
     """Remove the groups of processes that have ended."""
     for root in (_V1, _V2):
         for group in root.glob(f"{_PREFIX}*"):
-            try:
+            with contextlib.suppress(OSError):
                 group.rmdir()
-            except OSError:
-                pass
 
 
 def _create() -> Path:

@@ -47,6 +47,18 @@ class Shape:
         """Shapes by key, in the order of the model."""
         return dict(_tensors(self))
 
+    def files(self) -> list[dict[str, tuple[int, ...]]]:
+        """Shapes by key, by file: filled in the model's order, sorted within a file, as safetensors does."""
+        files: list[dict[str, tuple[int, ...]]] = [{}]
+        used = 0
+        for key, sizes in _tensors(self):
+            if used and used + _nbytes(sizes) > self.file_bytes:
+                files.append({})
+                used = 0
+            files[-1][key] = sizes
+            used += _nbytes(sizes)
+        return [dict(sorted(file.items())) for file in files]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -67,9 +79,7 @@ class Shape:
             small |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         several = self.file_bytes < self.nbytes
         config = {**self.config, **small}
-        return replace(
-            self, name=f"{self.name}-tiny", config=config, file_bytes=100_000 if several else 1 << 40
-        )
+        return replace(self, name=f"{self.name}-tiny", config=config, file_bytes=100_000 if several else 1 << 40)
 
 
 def _config(**changes: Any) -> dict[str, Any]:
@@ -183,33 +193,19 @@ def write(shape: Shape, root: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config, indent=2) + "\n")
-    files = _files(shape)
-    tensors = shape.tensors()
+    files = shape.files()
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
     rng = np.random.Generator(np.random.SFC64(shape.seed))
-    for name, keys in zip(names, files, strict=True):
-        _write_file(folder / name, {key: tensors[key] for key in keys}, rng, shape.stores_head and shape.is_tied)
+    for name, tensors in zip(names, files, strict=True):
+        _write_file(folder / name, tensors, rng, shape.stores_head and shape.is_tied)
     if len(files) > 1:
         where = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         index = {"metadata": {"total_size": shape.nbytes}, "weight_map": dict(sorted(where.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     stamp.write_text(json.dumps(wanted))  # last: what is half written has no stamp
     return folder
-
-
-def _files(shape: Shape) -> list[list[str]]:
-    """Keys by file: filled in the model's order, and sorted within a file, as the safetensors library does."""
-    files: list[list[str]] = [[]]
-    used = 0
-    for key, sizes in shape.tensors().items():
-        if used and used + _nbytes(sizes) > shape.file_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(key)
-        used += _nbytes(sizes)
-    return [sorted(keys) for keys in files]
 
 
 def _write_file(

@@ -37,6 +37,7 @@ class Job:
         cold: drop the checkpoint from the page cache before the clock starts; otherwise it is read into it.
         backed_bytes: memory of each rank to make sure of; see :func:`benchmarks.meter.back_memory`.
         patience_s: how long to wait for a moment in which the machine does nothing else.
+        wants_priority: run before everybody else on the machine, if that is permitted.
         cap_bytes: what each rank may allocate from then on, enforced by the kernel; None for no limit.
         profile: profile the load on rank 0 (the times are then not comparable).
     """
@@ -49,6 +50,7 @@ class Job:
     cold: bool = False
     backed_bytes: int = 0
     patience_s: float = 0.0
+    wants_priority: bool = False
     cap_bytes: int | None = None
     profile: bool = False
 
@@ -75,8 +77,9 @@ def measure(job: Job) -> dict[str, Any]:
         meter.drop_cache(files) if job.cold else meter.warm_cache(files)
         cached = meter.cached_fraction(files)
         meter.wait_for_quiet(job.patience_s)
+    priority = job.wants_priority and meter.take_priority()
     dist.barrier()
-    meter.back_memory(job.backed_bytes)
+    meter.back_memory(job.backed_bytes, dist.barrier)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
@@ -101,6 +104,7 @@ def measure(job: Job) -> dict[str, Any]:
         "stop": stop,
         "usage": vars(used),
         "machine_busy_s": busy,
+        "priority": priority,
         "growth_bytes": memory.growth,
         "local_bytes": local_bytes,
         "memory_samples": memory.samples,

@@ -71,9 +71,9 @@ def _read(
         meter.drop_cache(paths) if cold else meter.warm_cache(paths)
         cached = meter.cached_fraction(paths)
         meter.wait_for_quiet(patience_s)
+    priority = meter.take_priority()
     barrier.wait()
-    meter.back_memory(backed_bytes)
-    barrier.wait()
+    meter.back_memory(backed_bytes, barrier.wait)
     before, busy = Usage.now(), meter.machine_busy_s()
     began = meter.timestamp()
     memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -103,6 +103,7 @@ def _read(
             "stop": ended,
             "usage": vars(used),
             "machine_busy_s": busy,
+            "priority": priority,
             "bytes": done,
             "cached_fraction": cached,
         }

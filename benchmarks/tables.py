@@ -16,16 +16,17 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     yield "# Loading"
     yield ""
-    yield f"{results['date']}, commit {results['commit']}, `{results['command']}`, {results['minutes']:.0f} minutes."
+    yield f"{results['date']}, commit {results['commit']}, {results['minutes']:.0f} minutes."
+    yield f"`{results['command']}`"
     yield (
         f"{machine['cpus']} cores ({machine['processor']}), {machine['memory_bytes'] / 2**30:.0f} GiB, Linux "
         f"{machine['kernel']}, huge pages {machine['thp_enabled']}; Python {machine['python']}, {versions}."
     )
     yield (
-        f"{results['ranks']} gloo ranks, fresh processes for every load, {results['repeats']} repeats, arms in turn. "
-        "The clock runs from a barrier until every page of every parameter has been written to on the last rank. "
+        f"{results['ranks']} gloo ranks, fresh processes for each load, {results['repeats']} repeats, arms in turn."
+        " The clock runs from a barrier until every page of every parameter has been written to on the last rank. "
         "Processor time and page faults are summed over the ranks; memory is that of the rank with most. "
-        "'Others' is what the machine did meanwhile for somebody else; a load with more than a tenth was done again."
+        "'Others' is what the machine did meanwhile for somebody else."
     )
     yield ""
     if results.get("limits"):
@@ -34,7 +35,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
         yield "| promise | measured | at most | |"
         yield "|---|--:|--:|---|"
         for limit in results["limits"]:
-            value = "–" if limit["value"] is None else f"{limit['value']:.3g}"
+            value = "-" if limit["value"] is None else f"{limit['value']:.3g}"
             yield f"| {limit['name']} | {value} | {limit['most']:g} | {limit['verdict']} |"
         yield ""
     for row in results["rows"]:
@@ -47,7 +48,8 @@ def _row(row: Mapping[str, Any]) -> Iterator[str]:
     cold = "page cache dropped before each load" if row["cold"] else "files in the page cache"
     yield f"## {row['name']}"
     yield ""
-    yield f"{row['bytes'] / 1e9:.2f} GB bf16, loaded as {row['dtype']}; {cold}."
+    priority = "at raised priority" if row["priority"] else "at normal priority"
+    yield f"{row['bytes'] / 1e9:.2f} GB bf16, loaded as {row['dtype']}; {cold}; {priority}."
     yield ""
     yield (
         "| arm | seconds | min .. max | shardwise / it | user s | system s | minor faults / GB | major / GB "
@@ -57,10 +59,10 @@ def _row(row: Mapping[str, Any]) -> Iterator[str]:
     ours = row["arms"].get("shardwise")
     for name, arm in row["arms"].items():
         wall = arm["wall_s"]
-        ratio = f"{ours['wall_s']['median'] / wall['median']:.2f}" if ours is not None else "–"
-        grown = f"{arm['growth_bytes'] / 2**20:.0f}" if "growth_bytes" in arm else "–"
-        over = f"{arm['excess_bytes'] / 2**20:.0f}" if "excess_bytes" in arm else "–"
-        same = row["same_model"].get(name, "–")
+        ratio = f"{ours['wall_s']['median'] / wall['median']:.2f}" if ours is not None else "-"
+        grown = f"{arm['growth_bytes'] / 2**20:.0f}" if "growth_bytes" in arm else "-"
+        over = f"{arm['excess_bytes'] / 2**20:.0f}" if "excess_bytes" in arm else "-"
+        same = row["same_model"].get(name, "-")
         if arm.get("all_private") is False:
             same += "; NOT ALL IN MEMORY"
         yield (
@@ -114,7 +116,28 @@ def _others(results: Mapping[str, Any]) -> Iterator[str]:
     if found := results.get("replicated"):
         yield "## Two replicas of two shards"
         yield ""
-        yield f"{found['shape']}: {found['read_fraction']:.4f} of the checkpoint's bytes read by all ranks together."
+        yield (
+            f"{found['shape']}, reads shared (`OncePerGroup`): all ranks together read "
+            f"{found['read_fraction']:.4f} of "
+            f"the checkpoint's bytes, in {found['wall_s']:.2f} s."
+        )
+        yield ""
+    if found := results.get("remote"):
+        yield "## Over HTTP"
+        yield ""
+        yield (
+            f"A server that sends {found['bytes_per_s'] / 1e6:.0f} MB/s to all, each answer "
+            f"{found['latency_s']:.3f} s "
+            "late. The bound is max(bytes / bandwidth, requests x latency / concurrency)."
+        )
+        yield ""
+        yield "| mesh | seconds | bound | ratio | min .. max | requests | read / checkpoint |"
+        yield "|---|--:|--:|--:|--:|--:|--:|"
+        for name, mesh in found["meshes"].items():
+            yield (
+                f"| {name} | {mesh['seconds']:.2f} | {mesh['bound_s']:.2f} | {mesh['ratio']:.3f} | "
+                f"{mesh['min']:.3f} .. {mesh['max']:.3f} | {mesh['requests']:,} | {mesh['read_fraction']:.4f} |"
+            )
         yield ""
     if found := results.get("planning"):
         yield from _planning(found)
@@ -136,10 +159,11 @@ def _planning(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"One rank of {found['ranks']}; {found['layers']} layers of {found['experts']} experts, "
-        f"{found['stored']:,} stored tensors; median of {found['repeats']} fresh processes."
+        f"{found['stored']:,} stored tensors; median of {found['repeats']} fresh processes. "
+        f"Planning is {', '.join(found['counted'])}."
     )
     yield ""
-    yield "| phase | seconds | min .. max |"
+    yield "| phase | processor seconds | min .. max |"
     yield "|---|--:|--:|"
     for name, phase in {**found["phases"], "total": found["total_s"]}.items():
         yield f"| {name} | {phase['median']:.3f} | {phase['min']:.3f} .. {phase['max']:.3f} |"

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
         DisagreementError,
         FormatError,
         PlacementError,
+        RankLostError,
         ShardwiseError,
         StorageError,
     )
+    from shardwise.execution.line import Patience
+    from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
         Classes,
@@ -30,21 +33,30 @@ if TYPE_CHECKING:
         WholeModel,
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
-    from shardwise.report import Forecast, LoadReport
+    from shardwise.planning.forecast import RequireMemory, TryAnyway
+    from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
+    from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
+    from shardwise.report import Forecast, LoadReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.shard import ShardOptions, shard
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Alone": "shardwise.planning.sharing",
+    "Anyone": "shardwise.planning.sources",
+    "AsItIs": "shardwise.models.trained",
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "EveryRank": "shardwise.planning.sources",
+    "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
     "HubOptions": "shardwise.storage",
@@ -55,24 +67,40 @@ _HOMES = {
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
+    "OncePerGroup": "shardwise.planning.sharing",
+    "OneRankPerNode": "shardwise.planning.sources",
+    "Patience": "shardwise.execution.line",
     "PlacementError": "shardwise.errors",
+    "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "RequireMemory": "shardwise.planning.forecast",
+    "ShardOptions": "shardwise.verbs.shard",
+    "ShardReport": "shardwise.report",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "TryAnyway": "shardwise.planning.forecast",
+    "Upcast": "shardwise.models.trained",
+    "Weighed": "shardwise.planning.sharing",
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
     "plan": "shardwise.verbs.plan",
+    "shard": "shardwise.verbs.shard",
 }
 
 __all__ = [
+    "Alone",
+    "Anyone",
+    "AsItIs",
     "Automatic",
     "CheckpointError",
     "Classes",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "EveryRank",
+    "FirstRank",
     "Forecast",
     "FormatError",
     "HubOptions",
@@ -83,16 +111,27 @@ __all__ = [
     "ModelPlan",
     "ModuleListBlocks",
     "NoSplitModules",
+    "OncePerGroup",
+    "OneRankPerNode",
+    "Patience",
     "PlacementError",
+    "RankLostError",
     "Refuse",
+    "RequireMemory",
+    "ShardOptions",
+    "ShardReport",
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "TryAnyway",
+    "Upcast",
+    "Weighed",
     "WholeModel",
     "__version__",
     "from_pretrained",
     "load",
     "plan",
+    "shard",
 ]
 
 

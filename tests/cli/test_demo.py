@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
 from shardwise.report import LoadReport
+from shardwise.report.forecast import RankForecast
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
 from shardwise.training.rows import Chat, read_rows
@@ -117,6 +118,7 @@ def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome
         reads=1,
         seconds={},
         loaded=1,
+        forecast=RankForecast(0, 4, 4, 0, 4, 4, 4, 1, 1),
         files=("model.safetensors",),
     )
     steps = tuple(StepFacts(number, loss, 1e-3, 1.0, 1, 1, 1.0, 1) for number, loss in enumerate(losses, start=1))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,9 +88,9 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
         for name, tensor in everything.items()
     ]
     if source_of is None:
-        plan = rounds(dealt(wanted, range(world.size)), budget)
+        plan = rounds(dealt(wanted, range(world.size), budget // 8), budget)
     else:
-        spread = from_sources(wanted, source_of)
+        spread = from_sources(wanted, [source_of] * len(wanted))
         plan = rounds(spread.first, budget) + rounds(spread.then, budget)
     found = {name: tensor.clone().view(-1).view(torch.uint8).fill_(1).view(tensor.dtype).view(tensor.shape)
              for name, tensor in everything.items()}  # fmt: skip
@@ -126,7 +124,7 @@ def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
     world = World.current()
     whole = noise((64, 64), torch.float32, 0)
     wanted = [Wanted("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
-    plan = rounds(from_sources(wanted, [0] * world.size).first, 1024)
+    plan = rounds(from_sources(wanted, [[0] * world.size]).first, 1024)
     calls = 0
 
     def spoil(call: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,43 +149,3 @@ def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
         dist.barrier()  # the ranks are in step afterwards
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", 0.0
-
-
-def measure(megabytes: int, budget: int) -> dict[str, Any]:
-    """Seconds of an exchange from the first rank, against a broadcast of every tensor. For measuring by hand."""
-    world = World.current()
-    count, rows, width = megabytes // 8, 2048, 1024
-    source = [torch.ones(rows, width) for _ in range(count)] if world.rank == 0 else []
-    part = rows // world.size
-    mine = [torch.zeros(part, width) for _ in range(count)]
-    held = tuple((Box((rank * part, 0), (part, width)),) for rank in range(world.size))
-    spread = from_sources([Wanted(str(number), 4, held) for number in range(count)], [0] * world.size)
-    plan = rounds(spread.first, budget)
-    dist.barrier()
-    start = time.perf_counter()
-    with world:
-        traffic = exchange(
-            world,
-            plan,
-            lambda parcel: of_box(source[int(parcel.tensor)], parcel.box),
-            lambda parcel, values: of_box(
-                mine[int(parcel.tensor)], Box((parcel.box.offsets[0] - world.rank * part, 0), parcel.box.sizes)
-            ).copy_(values),
-            lambda parcel: torch.float32,
-            CPU,
-        )
-    dist.barrier()
-    exchanged = time.perf_counter() - start
-    start = time.perf_counter()
-    for number in range(count):
-        whole = source[number] if world.rank == 0 else torch.empty(rows, width)
-        dist.broadcast(whole, src=0)
-        mine[number].copy_(whole[world.rank * part : (world.rank + 1) * part])
-    dist.barrier()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    return {
-        "exchange_s": exchanged,
-        "broadcast_s": time.perf_counter() - start,
-        "rounds": traffic.rounds,
-        "peak_mib": peak,
-    }

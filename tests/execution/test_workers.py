@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardwise.execution.workers import Workers
+from shardwise.execution.workers import Ahead, Workers
 
 
 def nothing() -> None:
@@ -58,4 +58,27 @@ def test_a_reason_to_leave_is_noticed_although_a_worker_hangs():
     with pytest.raises(RuntimeError, match="another rank"):
         Workers(lambda task, tool: release.wait(20), [None], check).run([1])
     assert time.monotonic() - start < 5
+    release.set()
+
+
+def test_what_is_begun_ahead_is_there_when_it_is_wanted():
+    assert Ahead(lambda: 41 + 1).value(nothing) == 42
+
+
+def test_what_fails_ahead_fails_where_it_is_wanted():
+    def fail() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Ahead(fail).value(nothing)
+
+
+def test_waiting_for_what_is_ahead_can_be_left():
+    release = threading.Event()
+
+    def check() -> None:
+        raise RuntimeError("another rank failed")
+
+    with pytest.raises(RuntimeError, match="another rank"):
+        Ahead(lambda: release.wait(20)).value(check)
     release.set()

@@ -26,7 +26,7 @@ from shardwise.report import LoadReport
 from shardwise.storage import LocalReader
 
 STAGES = {
-    "open": ("shardwise.verbs.load", "open_storage"),
+    "open": ("shardwise.verbs.pretrained", "open_storage"),
     "headers": ("shardwise.verbs.load", "open_checkpoint"),
     "build": ("shardwise.verbs.pretrained", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),

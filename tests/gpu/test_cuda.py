@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import truth, zoo
-from tests.verbs import on_ranks
+from tests.verbs import on_ranks, sharding
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
@@ -72,3 +72,21 @@ def test_missing_tensors_are_those_of_the_cpu(mixtral, one_rank):
     on_host = shardwise.from_pretrained(mixtral, **keywords).score.weight
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert torch.equal(truth.whole(on_gpu).cpu(), on_host)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_of_the_host_is_sharded_onto_the_gpu_with_its_optimizer(one_rank, fused):
+    net, expected = sharding.net_of(0), sharding.net_of(0)
+    optimizers = [torch.optim.AdamW(item.parameters(), lr=0.01, fused=fused) for item in (net, expected)]
+    for item, optimizer in zip((net, expected), optimizers, strict=True):
+        sharding.train(item, [optimizer], [], range(2))
+    shardwise.shard(net, optimizers=optimizers[:1])
+    for one, other in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(truth.whole(one).cpu(), other.detach())
+    assert all(parameter.device.type == "cuda" for parameter in net.parameters())
+    rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(9))
+    for item, optimizer in zip((net, expected), optimizers, strict=True):
+        item(rows.to(next(item.parameters()).device)).square().mean().backward()
+        optimizer.step()
+    for one, other in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(truth.whole(one).cpu(), other.detach(), atol=1e-5, rtol=1e-5)

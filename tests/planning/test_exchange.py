@@ -65,7 +65,7 @@ def test_everybody_gets_exactly_its_boxes_from_sources(world, data):
     ranks, wanted = world
     sources = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
     source_of = [rank if rank in sources else data.draw(st.sampled_from(sources)) for rank in range(ranks)]
-    spread = from_sources(wanted, source_of)
+    spread = from_sources(wanted, [source_of] * len(wanted))
     parcels = [*spread.first, *spread.then]
     for item in wanted:
         for rank in range(ranks):
@@ -83,7 +83,7 @@ def test_everybody_gets_exactly_its_boxes_from_sources(world, data):
 def test_a_group_gets_exactly_its_boxes_from_itself(world, data):
     ranks, wanted = world
     readers = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
-    parcels = dealt(wanted, readers)
+    parcels = dealt(wanted, readers, 1 << 20)
     for item in wanted:
         for rank in range(ranks):
             mine = elements(item.boxes[rank]) if rank in readers else []
@@ -94,7 +94,7 @@ def test_a_group_gets_exactly_its_boxes_from_itself(world, data):
 @given(worlds_of_tensors(), st.integers(0, 400))
 def test_rounds_keep_the_budget_and_lose_nothing(world, extra):
     ranks, wanted = world
-    spread = from_sources(wanted, [0] * ranks)
+    spread = from_sources(wanted, [[0] * ranks] * len(wanted))
     budget = 16 * ranks + extra
     made = rounds([*spread.first, *spread.then], budget)
     assert made == rounds([*spread.first, *spread.then], budget)
@@ -126,7 +126,7 @@ def replicas(shape, ranks):
 
 
 def test_replicas_fetch_even_parts_of_the_rows():
-    parcels = dealt([Wanted("w", 4, replicas((10, 8), 3))], (0, 1, 2))
+    parcels = dealt([Wanted("w", 4, replicas((10, 8), 3))], (0, 1, 2), 1 << 20)
     assert [(p.source, p.box.offsets[0], p.box.sizes[0], p.targets) for p in parcels] == [
         (0, 0, 3, (0, 1, 2)),
         (1, 3, 3, (0, 1, 2)),
@@ -135,7 +135,7 @@ def test_replicas_fetch_even_parts_of_the_rows():
 
 
 def test_few_and_long_rows_are_dealt_in_parts():
-    parcels = dealt([Wanted("experts", 4, replicas((2, 6, 5), 4))], (0, 1, 2, 3))
+    parcels = dealt([Wanted("experts", 4, replicas((2, 6, 5), 4))], (0, 1, 2, 3), 1 << 20)
     assert [(p.source, p.box) for p in parcels] == [
         (0, Box((0, 0, 0), (1, 3, 5))),
         (1, Box((0, 3, 0), (1, 3, 5))),
@@ -146,7 +146,7 @@ def test_few_and_long_rows_are_dealt_in_parts():
 
 def test_small_tensors_are_fetched_whole_by_who_has_the_least():
     wanted = [Wanted(f"norm{size}", 4, replicas((size,), 2)) for size in (6, 2, 3, 4)]
-    parcels = dealt(wanted, (0, 1))
+    parcels = dealt(wanted, (0, 1), 1 << 20)
     assert [(p.tensor, p.source, p.box.numel) for p in parcels] == [
         ("norm6", 0, 6),
         ("norm2", 1, 2),
@@ -157,7 +157,7 @@ def test_small_tensors_are_fetched_whole_by_who_has_the_least():
 
 def test_columns_are_fetched_in_rows():
     columns = tuple((Box((0, 4 * rank), (6, 4)),) for rank in range(2))
-    parcels = dealt([Wanted("w", 4, columns)], (0, 1))
+    parcels = dealt([Wanted("w", 4, columns)], (0, 1), 1 << 20)
     assert [(p.source, p.targets, p.box) for p in parcels] == [
         (0, (0,), Box((0, 0), (3, 4))),
         (0, (1,), Box((0, 4), (3, 4))),
@@ -167,7 +167,7 @@ def test_columns_are_fetched_in_rows():
 
 
 def test_a_source_sends_what_several_ranks_want_once():
-    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [0, 0, 0, 0])
+    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [[0, 0, 0, 0]])
     sent = sum(p.nbytes for p in spread.first if p.targets != (0,))
     assert sent == 12 * 8 * 4
     assert {p.source for p in spread.then} == {1, 2, 3}
@@ -177,3 +177,12 @@ def test_a_source_sends_what_several_ranks_want_once():
 def test_a_budget_below_one_element_is_refused():
     with pytest.raises(ValueError, match="too few to hand an element of w to 3 ranks"):
         rounds([Parcel("w", 0, (1, 2, 3), Box((0,), (5,)), 8)], 32)
+
+
+def test_columns_of_the_same_rows_follow_each_other_in_blocks():
+    columns = tuple((Box((0, 10 * rank), (64, 10)),) for rank in range(4))
+    parcels = dealt([Wanted("w", 1000, columns)], (0, 1, 2, 3), block_bytes=4 * 40 * 1000)
+    rows = [(parcel.source, parcel.box.offsets[0]) for parcel in parcels]
+    assert rows == sorted(rows)
+    assert all(parcel.box.sizes == (4, 10) for parcel in parcels)
+    assert len(parcels) == 64

@@ -27,6 +27,9 @@ from shardwise.errors import ConfigError, RankLostError
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.05
+_LATENESS = 0.05
+"""By what part of its wait a rank may notice its end too late."""
+
 
 _DEAF = 1.5
 """After so many times the silence without an answer, the store itself is taken for lost."""
@@ -131,6 +134,10 @@ class Line:
                         f"{_DEAF * self.patience.silence_s:.0f} s; the process that holds it (the launcher, or "
                         "rank 0) is stopped or unreachable"
                     ) from None
+
+    def part(self) -> None:
+        """Leave after the last meeting; the first rank not before the others."""
+        self._order(lambda talk: talk.part())
 
     def cut(self) -> None:
         """Tell the other ranks that this one has failed and will say how at the next meeting."""
@@ -258,8 +265,9 @@ class _Talk:
             self._wait(lambda: self._keys.count(f"{step}/in", 0) == line.size - 1)
             messages = self._keys.get_all(members)
             self._keys.set(f"{step}/all", _pack(messages))
-            self._wait(lambda: self._keys.count(f"{step}/out", 0) == line.size - 1)
-            self._keys.forget([*members, *(f"{step}/{key}" for key in ("in", "all", "out", "cut"))])
+            if step:  # who has come to this meeting has left the one before
+                before = (*range(line.size), "in", "all", "out", "cut")
+                self._keys.forget([f"{step - 1}/{key}" for key in before])
         else:
             self._keys.count(f"{step}/in", 1)
             self._wait(lambda: self._keys.has(f"{step}/all"))
@@ -268,6 +276,13 @@ class _Talk:
         self._step += 1
         line.note_meeting()
         return messages
+
+    def part(self) -> list[bytes]:
+        """Wait until all have left the last meeting: the store may end with the first rank's process."""
+        line, last = self._line, self._step - 1
+        if line.rank == 0 and last >= 0:
+            self._wait(lambda: self._keys.count(f"{last}/out", 0) == line.size - 1)
+        return []
 
     def cut(self) -> list[bytes]:
         """Of the work before the next meeting."""
@@ -294,14 +309,14 @@ class _Talk:
             self._watch(now)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Poll, quickly at first, and beat meanwhile."""
-        pause = _FIRST_POLL_S
+        """Poll, the less often the longer it takes, and beat meanwhile."""
+        start = time.monotonic()
         while not is_done():
             if self._line.is_closing:
                 raise RankLostError(f"rank {self._line.numbers[self._line.rank]} has left the call")
             self._line.heard()
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
+            waited = time.monotonic() - start
+            time.sleep(min(max(_FIRST_POLL_S, waited * _LATENESS), _LAST_POLL_S))
             self.beat()
 
     def _watch(self, now: float) -> None:

@@ -66,19 +66,10 @@ class Placer:
         items = [item for item in destinations if item.boxes]
         leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
         files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
-        before = self._identify(files)
+        before = identities_of(self.reader, files, self.world.check)
         self._require_same(self.identities, before)
         self._place(items)
-        self._require_same(before, self._identify(files))
-
-    def _identify(self, files: Sequence[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-
-        def identify(file: str, _: None) -> None:
-            found[file] = self.reader.identity(file)
-
-        Workers(identify, [None] * self.reader.policy.concurrency, self.world.check).run(files)
-        return found
+        self._require_same(before, identities_of(self.reader, files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
@@ -258,6 +249,17 @@ class Placer:
         requests = schedule(segments, policy, staging_bytes=policy.max_gap_bytes)
         self._carry_out(requests, inputs, tools)
         return leaf.operation(inputs)
+
+
+def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[], None]) -> dict[str, str]:
+    """The identity of each file, as many asked for at once as the storage allows. ``check`` is called meanwhile."""
+    found: dict[str, str] = {}
+
+    def identify(file: str, _: None) -> None:
+        found[file] = reader.identity(file)
+
+    Workers(identify, [None] * reader.policy.concurrency, check).run(files)
+    return found
 
 
 def opaque_bytes(leaf: Opaque) -> int:

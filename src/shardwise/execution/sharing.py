@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Opaque, copies
+from shardwise.conversion import Opaque
 from shardwise.execution.exchange import exchange
 from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer
+from shardwise.execution.workers import Ahead
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models._torch_private import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
-from shardwise.planning.exchange import Parcel, Round, Wanted, dealt, rounds
-from shardwise.planning.schedule import segments_of
-from shardwise.planning.sharing import ETHERNET_BYTES_PER_S, FABRIC_BYTES_PER_S, Choice, SharedReads, choose
+from shardwise.planning.exchange import Parcel, Round, Wanted, dealt, hull, rounds
+from shardwise.planning.sharing import (
+    ETHERNET_BYTES_PER_S,
+    FABRIC_BYTES_PER_S,
+    Choice,
+    SharedReads,
+    choose,
+    times_read,
+)
 from shardwise.tensors import Box, Strided
 
 
@@ -80,7 +88,14 @@ def plan_sharing(
                 mode,
                 placer.reader.policy,
                 replicas=peers[item.fqn].replicas,
-                factor=_factor(item, peers[item.fqn], placer),
+                factor=times_read(
+                    item.expression,
+                    item.boxes,
+                    placer.index,
+                    placer.reader.policy,
+                    size=peers[item.fqn].size,
+                    replicas=peers[item.fqn].replicas,
+                ),
                 network_bytes_per_s=_network(held[item.fqn].tensor),
             )
             for item in items
@@ -98,28 +113,6 @@ def _network(tensor: torch.Tensor) -> float:
     return FABRIC_BYTES_PER_S if is_accelerated else ETHERNET_BYTES_PER_S
 
 
-def _factor(item: Destination, peers: Peers, placer: Placer) -> float:
-    """How often a needed byte would be read by the peers, each on its own.
-
-    A request counts as what could be read in its time (the gap that the storage rather reads over).
-    """
-    if not item.boxes:
-        return 1.0
-    policy = placer.reader.policy
-    needed = cost = 0
-    for part in item.boxes:
-        for copy in copies(item.expression, part.box, part.local):
-            assert not isinstance(copy.leaf, Opaque)
-            entry = placer.index.entries[copy.leaf.key]
-            needed += copy.numel * entry.dtype.itemsize
-            for segment in segments_of(
-                copy, 0, entry, needs_staging=False, policy=policy, block_bytes=policy.request_bytes
-            ):
-                cost += segment.bytes.nbytes + (policy.max_gap_bytes if len(copy.source.sizes) > 1 else 0)
-    spread = peers.size // peers.replicas
-    return peers.replicas * min(float(spread), cost / needed)
-
-
 def read_shared(
     world: World,
     plan: SharePlan,
@@ -131,7 +124,8 @@ def read_shared(
     """Read the shared tensors, each byte by one of the peers, and hand them over.
 
     Collective: yes.
-    Memory: the budget, a third of it each for reading, for what has been read, and for what is sent and received.
+    Memory: the budget, a quarter of it each for reading, for what has been read for this round and for the next,
+    and for what is sent and received.
     """
     together: dict[tuple[DeviceMesh | None, int | None], list[Destination]] = {}
     for item in sorted(items, key=lambda item: item.fqn):
@@ -159,8 +153,7 @@ class _Sharing:
         self._held = held
         self._placer = placer
         self._fetched: dict[Parcel, torch.Tensor] = {}
-        self._rounds: list[Round] = []
-        self._next = 0
+        self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
         ranks = dist.get_process_group_ranks(self._peers.group)
@@ -168,24 +161,53 @@ class _Sharing:
             Wanted(name, item.local.element_size(), boxes_of_ranks(self._held[name].tensor, name, ranks))
             for name, item in self._members.items()
         ]
-        self._rounds = rounds(dealt(wanted, range(self._peers.size)), self._placer.budget_bytes // 3)
+        budget_bytes = self._placer.budget_bytes // 4
+        ranks_of_group = range(self._peers.size)
+        block_bytes = budget_bytes // (4 * self._peers.size)
+        agenda = rounds(dealt(wanted, ranks_of_group, block_bytes), budget_bytes)
+        self._ahead = self._one_ahead(agenda)
         device = next(iter(self._members.values())).local.device
-        exchange(self._peers, self._rounds, self.give, self.take, self.dtype_of, device)
+        exchange(self._peers, agenda, self.give, self.take, self.dtype_of, device)
 
     def dtype_of(self, parcel: Parcel) -> torch.dtype:
         return self._members[parcel.tensor].local.dtype
 
     def give(self, parcel: Parcel) -> torch.Tensor:
         while parcel not in self._fetched:
-            self._fetch(self._rounds[self._next])
-            self._next += 1
+            self._fetched.update(next(self._ahead).value(self._peers.check))
         return self._fetched.pop(parcel)
 
-    def _fetch(self, parcels: Round) -> None:
-        """Read what this rank gives in a round, all at once: the storage is asked for many ranges together."""
-        own = [parcel for parcel in parcels if parcel.source == self._peers.rank]
-        boxes = [(self._members[parcel.tensor].expression, parcel.box, self.dtype_of(parcel)) for parcel in own]
-        self._fetched.update(zip(own, self._placer.values_of(boxes), strict=True))
+    def _one_ahead(self, agenda: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
+        """What this rank gives, round by round; while one is handed over, the next is read."""
+        begun = (Ahead(partial(self._fetch, parcels)) for parcels in agenda)
+        current = next(begun, None)
+        while current is not None:
+            current.value(self._peers.check)
+            following = next(begun, None)
+            yield current
+            current = following
+
+    def _fetch(self, parcels: Round) -> dict[Parcel, torch.Tensor]:
+        """Read what this rank gives in a round, all at once: the storage is asked for many ranges together.
+
+        Columns of the same rows are read as one box: each alone would be read over the others.
+        """
+        alike: dict[tuple[object, ...], list[Parcel]] = {}
+        for parcel in parcels:
+            if parcel.source == self._peers.rank:
+                rows = (parcel.box.offsets[:1], parcel.box.sizes[:1])
+                alike.setdefault((parcel.tensor, *rows), []).append(parcel)
+        together = [(hull([parcel.box for parcel in group]), group) for group in alike.values()]
+        values = self._placer.values_of(
+            [(self._members[group[0].tensor].expression, box, self.dtype_of(group[0])) for box, group in together]
+        )
+        fetched: dict[Parcel, torch.Tensor] = {}
+        for (box, group), whole in zip(together, values, strict=True):
+            for parcel in group:
+                starts = (at - first for at, first in zip(parcel.box.offsets, box.offsets, strict=True))
+                spans = zip(starts, parcel.box.sizes, strict=True)
+                fetched[parcel] = whole[tuple(slice(start, start + size) for start, size in spans)]
+        return fetched
 
     def take(self, parcel: Parcel, values: torch.Tensor) -> None:
         item = self._members[parcel.tensor]

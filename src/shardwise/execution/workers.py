@@ -73,3 +73,32 @@ class Workers(Generic[Task, Tool]):
         with self._finished:
             self._at_work -= 1
             self._finished.notify_all()
+
+
+class Ahead(Generic[Task]):
+    """The value of a function that a thread of its own has begun to work out.
+
+    The thread is a daemon, as those of :class:`Workers` are.
+    """
+
+    def __init__(self, function: Callable[[], Task]) -> None:
+        self._function = function
+        self._value: list[Task] = []
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="shardwise-ahead", daemon=True)
+        self._thread.start()
+
+    def value(self, check: Callable[[], None]) -> Task:
+        """Wait for the value, or raise what the function raised; ``check`` is called meanwhile."""
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            check()
+        if self._failure is not None:
+            raise self._failure
+        return self._value[0]
+
+    def _work(self) -> None:
+        try:
+            self._value.append(self._function())
+        except BaseException as error:
+            self._failure = error

@@ -7,6 +7,7 @@ no rank is left waiting for another that is gone, and what a user reads does not
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import time
@@ -92,6 +93,9 @@ class World:
         if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
+        elif not isinstance(error, errors.RankLostError):
+            with contextlib.suppress(errors.RankLostError):  # all has been said; whoever is lost now is not missed
+                self._line.part()
         self._close()
 
     def together(self, function: Callable[[], T]) -> T:
@@ -107,6 +111,19 @@ class World:
         outcomes = self._meet(None if failure is None else _Failure.of(failure))
         self._raise_any(outcomes, failure)
         return cast(T, value)
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; every rank's value (picklable), by rank, if it succeeded everywhere.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) as of :meth:`together`.
+        """
+        value, failure = self._attempt(function)
+        told = self._meet((None if failure is None else _Failure.of(failure), value))
+        self._raise_any([outcome for outcome, _ in told], failure)
+        return [found for _, found in told]
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank and hand its value (picklable) to all.

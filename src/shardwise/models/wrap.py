@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -94,6 +94,23 @@ def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """The global ranks of a process group (None: the default one), sorted."""
     return sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
+
+
+def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
+    """With a mesh, if there is to be one, that has the ranks of the process group (None: the default one).
+
+    Collective: yes, over the default group, where no mesh is given.
+
+    Raises:
+        PlacementError: when the given mesh has other ranks.
+    """
+    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
+    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks_of(group):
+        raise PlacementError(
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that acts together has "
+            f"{ranks_of(group)}; pass process_group=... in the options, with the mesh's ranks"
+        )
+    return replace(sharding, mesh=mesh)
 
 
 def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:

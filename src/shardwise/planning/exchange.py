@@ -66,15 +66,15 @@ class Spread:
 Round = tuple[Parcel, ...]
 
 
-def from_sources(wanted: Sequence[Wanted], source_of: Sequence[int]) -> Spread:
-    """Every rank's boxes from a rank that has the tensors whole: ``source_of[rank]``, which may be the rank itself.
+def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> Spread:
+    """Every rank's boxes from a rank that has the tensor whole: ``sources[tensor][rank]``, perhaps the rank itself.
 
-    A rank is its own source, or its source is.
+    Who is a source is its own source.
     """
     first: list[Parcel] = []
     then: list[Parcel] = []
     load: dict[int, int] = {}
-    for item in wanted:
+    for item, source_of in zip(wanted, sources, strict=True):
         holders: dict[tuple[int, Box], list[int]] = {}
         for rank, boxes in enumerate(item.boxes):
             for box in boxes:
@@ -92,11 +92,12 @@ def from_sources(wanted: Sequence[Wanted], source_of: Sequence[int]) -> Spread:
     return Spread(tuple(first), tuple(then))
 
 
-def dealt(wanted: Sequence[Wanted], readers: Sequence[int]) -> tuple[Parcel, ...]:
+def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) -> tuple[Parcel, ...]:
     """The boxes of the ranks ``readers`` from these ranks, each of which fetches an even part of the rows.
 
     What the group needs is fetched once in all: by all of them, in rows, or by one of them where it is small. Boxes
-    of other ranks are passed over.
+    of other ranks are passed over. What a rank fetches comes in blocks of about ``block_bytes``: parcels with
+    columns of the same rows follow each other, so that these rows can be read at once.
     """
     parcels: list[Parcel] = []
     load: dict[int, int] = {}
@@ -104,16 +105,29 @@ def dealt(wanted: Sequence[Wanted], readers: Sequence[int]) -> tuple[Parcel, ...
         needed = {box for rank in readers for box in item.boxes[rank] if box.numel}
         for band in _bands(sorted(needed, key=lambda box: (box.offsets, box.sizes))):
             for reader, share in _shares(band, item.itemsize, readers, load):
-                targets: dict[Box, list[int]] = {}
-                for rank in readers:
-                    for box in item.boxes[rank]:
-                        common = box.intersect(share) if box.numel else None
-                        if common is not None:
-                            targets.setdefault(common, []).append(rank)
-                parcels += [
-                    Parcel(item.tensor, reader, tuple(ranks), box, item.itemsize) for box, ranks in targets.items()
-                ]
+                for block in cut(share, max(1, block_bytes // item.itemsize)):
+                    parcels += _to_holders(item, reader, block, readers)
     return tuple(parcels)
+
+
+def _to_holders(item: Wanted, source: int, block: Box, readers: Sequence[int]) -> Iterator[Parcel]:
+    """A block, from who fetches it to all who hold some of it."""
+    targets: dict[Box, list[int]] = {}
+    for rank in readers:
+        for box in item.boxes[rank]:
+            common = box.intersect(block) if box.numel else None
+            if common is not None:
+                targets.setdefault(common, []).append(rank)
+    for box, ranks in targets.items():
+        yield Parcel(item.tensor, source, tuple(ranks), box, item.itemsize)
+
+
+def hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box that has all of these (at least one) in it."""
+    dims = range(len(boxes[0].sizes))
+    offsets = tuple(min(box.offsets[dim] for box in boxes) for dim in dims)
+    stops = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in dims)
+    return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
 
 
 def rounds(parcels: Iterable[Parcel], budget_bytes: int) -> list[Round]:

@@ -96,7 +96,8 @@ class LoadPlan:
     @cached_property
     def digest(self) -> str:
         """One digest of all fingerprints, by name: modules may register tensors in the order of a set."""
-        return hashlib.sha256(repr(sorted(self.fingerprints.items())).encode()).hexdigest()
+        facts = (sorted(self.fingerprints.items()), sorted(self.twins))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _fingerprint(self, name: str, fill: Fill) -> str:
         tensor = self.layout.by_name[name]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Opaque, stored_leaves
-from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
+from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
-from shardwise.execution.place import Destination, Placer, opaque_bytes
+from shardwise.execution.place import Destination, Placer, identities_of, opaque_bytes
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
@@ -52,15 +52,14 @@ from shardwise.planning import (
     stored_tensors,
 )
 from shardwise.planning.forecast import (
+    Available,
     Homes,
     MemoryCheck,
     RequireMemory,
-    forecast_computed,
     forecast_rank,
     require_fits,
 )
 from shardwise.planning.sharing import SharedReads, Weighed
-from shardwise.planning.staging import staging_within
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
@@ -148,18 +147,21 @@ def load(
     model = without_compile(model)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
+    transforms: list[Any] = []
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("index"):
             source = open_source(world, checkpoint, hub)
+
+        def ask() -> LoadRequest:
+            transforms.extend(compat.conversion_transforms(model, key_mapping))
+            held = look_inside(model)
+            layout = layout_of(held, lambda item: Origin.NOWHERE)
+            bindings = bind(model, stored_tensors(source.index), layout, transforms)
+            tie_declared(model, held, bindings)
+            return LoadRequest(bindings, consent, dict(buffers or {}), options)
+
         with source.closing():
-            with clock.phase("plan"):
-                transforms = world.together(lambda: compat.conversion_transforms(model, key_mapping))
-                held = world.together(lambda: look_inside(model))
-                layout = world.together(lambda: layout_of(held, lambda item: Origin.NOWHERE))
-                bindings = world.together(lambda: bind(model, stored_tensors(source.index), layout, transforms))
-                world.together(lambda: tie_declared(model, held, bindings))
-            request = LoadRequest(source, bindings, consent, dict(buffers or {}), options)
-            report = carry_out(world, model, request, clock)
+            report = carry_out(world, model, source, ask, clock)
     compat.record_conversions(model, transforms)
     return report
 
@@ -184,13 +186,13 @@ class OpenSource:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """All that a load needs beside the model."""
+    """All that a load needs beside the model and the checkpoint."""
 
-    source: OpenSource
     bindings: Bindings
     consent: Consent
     buffers: BufferRules
     options: LoadOptions
+    already_read_bytes: int = 0
 
 
 @dataclass
@@ -206,40 +208,52 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def open_source(
-    world: World,
-    checkpoint: Source,
-    hub: HubOptions,
-    *,
-    weights_name: str | None = None,
-    extra: Sequence[str] = (),
-) -> OpenSource:
+def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
-        opened = OpenStorage(checkpoint, None)
-    elif is_url(checkpoint):
+        return read_index(world, OpenStorage(checkpoint, None), is_own=False)
+    if is_url(checkpoint):
         opened = world.together(lambda: open_storage(checkpoint, hub))
     else:
         path = resolve_everywhere(world, checkpoint, hub)
         opened = world.together(lambda: open_storage(path))
-    reader, named = opened.reader, opened.file or weights_name
+    return read_index(world, opened)
+
+
+def read_index(
+    world: World,
+    opened: OpenStorage,
+    *,
+    weights_name: str | None = None,
+    extra: Sequence[str] = (),
+    is_own: bool = True,
+) -> OpenSource:
+    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes."""
+    reader = opened.reader
 
     def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = open_checkpoint(reader, weights_name=named, extra_files=extra)
-        return index, {file: reader.identity(file) for file in index.files} if reader.policy.is_remote else {}
+        index = open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra)
+        return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
 
     index, identities = world.from_first(read)
-    return OpenSource(index, reader, identities, is_own=reader is not checkpoint)
+    return OpenSource(index, reader, identities, is_own)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
     """A local path on every rank; a hub repository is downloaded by one rank of each machine. Collective: yes."""
+    found = world.each(lambda: resolve(name_or_path, hub) if is_local(name_or_path) else None)
     # One rank decides: what exists on some machines only must not send the ranks different ways.
-    if world.from_first(lambda: is_local(name_or_path)):
-        return world.together(lambda: resolve(name_or_path, hub))
+    if found[0] is not None:
+        if absent := [rank for rank, path in enumerate(found) if path is None]:
+            raise StorageError(
+                f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
+                f"{', '.join(map(str, absent))}; "
+                "put it on every machine, or on a file system that all of them share"
+            )
+        return cast(Path, found[world.rank])
     downloads = world.is_first_on_host()
-    found = world.together(lambda: resolve(name_or_path, hub) if downloads else None)
-    return world.together(lambda: found or resolve(name_or_path, hub, download=False))
+    downloaded = world.together(lambda: resolve(name_or_path, hub) if downloads else None)
+    return world.together(lambda: downloaded or resolve(name_or_path, hub, download=False))
 
 
 def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
@@ -269,28 +283,24 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
     compat.tie(model, set(by_name) - set(bindings.offers), set())
 
 
-def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock) -> LoadReport:
-    """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size."""
-    options, source = request.options, request.source
+def carry_out(
+    world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], clock: Clock
+) -> LoadReport:
+    """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
+
+    ``ask`` makes the model ready on this rank, and says what is wanted.
+    """
     with clock.phase("plan"):
-        held = world.together(lambda: look_inside(model))
-        with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
-            computed = world.together(
-                lambda: initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
-            )
-        plan = world.together(lambda: make_plan(model, held, computed, request))
-        total_bytes = agree_on(world, plan, options.seed)
-        with torch.device("cpu"):
-            programs = world.together(lambda: foresee_initial_values(model, held, plan, options))
-        home = home_of(held, options.device)
-        forecast = foresee_memory(world, model, held, plan, request, home)
+        ready = world.together(lambda: prepare(model, source, ask, world.rank))
+        total_bytes = agree_on(world, ready)
+    plan, held, options = ready.plan, ready.held, ready.request.options
     by_name = {item.fqn: item for item in held}
     with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
         placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("materialize"):
-            world.together(lambda: materialize(model, held, home))
+            world.together(lambda: materialize(model, held, ready.home))
         items = destinations(plan, by_name)
         with clock.phase("plan"):
             sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
@@ -299,71 +309,109 @@ def carry_out(world: World, model: nn.Module, request: LoadRequest, clock: Clock
         if sharing.shared:
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, items, placer, options.patience)
-    written = dict(placer.written)
-    with clock.phase("fill"), torch.device("cpu"):
-        world.together(lambda: fill(model, held, plan, programs, computed, options, written))
-        attributes = world.together(lambda: initialize.recompute_attributes(model, home))
+    attributes = world.together(lambda: finish(model, ready, placer, clock))
     with clock.phase("audit"):
-        world.together(lambda: audit(model, plan, written))
         require_equal_buffers(world, held)
-        world.together(lambda: mark_loaded(model, held))
-    report = make_report(world, model, plan, request, placer, sharing, forecast, clock)
+    report = make_report(world, model, source, ready, placer, sharing, clock)
     return replace(report, recomputed=report.recomputed + attributes)
 
 
-def agree_on(world: World, plan: LoadPlan, seed: int) -> int:
-    """All ranks have the same plan, but for the boxes, and the same seed; the bytes that all will hold.
+@dataclass(frozen=True)
+class Prepared:
+    """All that one rank has decided before anything is read. ``home`` is where the model computes."""
+
+    request: LoadRequest
+    held: list[Held]
+    computed: Mapping[str, Computed]
+    plan: LoadPlan
+    programs: Mapping[str, Program]
+    home: torch.device
+    forecast: RankForecast
+    available: Available
+
+
+def prepare(model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], rank: int) -> Prepared:
+    """Decide, on this rank alone."""
+    request = ask()
+    options = request.options
+    held = look_inside(model)
+    with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
+        computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+        plan = make_plan(model, held, computed, source.index, request)
+        programs = foresee_initial_values(model, held, plan, options)
+    home = home_of(held, options.device)
+    forecast = foresee_memory(model, plan, source, options, home, rank)
+    brings_up = any(item.tensor.is_meta for item in held)
+    available = available_memory(home) if brings_up else Available()
+    return Prepared(request, held, computed, plan, programs, home, forecast, available)
+
+
+def agree_on(world: World, ready: Prepared) -> int:
+    """All ranks have the same plan, but for the boxes, and the same seed, and it fits; the bytes all will hold.
 
     Collective: yes.
 
     Raises:
         DisagreementError: naming the tensors that ranks plan differently.
+        PlacementError: naming a rank that has too little memory, what it needs and what there is.
     """
-    told = world.gather((seed, plan.digest, plan.layout.local_nbytes))
-    if others := [rank for rank, (theirs, _, _) in enumerate(told) if theirs != told[0][0]]:
+    plan, options = ready.plan, ready.request.options
+    mine = (
+        options.seed,
+        plan.digest,
+        plan.layout.local_nbytes,
+        socket.gethostname(),
+        ready.forecast,
+        ready.available,
+    )
+    seeds, digests, sizes, hosts, forecasts, availables = zip(*world.gather(mine), strict=True)
+    if others := [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]:
         raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
-    if all(digest == told[0][1] for _, digest, _ in told):
-        return sum(nbytes for _, _, nbytes in told)
-    first = world.from_first(lambda: plan.fingerprints)
-    mine = plan.fingerprints
+    if len(set(digests)) > 1:
+        raise DisagreementError(disagreement(world, plan))
+    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
+        # The ranks of one machine share its memory, so what they need together counts.
+        neighbours = sum(other.host_bytes for place, other in zip(hosts, forecasts, strict=True) if place == host)
+        require_fits(replace(forecast, host_bytes=neighbours), available, options.memory_check)
+    return sum(sizes)
+
+
+def disagreement(world: World, plan: LoadPlan) -> str:
+    """Which tensors are planned differently by whom. Collective: yes."""
+    first, mine = world.from_first(lambda: plan.fingerprints), plan.fingerprints
     names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
     differing = sorted({name for found in world.gather(names[:_TOLD_NAMES]) for name in found})
     shown = ", ".join(pattern for pattern, _ in collapse(differing)[:8])
-    raise DisagreementError(
+    return (
         f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
         "arguments, and versions of torch and transformers"
     )
 
 
+def finish(model: nn.Module, ready: Prepared, placer: Placer, clock: Clock) -> tuple[str, ...]:
+    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
+    written = dict(placer.written)
+    with clock.phase("fill"), torch.device("cpu"):
+        fill(model, ready.held, ready.plan, ready.programs, ready.computed, ready.request.options, written)
+        attributes = initialize.recompute_attributes(model, ready.home)
+    with clock.phase("audit"):
+        audit(model, ready.plan, written)
+        mark_loaded(model, ready.held)
+    return attributes
+
+
 def foresee_memory(
-    world: World, model: nn.Module, held: Sequence[Held], plan: LoadPlan, request: LoadRequest, home: torch.device
+    model: nn.Module, plan: LoadPlan, source: OpenSource, options: LoadOptions, home: torch.device, rank: int
 ) -> RankForecast:
-    """What the load will take on this rank; refused where a model on meta does not fit. Collective: yes.
-
-    The ranks of one machine share its memory, so what they need together counts.
-
-    Raises:
-        PlacementError: naming the rank, what it needs and what there is.
-    """
-    options, policy = request.options, request.source.reader.policy
-
-    def foresee() -> RankForecast:
-        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
-        staging = staging_within(options.budget_bytes, policy.concurrency, on_device=home.type != "cpu")
-        homes = Homes(
-            device=home.type,
-            budget_bytes=max(staging.total_bytes, computed),
-            offloads_shards=home.type != "cpu" and offloads_shards(model),
-        )
-        return forecast_rank(plan, request.source.index, world.rank, homes, policy, padded_numels(model))
-
-    forecast = world.together(foresee)
-    everywhere = world.gather((socket.gethostname(), forecast.host_bytes))
-    neighbours = sum(nbytes for host, nbytes in everywhere if host == everywhere[world.rank][0])
-    if any(item.tensor.is_meta for item in held):
-        need = replace(forecast, host_bytes=neighbours)
-        world.together(lambda: require_fits(need, available_memory(home), options.memory_check))
-    return forecast
+    """What the load will take on this rank, every rank reading for itself."""
+    homes = Homes.of(
+        plan,
+        source.reader.policy,
+        device=home.type,
+        budget_bytes=options.budget_bytes,
+        offloads_shards=home.type != "cpu" and offloads_shards(model),
+    )
+    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(model))
 
 
 def foresee_initial_values(
@@ -385,6 +433,7 @@ def make_plan(
     model: nn.Module,
     held: Sequence[Held],
     computed: Mapping[str, Computed],
+    index: CheckpointIndex,
     request: LoadRequest,
 ) -> LoadPlan:
     """The plan, with opaque conversions checked against the budget."""
@@ -395,7 +444,7 @@ def make_plan(
 
     layout = layout_of(held, origin_of)
     rules = ModelRules(*compat.ignore_patterns(model))
-    plan = plan_load(request.source.index, layout, request.bindings, rules, request.consent)
+    plan = plan_load(index, layout, request.bindings, rules, request.consent)
     for name, read in plan.reads().items():
         leaf = read.expression
         if isinstance(leaf, Opaque) and 2 * opaque_bytes(leaf) > request.options.budget_bytes:
@@ -417,8 +466,10 @@ def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destinatio
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
     """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
-    unequal = world.together(lambda: unequal_twins(plan, placer, world.rank, world.size))
-    names = sorted({name for found in world.gather(unequal) for name in found})
+    if not plan.twins:
+        return
+    unequal = world.each(lambda: unequal_twins(plan, placer, world.rank, world.size))
+    names = sorted({name for found in unequal for name in found})
     if names:
         raise CoverageError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
@@ -468,14 +519,14 @@ def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
 def make_report(
     world: World,
     model: nn.Module,
-    plan: LoadPlan,
-    request: LoadRequest,
+    source: OpenSource,
+    ready: Prepared,
     placer: Placer,
     sharing: SharePlan,
-    forecast: RankForecast,
     clock: Clock,
 ) -> LoadReport:
-    index, reads = request.source.index, plan.reads()
+    plan, index = ready.plan, source.index
+    reads = plan.reads()
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
         for name, read in reads.items()
@@ -488,13 +539,13 @@ def make_report(
         world_size=world.size,
         parameters=sum(item.numel for item in plan.layout.tensors if item.kind is Kind.PARAMETER),
         checkpoint_bytes=index.nbytes,
-        read_bytes=placer.read_bytes,
+        read_bytes=ready.request.already_read_bytes + placer.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
-        files_opened=getattr(request.source.reader, "files_opened", 0),
-        reads=getattr(request.source.reader, "reads", 0),
+        files_opened=getattr(source.reader, "files_opened", 0),
+        reads=getattr(source.reader, "reads", 0),
         seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
         loaded=len(reads),
-        forecast=forecast,
+        forecast=ready.forecast,
         read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
         read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
         files=tuple(index.files),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.errors import DisagreementError, FormatError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -23,7 +22,7 @@ from shardwise.models.initialize import BufferRules
 from shardwise.models.wrap import Sharding
 from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report import LoadReport
-from shardwise.storage import HubOptions, StorageReader, is_url, open_storage
+from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
 from shardwise.storage.urls import without_secrets
 from shardwise.verbs.load import (
     Clock,
@@ -31,7 +30,7 @@ from shardwise.verbs.load import (
     LoadRequest,
     OpenSource,
     carry_out,
-    open_source,
+    read_index,
     resolve_everywhere,
 )
 from shardwise.verbs.outline import ModelOptions, Outline, class_of, config_of, outline
@@ -103,38 +102,50 @@ def from_pretrained(
     clock = Clock()
     hub = keywords.get("hub", HubOptions())
     with World.current(options.process_group, options.patience) as world, ExitStack() as stack:
-        sharding = world.together(lambda: _sharding(keywords.get("sharding", Sharding()), options))
+        sharding = world.together(
+            lambda: wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
+        )
         with clock.phase("index"):
             if is_url(name_or_path):
                 directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
             else:
                 directory = resolve_everywhere(world, name_or_path, hub)
-            config = world.together(lambda: config_of(directory, keywords))
-            config.name_or_path = without_secrets(os.fspath(name_or_path))
-            source = open_source(
+
+            def begin() -> tuple[PreTrainedConfig, OpenStorage]:
+                config = config_of(directory, keywords)
+                config.name_or_path = without_secrets(os.fspath(name_or_path))
+                is_remote = is_url(name_or_path)
+                return config, open_storage(name_or_path, hub) if is_remote else open_storage(directory)
+
+            config, opened = world.together(begin)
+            source = read_index(
                 world,
-                name_or_path if is_url(name_or_path) else directory,
-                hub if is_url(name_or_path) else HubOptions(),
+                opened,
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
         with source.closing():
             with clock.phase("plan"):
-                built = _build_together(world, directory, config, source, keywords)
-                untied = _decide_ties(world, built, source, options)
-                world.together(lambda: _finish(built, untied, sharding))
-            request = LoadRequest(
-                source=source,
-                bindings=built.bindings_less_ties(),
-                consent=Consent(
-                    keywords.get("on_missing", Refuse()),
-                    keywords.get("on_mismatched", Refuse()),
-                    keywords.get("on_unexpected", Refuse()),
-                ),
-                buffers=keywords.get("buffers", {}),
-                options=options,
-            )
-            report = carry_out(world, built.model, request, clock)
+                built, pairs = _build_together(world, directory, config, source, keywords)
+                untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
+
+            def ask() -> LoadRequest:
+                built.tie(untied)
+                if sharding.mesh is not None:
+                    wrap.wrap(built.model, sharding)
+                return LoadRequest(
+                    bindings=built.bindings_less_ties(),
+                    consent=Consent(
+                        keywords.get("on_missing", Refuse()),
+                        keywords.get("on_mismatched", Refuse()),
+                        keywords.get("on_unexpected", Refuse()),
+                    ),
+                    buffers=keywords.get("buffers", {}),
+                    options=options,
+                    already_read_bytes=already_read_bytes,
+                )
+
+            report = carry_out(world, built.model, source, ask, clock)
     compat.record_conversions(built.model, built.transforms)
     if sharding.mesh is not None:
         wrap.average_replicated_gradients(built.model, sharding.mesh)
@@ -173,25 +184,43 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 def _build_together(
     world: World, directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions
-) -> Outline:
-    """Build on every rank; a checkpoint's own code is first copied to the cache by one rank of each machine."""
+) -> tuple[Outline, list[tuple[str, str]]]:
+    """Build on every rank; also the declared ties that are stored twice. Collective: yes.
+
+    A checkpoint's own code is first copied to the cache by one rank of each machine.
+    """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_on_host()
         world.together(lambda: class_of(directory, config, keywords) if first else None)
-    return world.together(lambda: outline(directory, config, source.index, keywords))
+    made: list[Outline] = []
+
+    def build() -> list[tuple[str, str]]:
+        made.append(outline(directory, config, source.index, keywords))
+        return sorted(made[0].ties_stored_twice())
+
+    pairs = world.each(build)
+    if others := [rank for rank, found in enumerate(pairs) if found != pairs[0]]:
+        raise DisagreementError(
+            f"the list of declared ties that are stored twice on rank {', '.join(map(str, others))} is not that of "
+            "rank 0"
+        )
+    return made[0], pairs[0]
 
 
-def _decide_ties(world: World, built: Outline, source: OpenSource, options: LoadOptions) -> set[str]:
-    """Names declared tied that stay untied, because they are stored with values of their own. Collective: yes."""
-    pairs = built.ties_stored_twice()
-    offers = built.bindings.offers
-    world.require_equal(sorted(pairs), "the list of declared ties that are stored twice")
+def _decide_ties(
+    world: World, built: Outline, pairs: Sequence[tuple[str, str]], source: OpenSource, options: LoadOptions
+) -> tuple[set[str], int]:
+    """Names declared tied that stay untied, because they are stored with values of their own; bytes read for that.
+
+    Collective: yes.
+    """
     if not pairs:
-        return set()
+        return set(), 0
+    offers = built.bindings.offers
+    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
 
-    def differing() -> set[str]:
-        with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
-            placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
+        def differing() -> set[str]:
             return {
                 name
                 for name, first in pairs
@@ -205,28 +234,6 @@ def _decide_ties(world: World, built: Outline, source: OpenSource, options: Load
                 )
             }
 
-    untied = set().union(*world.gather(world.together(differing)))
+        untied = set().union(*world.each(differing))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
-    return untied
-
-
-def _finish(built: Outline, untied: set[str], sharding: Sharding) -> None:
-    """Tie and wrap, still on meta."""
-    built.tie(untied)
-    if sharding.mesh is not None:
-        wrap.wrap(built.model, sharding)
-
-
-def _sharding(given: Sharding, options: LoadOptions) -> Sharding:
-    """With a mesh, if there is to be one, that has the ranks of the process group. Collective: yes.
-
-    Raises:
-        PlacementError: when it has not.
-    """
-    mesh = given.mesh if given.mesh is not None else wrap.default_mesh(options.process_group)
-    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != wrap.ranks_of(options.process_group):
-        raise PlacementError(
-            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that loads together has "
-            f"{wrap.ranks_of(options.process_group)}; pass LoadOptions(process_group=...) with the mesh's ranks"
-        )
-    return replace(given, mesh=mesh)
+    return untied, placer.read_bytes

@@ -1,0 +1,86 @@
+"""Loading over HTTP: the time it takes against what the server's bandwidth and latency allow.
+
+A server on this machine (:class:`shardwise.testing.http_store.HttpStoreProcess`) sends no more than a given number
+of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
+of shards and as two replicas of two.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.execution.local_ranks import LocalRanks
+from shardwise.storage import OBJECT_STORE
+from shardwise.testing.http_store import HttpStoreProcess
+
+BYTES_PER_S = 200e6
+LATENCY_S = 0.02
+MOST = 1.15
+
+
+def measure(folder: Path, warm_up: Path, ranks: int, repeats: int, timeout_s: float) -> dict[str, Any]:
+    """Makespans over the bound ``max(bytes / bandwidth, requests * latency / concurrency)``, for both meshes."""
+    found: dict[str, Any] = {"bytes_per_s": BYTES_PER_S, "latency_s": LATENCY_S, "meshes": {}}
+    runs: dict[str, list[dict[str, float]]] = {"fsdp": [], "hsdp 2x2": []}
+    for _ in range(repeats):
+        for name, of in runs.items():
+            of.append(_once(folder, warm_up, ranks, 2 if name != "fsdp" else 1, timeout_s))
+    for name, of in runs.items():
+        middle = sorted(of, key=lambda run: run["ratio"])[len(of) // 2]
+        ratios = [run["ratio"] for run in of]
+        found["meshes"][name] = {
+            **middle,
+            "ratio": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
+        }
+    return found
+
+
+def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: float) -> dict[str, float]:
+    with (
+        HttpStoreProcess(warm_up) as tiny,
+        HttpStoreProcess(folder, latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S) as store,
+        LocalRanks(ranks, timeout_s=timeout_s) as world,
+    ):
+        told = world.run(load_from, store.url, tiny.url, replicas)
+        counters = store.counters
+    seconds = max(one["seconds"] for one in told)
+    nbytes = told[0]["checkpoint_bytes"]
+    by_bandwidth = nbytes / BYTES_PER_S
+    by_latency = counters.requests * LATENCY_S / (OBJECT_STORE.concurrency * ranks)
+    return {
+        "seconds": seconds,
+        "bound_s": max(by_bandwidth, by_latency),
+        "ratio": seconds / max(by_bandwidth, by_latency),
+        "requests": counters.requests,
+        "read_fraction": sum(one["read_bytes"] for one in told) / nbytes,
+    }
+
+
+def load_from(url: str, warm_up: str, replicas: int) -> dict[str, float]:
+    """One rank: load from the server, warmed on the tiny model."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise
+
+    torch.set_num_threads(1)
+    sizes = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    sharding = shardwise.Sharding(mesh=mesh["shard"] if replicas == 1 else mesh)
+    shardwise.from_pretrained(warm_up, sharding=sharding)
+    dist.barrier()
+    began = time.perf_counter()
+    model, report = shardwise.from_pretrained(url, sharding=sharding, output_loading_info=True)
+    seconds = time.perf_counter() - began
+    del model
+    return {
+        "seconds": seconds,
+        "read_bytes": report.read_bytes,
+        "checkpoint_bytes": report.checkpoint_bytes,
+    }

@@ -1,0 +1,185 @@
+"""Optimizers of a model whose parameters are replaced: what they hold, as data, and binding them again.
+
+Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, PlacementError
+
+Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
+"""What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One value of an optimizer's state."""
+
+    optimizer: int
+    """Position among the optimizers given."""
+    parameter: str
+    entry: str
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.entry} of optimizer {self.optimizer}"
+
+
+@dataclass(slots=True)
+class Bound:
+    """An optimizer and what it holds, by the names of the parameters.
+
+    Attributes:
+        groups: FQNs, by parameter group.
+        tensors: state of a parameter's shape.
+        scalars: the rest of the state.
+        unused: parameters whose state is an empty dict.
+    """
+
+    optimizer: Optimizer
+    index: int
+    groups: list[list[str]]
+    tensors: dict[Key, torch.Tensor]
+    scalars: dict[Key, Scalar]
+    unused: list[str]
+
+    def description(self) -> list[str]:
+        """What must be the same on every rank: the class, and each group's parameters and settings."""
+        lines = [type(self.optimizer).__name__]
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
+            lines += [f"{settings}", *names]
+        return lines
+
+    def unbind(self) -> None:
+        """Let go of the parameters and of the state, so that their memory can be freed."""
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.optimizer.state.clear()
+        self.tensors = {}
+
+    def rebind(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tensors: Mapping[Key, torch.Tensor],
+        scalars: Mapping[Key, Scalar],
+    ) -> None:
+        """Take the parameters of these names, with this state. Groups keep their settings and their order."""
+        on_device = {
+            name
+            for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
+            for name in names
+            if group.get("capturable") or group.get("fused")
+        }
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group["params"] = [parameters[name] for name in names]
+        for name in self.unused:
+            self.optimizer.state[parameters[name]] = {}
+        for key, value in [*tensors.items(), *scalars.items()]:
+            if key.optimizer == self.index:
+                parameter = parameters[key.parameter]
+                if isinstance(value, torch.Tensor) and key in scalars:
+                    value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
+                self.optimizer.state.setdefault(parameter, {})[key.entry] = value
+
+    def count(self) -> tuple[int, int]:
+        """How many parameters it holds, and values of state."""
+        return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
+
+
+def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[Bound]:
+    """What optimizers hold of a model, whose parameters have these names.
+
+    Raises:
+        ConfigError: for what is no optimizer.
+        PlacementError: for parameters that are not the model's or are in two groups, and for state that cannot be
+            sharded; all of it by name.
+    """
+    given: object = optimizers
+    if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
+        raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
+    faults: list[str] = []
+    seen: dict[str, str] = {}
+    bounds = [_look_at(optimizer, index, names, seen, faults) for index, optimizer in enumerate(optimizers)]
+    if faults:
+        raise PlacementError("the optimizers cannot be bound to the sharded model:\n  " + "\n  ".join(faults[:20]))
+    return bounds
+
+
+def _look_at(
+    optimizer: Optimizer, index: int, names: Mapping[nn.Parameter, str], seen: dict[str, str], faults: list[str]
+) -> Bound:
+    bound = Bound(optimizer, index, [], {}, {}, [])
+    for number, group in enumerate(optimizer.param_groups):
+        members: list[str] = []
+        for position, parameter in enumerate(group["params"]):
+            place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
+            name = names.get(parameter)
+            if name is None:
+                called = group["param_names"][position] if "param_names" in group else f"number {position}"
+                faults.append(
+                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's; make the "
+                    "optimizer of model.parameters(), and have nothing replace them"
+                )
+            elif name in seen:
+                faults.append(f"{name} is in {place} and in {seen[name]}; leave it in one of them")
+            else:
+                seen[name] = place
+                members.append(name)
+        bound.groups.append(members)
+    for parameter, state in optimizer.state.items():
+        name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if name is None:
+            if state:
+                faults.append(f"optimizer {index} has state of what is no parameter of the model: {sorted(state)}")
+            continue
+        if not state:
+            bound.unused.append(name)
+        for entry, value in state.items():
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, faults)
+    return bound
+
+
+def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, faults: list[str]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.shape == parameter.shape and value.ndim:
+            bound.tensors[key] = value
+        elif value.numel() == 1:
+            bound.scalars[key] = value
+        else:
+            faults.append(
+                f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards "
+                "that follow the parameter's; make the optimizer after sharding, or before its first step"
+            )
+    elif value is None or isinstance(value, (int, float, str)):
+        bound.scalars[key] = value
+    else:
+        faults.append(
+            f"{key} is a {type(value).__name__}, and nobody knows how that is sharded; make the optimizer after "
+            "sharding, or before its first step"
+        )
+
+
+def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
+    """A single number, where torch has it: steps on the host unless a kernel reads them, state by its parameter."""
+    if key.entry == "step":
+        return value.to(parameter.device) if is_read_by_kernels else value
+    if parameter.ndim == 0 and value.is_floating_point():
+        return value.to(parameter.device, parameter.dtype)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A setting as something that compares between processes."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if not value.is_meta else "meta"
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (int, float, str)) else type(value).__name__

@@ -1,0 +1,90 @@
+"""Whether a model is sharded already, and what of it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import PlacementError
+from shardwise.layout import Kind
+from shardwise.models.view import Held, canonical
+from shardwise.report import collapse
+
+_SHOWN = 8
+
+
+def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
+    """Whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
+
+    A root that is sharded has taken what it was meant to; without one, every parameter has to be in some group.
+
+    Raises:
+        PlacementError: naming the modules, when it has been applied to some of them; or the parameters, when they
+            are distributed, but not by ``fully_shard``.
+    """
+    groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    parameters = [item for item in held if item.kind is Kind.PARAMETER]
+    distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
+    outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
+    if isinstance(model, FSDPModule) or (groups and not outside):
+        return True
+    if groups:
+        raise PlacementError(
+            f"the model is sharded in part: fully_shard was applied to {_few(groups)}, and not to what holds "
+            f"{_few(outside)}; apply it to the root as well, or to nothing"
+        )
+    if distributed:
+        raise PlacementError(
+            f"parameters are distributed, but not by fully_shard: {_few(distributed)}; a model under tensor "
+            "parallelism is sharded by fully_shard itself"
+        )
+    return False
+
+
+def refuse_unmovable(held: Sequence[Held]) -> None:
+    """Raise for parameters whose values cannot be handed over as they are.
+
+    Raises:
+        PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
+            which would be lost; or that share memory without being one parameter, and would be one no more.
+    """
+    parameters = [item for item in held if item.kind is Kind.PARAMETER]
+    faults = [
+        f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
+        for item in parameters
+        if type(item.tensor) is not nn.Parameter
+    ]
+    with_gradient = [item.fqn for item in parameters if item.tensor.grad is not None]
+    if with_gradient:
+        faults.append(f"{_few(with_gradient)}: a gradient would be lost; take the step, or call zero_grad()")
+    at: dict[object, str] = {}
+    for item in parameters:
+        if type(item.tensor) is nn.Parameter and not item.tensor.is_meta and item.tensor.numel():
+            other = at.setdefault(_memory(item.tensor), item.fqn)
+            if other != item.fqn:
+                faults.append(
+                    f"{item.fqn} and {other} are two parameters that share memory, and would each become its own; "
+                    "make them one parameter, by assigning it to both modules"
+                )
+    if faults:
+        raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    groups = collapse(name or "the root" for name in names)
+    more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
+    return ", ".join(pattern for pattern, _ in groups[:_SHOWN]) + more

@@ -1,0 +1,161 @@
+"""The benchmark's own arithmetic."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks import load, meter, roof
+from benchmarks.checkpoints import SHAPES, write
+from benchmarks.load import Limit
+
+
+def test_checksums_of_the_pieces_add_up_to_that_of_the_whole() -> None:
+    elements = np.random.default_rng(0).integers(0, 1 << 16, size=(1 << 20) + 12345, dtype=np.uint16)
+    whole = meter.checksum(elements, 0)
+    for cut in (1, 4097, (1 << 20) - 1, 1 << 20, len(elements) - 1):
+        pieces = meter.checksum(elements[:cut], 0) + meter.checksum(elements[cut:], cut)
+        assert pieces % (1 << 64) == whole
+
+
+def test_a_checksum_knows_the_places_of_elements() -> None:
+    elements = np.arange(1, 100, dtype=np.uint32)
+    swapped = elements.copy()
+    swapped[[3, 40]] = swapped[[40, 3]]
+    assert meter.checksum(swapped, 0) != meter.checksum(elements, 0)
+    assert meter.checksum(elements, 1) != meter.checksum(elements, 0)
+
+
+def sums(*values: int, copies: tuple[int, ...]) -> list[dict[str, tuple[str, str, int, int]]]:
+    return [{"w": ("(4,) float32", "S(0)", value, copy)} for value, copy in zip(values, copies, strict=True)]
+
+
+def test_shards_are_added_and_copies_are_not() -> None:
+    sharded, _ = load.combine(sums(1, 2, 3, 4, copies=(0, 0, 0, 0)))
+    replicated, _ = load.combine(sums(4, 6, 4, 6, copies=(0, 0, 1, 1)))
+    assert sharded == replicated == {"w": "(4,) float32 000000000000000a"}
+
+
+def test_copies_that_differ_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="copies of w differ"):
+        load.combine(sums(4, 6, 4, 7, copies=(0, 0, 1, 1)))
+
+
+def test_ranks_with_different_tensors_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="different tensors"):
+        load.combine([{"v": ("", "", 0, 0)}, {"w": ("", "", 0, 0)}])
+
+
+def arm(checksums: dict[str, str], placement: str = "S(0)") -> dict[str, object]:
+    return {"checksums": checksums, "placements": dict.fromkeys(checksums, placement)}
+
+
+def test_models_are_compared_by_name_and_placement() -> None:
+    arms = {"a": arm({"v": "1", "w": "2"}), "b": arm({"v": "1", "w": "3"}), "c": arm({"v": "1", "w": "2"}, "S(1)")}
+    verdicts = load.compare(arms)
+    assert verdicts["a"] == "same"
+    assert verdicts["b"] == "1 of 2 differ, such as w"
+    assert verdicts["c"] == "same; 2 sharded otherwise, such as v"
+
+
+def rank(start: float, stop: float, busy: float = 0.0) -> dict[str, object]:
+    usage = {"user_s": 0.25, "system_s": 0.25, "minor_faults": 3, "major_faults": 1}
+    return {
+        "start": start,
+        "stop": stop,
+        "returned": stop,
+        "usage": usage,
+        "machine_busy_s": busy,
+        "cached_fraction": 1.0,
+        "priority": False,
+    }
+
+
+def test_a_run_lasts_from_the_first_start_to_the_last_stop() -> None:
+    run = load.summary([rank(10.0, 11.0), rank(10.5, 12.0)])
+    assert run["wall_s"] == 2.0
+    assert run["user_s"] == 0.5
+    assert run["minor_faults"] == 6
+    assert run["others_share"] == 0.0
+
+
+def test_the_share_of_others_is_what_the_ranks_did_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    run = load.summary([rank(0.0, 2.0, busy=2.04), rank(0.0, 2.0, busy=2.0)])
+    assert run["others_share"] == pytest.approx(1.0 / 4.0)
+
+
+def test_medians_and_page_faults_per_gigabyte() -> None:
+    runs = [load.summary([rank(0.0, stop)]) for stop in (1.0, 5.0, 2.0)]
+    found = load.statistics_of(runs, nbytes=500_000_000)
+    assert found["wall_s"] == {"median": 2.0, "min": 1.0, "max": 5.0}
+    assert found["minor_faults_per_gb"] == 6.0
+
+
+def results(ours: float, theirs: float, *, dtype: str = "auto", excess: int = 0) -> dict[str, object]:
+    arms = {
+        "shardwise": {
+            "wall_s": {"median": ours},
+            "excess_bytes": excess,
+            "read_fraction": 1.0,
+            "read_phase_s": 0.5,
+        },
+        "transformers": {"wall_s": {"median": theirs}},
+        "roof": {"wall_s": {"median": 1.0}},
+        "roof_hugepage": {"wall_s": {"median": 0.4}},
+    }
+    return {"rows": [{"name": "row", "shape": "qwen3-0.6b", "dtype": dtype, "cold": False, "arms": arms}]}
+
+
+def test_limits_hold_or_fail() -> None:
+    limits = {limit.name: limit for limit in load.limits_of(results(1.0, 2.0, excess=289 << 20))}
+    assert limits["row: time / transformers"] == Limit("row: time / transformers", 0.5, 0.9)
+    assert limits["row: time / transformers"].verdict == "pass"
+    assert limits["row: memory over the shards, MiB"].verdict == "FAIL"
+    assert limits["row: read / checkpoint"].verdict == "pass"
+    assert load.limits_of(results(1.0, 1.6, dtype="float32"))[0].verdict == "FAIL"
+
+
+def test_the_roof_is_the_best_variant() -> None:
+    limits = {limit.name: limit for limit in load.limits_of(results(1.0, 2.0))}
+    assert limits["row: read phase / roof"].value == pytest.approx(0.5 / 0.4)
+
+
+def test_memory_that_is_touched_and_freed_in_between_is_seen() -> None:
+    with meter.MemoryWatch() as watch:
+        for _ in range(8):
+            with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+                memory.madvise(roof.MADV_POPULATE_WRITE)
+    assert 60 << 20 < watch.growth < 80 << 20
+
+
+def test_the_page_cache_is_asked_and_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    meter.warm_cache([path])
+    assert meter.cached_fraction([path]) == 1.0
+    meter.drop_cache([path])
+    if meter.cached_fraction([path]) == 1.0:
+        pytest.skip("this file system is its own cache")
+    assert meter.cached_fraction([path]) == 0.0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_checkpoint_is_written_once_and_finite(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    shape = SHAPES[name].tiny()
+    folder = write(shape, tmp_path)
+    files = meter.files_of(folder)
+    assert (len(files) > 1) == (SHAPES[name].nbytes > SHAPES[name].file_bytes)
+    tensors = {key: tensor for path in files for key, tensor in load_file(path).items()}
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shape.tensors()
+    assert sum(tensor.nbytes for tensor in tensors.values()) == shape.nbytes
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    if shape.stores_head:
+        assert tensors["lm_head.weight"].equal(tensors["model.embed_tokens.weight"])
+    written = files[0].stat().st_mtime_ns
+    assert write(shape, tmp_path) == folder
+    assert files[0].stat().st_mtime_ns == written

@@ -1,0 +1,95 @@
+"""The benchmark on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks import gpu, load, planning, roof
+from benchmarks.arms import ARMS
+from benchmarks.checkpoints import SHAPES, Shape, write
+from benchmarks.rank import Job, measure
+from benchmarks.tables import render
+from tests.conftest import Worlds
+from tests.models.on_fake_ranks import fake_rank
+
+pytestmark = pytest.mark.distributed
+
+
+def run(worlds: Worlds, arm: str, folder: Path) -> dict[str, object]:
+    return load.summary(worlds(2).run(measure, Job(arm, str(folder), str(folder))))
+
+
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        ("qwen3-0.6b", list(ARMS)),
+        ("qwen3-0.6b-hub", ["shardwise", "transformers"]),
+        ("qwen3-moe", ["shardwise", "transformers", "accelerate"]),
+    ],
+)
+def test_all_arms_make_the_same_model(name: str, arms: list[str], worlds: Worlds, tmp_path: Path) -> None:
+    folder = write(SHAPES[name].tiny(), tmp_path)
+    found = {arm: load.statistics_of([run(worlds, arm, folder)], 1) for arm in arms}
+    assert load.compare(found) == dict.fromkeys(arms, "same")
+
+
+def test_a_model_with_other_values_is_not_the_same(worlds: Worlds, tmp_path: Path) -> None:
+    folder = write(SHAPES["qwen3-0.6b"].tiny(), tmp_path)
+    before = load.statistics_of([run(worlds, "shardwise", folder)], 1)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    after = load.statistics_of([run(worlds, "transformers", folder)], 1)
+    verdict = load.compare({"before": before, "after": after})["after"]
+    assert verdict.startswith("1 of ")
+
+
+def test_a_row_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "RANKS", 2)
+    shape = SHAPES["qwen3-0.6b"].tiny()
+    monkeypatch.setitem(SHAPES, shape.name, shape)
+    row = load.Row("tiny", shape, ("shardwise", "roof"), skipped={"dcp": "a reason"})
+    found = load.run_row(row, tmp_path, repeats=1, timeout_s=60, patience_s=0)
+    assert found["runs"]["shardwise"][0]["read_fraction"] >= 1.0  # gaps in so small a file are read over
+    results = {
+        "date": "today",
+        "command": "none",
+        "commit": "none",
+        "machine": load.machine(),
+        "ranks": 2,
+        "repeats": 1,
+        "minutes": 0.0,
+        "rows": [found],
+        "gpu": "unmeasured: no GPU",
+    }
+    results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in load.limits_of(results)]
+    text = render(results)
+    assert "| shardwise |" in text
+    assert "dcp is not measured: a reason." in text
+    assert "tiny: read phase / roof" in text
+
+
+def test_the_roof_reads_every_byte(tmp_path: Path) -> None:
+    folder = write(SHAPES["qwen3-1.7b"].tiny(), tmp_path)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for variant in roof.VARIANTS:
+        ranks = roof.measure(variant, folder, 3, cold=False, backed_bytes=0, patience_s=0)
+        assert sum(rank["bytes"] for rank in ranks) == size
+
+
+@pytest.mark.parametrize("shape", [planning.shape(), SHAPES["qwen3-0.6b"]], ids=["experts", "tied"])
+def test_planning_is_timed(shape: Shape) -> None:
+    with fake_rank(planning.RANK, planning.RANKS):
+        found = planning.plan_once(shape.tiny())
+    assert set(planning.COUNTED) < set(found)
+    assert found["stored"] == len(shape.tiny().tensors())
+
+
+def test_without_a_gpu_the_row_says_so(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert gpu.measure(tmp_path, SHAPES["qwen3-0.6b"]) == "unmeasured: no GPU"

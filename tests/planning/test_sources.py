@@ -1,0 +1,135 @@
+"""Who gives values to whom, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import DisagreementError
+from shardwise.planning.sources import (
+    NOBODY,
+    Anyone,
+    EveryRank,
+    FirstRank,
+    Item,
+    OneRankPerNode,
+    choose_sources,
+    require_alike,
+    settle_differences,
+    settle_dtypes,
+)
+
+TWO_NODES = ["a", "a", "b", "b"]
+ANYONE = Anyone()
+
+
+def chosen(live, values_from=ANYONE):
+    (sources,) = choose_sources(["w"], [[has] for has in live], values_from, TWO_NODES)
+    return sources
+
+
+@pytest.mark.parametrize(
+    ("live", "sources"),
+    [
+        ((0, 0, 0, 0), NOBODY),
+        ((1, 1, 1, 1), (0, 1, 2, 3)),
+        ((1, 0, 0, 0), (0, 0, 0, 0)),
+        ((0, 0, 1, 0), (2, 2, 2, 2)),
+        ((1, 0, 0, 1), (0, 0, 3, 3)),
+        ((1, 1, 0, 0), (0, 1, 0, 0)),
+    ],
+)
+def test_anyone_is_the_nearest_that_has_it(live, sources):
+    assert chosen(live) == sources
+
+
+def test_the_other_modes_rely_on_certain_ranks():
+    assert chosen((1, 1, 1, 1), FirstRank()) == (0, 0, 0, 0)
+    assert chosen((1, 0, 0, 1), FirstRank()) == (0, 0, 0, 0)
+    assert chosen((1, 1, 1, 1), EveryRank()) == (0, 1, 2, 3)
+    assert chosen((0, 1, 1, 1), OneRankPerNode()) == (1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("live", "values_from", "who"),
+    [
+        ((0, 1, 1, 1), FirstRank(), "rank 0: w"),
+        ((1, 0, 1, 0), EveryRank(), "ranks 1, 3: w"),
+        ((1, 1, 0, 0), OneRankPerNode(), "ranks 2, 3: w"),
+    ],
+)
+def test_ranks_that_should_have_values_and_do_not_are_named(live, values_from, who):
+    with pytest.raises(DisagreementError, match=who):
+        chosen(live, values_from)
+
+
+def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
+    names = ["weight", "table"]
+    live = [[False, True], [True, True], [True, True]]
+    nodes = ["a"] * 3
+    sources = choose_sources(names, live, Anyone(), nodes)
+    assert sources == [(1, 1, 2), (0, 1, 2)]
+    sums = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 2, "table": 6}]
+    settled, taken = settle_differences(names, sources, sums, [1, 2, 2], Anyone())
+    assert settled == [(1, 1, 1), (1, 1, 1)]
+    assert taken == {"weight": 1, "table": 1}
+    equal = [{"table": 5}, {"weight": 1, "table": 5}, {"weight": 1, "table": 5}]
+    assert settle_differences(names, sources, equal, [1, 2, 2], Anyone()) == (sources, {})
+    with pytest.raises(DisagreementError, match="2 tensors have other values on some ranks.*table"):
+        settle_differences(names, sources, sums, [1, 2, 2], EveryRank())
+
+
+@pytest.mark.parametrize(
+    ("sources", "dtypes", "expected"),
+    [
+        ((0, 0), ("float32", "bfloat16"), "bfloat16"),
+        ((0, 0), ("float8_e4m3fn", "bfloat16"), "float8_e4m3fn"),
+        ((0, 0), ("int32", "float32"), "int32"),
+        ((0, 1), ("float32", "float32"), "float32"),
+        (NOBODY, ("float32", "float32"), "float32"),
+    ],
+)
+def test_the_receivers_dtype_counts_but_exact_ones_are_never_cast(sources, dtypes, expected):
+    assert settle_dtypes(["w"], [sources], [[dtype] for dtype in dtypes]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("sources", "dtypes"),
+    [
+        ((0, 1), ("float32", "bfloat16")),
+        (NOBODY, ("float32", "bfloat16")),
+        ((0, 0), ("float32", "float8_e4m3fn")),
+        ((0, 0), ("float32", "int64")),
+        ((0, 0, 0), ("float32", "bfloat16", "float16")),
+    ],
+)
+def test_dtypes_that_cannot_be_everybodys_are_refused(sources, dtypes):
+    with pytest.raises(DisagreementError, match="w is .*float32 on rank 0"):
+        settle_dtypes(["w"], [sources], [[dtype] for dtype in dtypes])
+
+
+def item(name="w", *others, shape=(2, 3), trained=True):
+    return Item((name, *others), "parameter", shape, trained)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            [item(shape=(2, 4))],
+            r"w is a parameter of shape \(2, 4\), trained on rank 1, a parameter of shape \(2, 3\)",
+        ),
+        ([item("w", "v")], "w is .*tied to v on rank 1"),
+        ([item(trained=False)], r"shape \(2, 3\) on rank 1, .*shape \(2, 3\), trained on rank 0"),
+        ([item(), item("x")], "x is .* on rank 1, absent on rank 0"),
+        ([], "w is absent on rank 1"),
+    ],
+)
+def test_models_that_differ_are_told_by_name(other, words):
+    require_alike([[item()], [item()]])
+    with pytest.raises(DisagreementError, match=words):
+        require_alike([[item()], other])
+
+
+def test_the_order_of_tensors_counts():
+    with pytest.raises(DisagreementError, match="order of the tensors on rank 1"):
+        require_alike([[item("a"), item("b")], [item("b"), item("a")]])

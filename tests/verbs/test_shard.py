@@ -1,0 +1,259 @@
+"""``shard``: the same model from whatever state the ranks start in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.verbs import sharding
+
+import shardwise
+from shardwise.models.wrap import Classes
+
+pytestmark = pytest.mark.distributed
+
+ANYONE = shardwise.Anyone()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    sharding.save(str(folder))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def net_checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("net")
+    save_file(sharding.net_of(3).state_dict(), folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "state", "mesh", "values_from"),
+    [
+        (1, "everywhere", "", ANYONE),
+        (1, "meta", "", ANYONE),
+        (2, "everywhere", "", ANYONE),
+        (2, "compiled", "", shardwise.EveryRank()),
+        (2, "first", "", ANYONE),
+        (2, "meta", "", ANYONE),
+        (3, "buffers", "", ANYONE),
+        (3, "everywhere", "", shardwise.FirstRank()),
+        (3, "first", "", shardwise.FirstRank()),
+        (3, "last", "", ANYONE),
+        (4, "everywhere", "hsdp", ANYONE),
+        (4, "first", "hsdp", ANYONE),
+        (4, "nodes", "hsdp", ANYONE),
+        (4, "nodes", "", shardwise.OneRankPerNode()),
+        (4, "buffers", "hsdp", ANYONE),
+    ],
+)
+def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh, values_from):
+    for faults, report in worlds(size).run(sharding.shard_from, state, mesh, checkpoint, values_from):
+        assert faults == []
+        assert report["staging_bytes"] <= 4096
+        assert report["tied"] == {"head.weight": "embed.weight"}
+        assert report["cast"] == report["differed"] == {}
+        whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in ("scale", "registers")}
+        assert set(report["replicated"]) == (whole if report["mesh"] else set())
+        if state in ("everywhere", "compiled") and values_from != shardwise.FirstRank():
+            assert report["sent_bytes"] == 0
+
+
+def test_one_process_without_a_group_keeps_its_model(checkpoint):
+    faults, report = sharding.shard_from("everywhere", "", checkpoint, ANYONE)
+    assert faults == []
+    assert (report["mesh"], report["world_size"], report["sent_bytes"]) == ("", 1, 0)
+
+
+def test_what_differs_between_ranks_is_rank_0_s_and_told(worlds):
+    for faults, report in worlds(3).run(sharding.other_values, ANYONE):
+        assert faults == []
+        assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
+    for kind, text in worlds(3).run(sharding.other_values, shardwise.EveryRank()):
+        assert kind == "DisagreementError"
+        assert "embed.weight, blocks.0.table.angles" in text
+
+
+def test_the_source_casts_to_the_receivers_dtype_but_never_bits(worlds):
+    for faults, report in worlds(2).run(sharding.other_dtypes):
+        assert faults == []
+        assert report["cast"] == {
+            "blocks.0.linear.weight": ("float32", "bfloat16"),
+            "blocks.0.linear.bias": ("float32", "bfloat16"),
+            "blocks.1.codes": ("int64", "int32"),
+            "blocks.1.packed": ("bfloat16", "float8_e4m3fn"),
+        }
+
+
+@pytest.mark.parametrize("state", ["everywhere", "first"])
+def test_only_what_is_trained_is_upcast_and_each_is_told(worlds, state):
+    for faults, report in worlds(2).run(sharding.upcast, state):
+        assert faults == []
+        cast = {"embed.weight"} | {
+            f"blocks.{block}.{name}"
+            for block in (0, 1)
+            for name in ("linear.weight", "linear.bias", "experts", "scale")
+        }
+        assert report["cast"] == dict.fromkeys(cast, ("bfloat16", "float32"))
+
+
+def test_upcast_takes_a_dtype_to_train_in():
+    with pytest.raises(shardwise.ConfigError, match="nothing to train in"):
+        shardwise.Upcast(torch.float8_e4m3fn)
+
+
+def test_offloaded_shards_arrive_too(worlds):
+    assert worlds(2).run(sharding.offload) == [[], []]
+
+
+def test_what_no_rank_has_stays_on_meta(worlds):
+    for faults, on_meta in worlds(3).run(sharding.partly_live):
+        assert on_meta == ("blocks.0.linear.bias",)
+        assert faults == ["blocks.0.linear.bias is on meta, or has another shape"]
+
+
+def test_a_part_of_the_ranks_shards_by_itself(worlds):
+    assert worlds(3).run(sharding.in_a_subgroup) == [[], [], []]
+
+
+def test_a_compiled_net_computes_the_same(worlds):
+    assert max(worlds(2).run(sharding.compiled_forward)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied_qwen3"])
+def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
+    directory = str(request.getfixturevalue(name))
+    assert worlds(2).run(sharding.against_from_pretrained, directory) == [([], [])] * 2
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("another architecture", "DisagreementError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
+        ("another shape", "DisagreementError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),
+        ("untied", "DisagreementError", "tied to head.weight on rank 0"),
+        ("frozen", "DisagreementError", "(2, 12, 3), trained on rank 0"),
+        (
+            "in part",
+            "PlacementError",
+            "sharded in part: fully_shard was applied to blocks.0.linear, and not to what",
+        ),
+        ("sharded on one rank", "DisagreementError", "the state of the model (sharded already, or not) on rank 1"),
+        ("gradient", "PlacementError", "blocks.1.scale: a gradient would be lost"),
+        ("shared memory", "PlacementError", "head.weight and embed.weight are two parameters that share memory"),
+        ("subclass", "PlacementError", "blocks.0.experts is a Special"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, fault, kind, words):
+    for found, text, same in worlds(2).run(sharding.refused, fault, {}):
+        assert (found, same) == (kind, True)
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kind", "words"),
+    [
+        ({"values_from": shardwise.EveryRank()}, "DisagreementError", "rank 1: embed.weight"),
+        (
+            {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))},
+            "PlacementError",
+            "matches nothing in Model",
+        ),
+        ({"options": shardwise.ShardOptions(nodes=("a",))}, "ConfigError", "the machines of 1 ranks"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keywords, kind, words):
+    for found, text, same in worlds(2).run(sharding.refused, "", keywords):
+        assert (found, same) == (kind, True)
+        assert words in text
+
+
+def test_ranks_with_other_arguments_are_told(worlds):
+    for kind, text in worlds(2).run(sharding.other_arguments):
+        assert kind == "DisagreementError"
+        assert "arguments (mesh, policies, modes, budget) on rank 1" in text
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_in_the_middle_leaves_nobody_waiting(worlds, failing):
+    found = worlds(3).run(sharding.fail_in_the_middle, failing)
+    assert found == [("CheckpointError", f"rank {failing}: MemoryError: no memory is left")] * 3
+
+
+def test_a_budget_has_a_page():
+    with pytest.raises(shardwise.ConfigError, match="less than a page"):
+        shardwise.ShardOptions(budget_bytes=100)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    ("size", "maker", "state"),
+    [
+        (1, "adamw", "everywhere"),
+        (2, "adamw", "everywhere"),
+        (3, "adamw", "first"),
+        (2, "fused", "first"),
+        (2, "momentum", "everywhere"),
+        (3, "momentum", "last"),
+        (3, "two", "everywhere"),
+        (2, "two", "first"),
+    ],
+)
+def test_training_goes_on_as_if_on_one_process(worlds, size, maker, state):
+    for found in worlds(size).run(sharding.train_across, maker, state):
+        assert found["gap"] < 2e-6  # sums in another order
+        assert found["moved"] > 1e-3
+        assert sum(count for count, _ in found["rebound"]) == 11
+
+
+def test_an_optimizer_of_a_model_on_meta_holds_what_is_loaded(worlds, net_checkpoint):
+    assert worlds(2).run(sharding.load_after, net_checkpoint) == [[], []]
+
+
+def test_a_whole_parameter_that_was_on_meta_gets_the_mean_gradient(worlds, net_checkpoint):
+    for mine, expected in worlds(2).run(sharding.mean_gradient_of_whole, net_checkpoint):
+        assert mine == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("another model", "PlacementError", "parameter blocks.0.0.weight, (7, 5), in group 0 of optimizer 0 (SGD)"),
+        (
+            "twice",
+            "PlacementError",
+            "blocks.0.0.weight is in group 0 of optimizer 1 (SGD) and in group 0 of optimizer 0",
+        ),
+        ("factored", "PlacementError", "head.weight: rows of optimizer 0 has shape (3,), the parameter (3, 5)"),
+        ("history", "PlacementError", "head.weight: old of optimizer 0 is a list"),
+        ("not a sequence", "ConfigError", "optimizers=(optimizer,)"),
+        ("other settings", "DisagreementError", "the setup of the optimizers"),
+        ("other order", "DisagreementError", "the setup of the optimizers"),
+        ("stale", "PlacementError", "is not the model's"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_bound_is_refused_by_name(worlds, fault, kind, words):
+    for found, text in worlds(2).run(sharding.strange_optimizer, fault):
+        assert found == kind
+        assert words in text
+
+
+# Memory
+
+
+def test_only_the_source_ever_holds_more_than_its_shards(worlds):
+    budget, slack = 16 << 20, 12 << 20
+    source, *others = worlds(3).run(sharding.memory, budget)
+    model = 192 << 20
+    assert source["shards"] == pytest.approx(model / 3, rel=0.01)
+    assert source["grown"] < budget + slack  # it gives whole tensors away as fast as its shards grow
+    assert source["left"] < source["shards"] - model + slack
+    for other in others:
+        assert other["grown"] < other["shards"] + budget + slack
