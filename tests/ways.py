@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tests import truth, zoo
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise.execution.place import Destination, Placer
@@ -61,6 +62,12 @@ class NotApplicable(Exception):
 
 
 # The meshes. `load` gets a model that somebody else has sharded, on meta.
+
+
+@functools.cache
+def _mesh(kind: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """One mesh of each kind for the life of a rank: every new one brings process groups, with threads that spin."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=mesh_dim_names)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Shard | None]) -> None:
@@ -120,7 +127,7 @@ def expert_parallel_dim(fqn: str, tensor: torch.Tensor) -> int | None:
 
 def shard_by_rows_of(axis: str, dim_of: Callable[[str, torch.Tensor], int | None]) -> Callable[[nn.Module], None]:
     def apply(model: nn.Module) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", axis))
+        mesh = _mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", axis))
         distribute(model, mesh[axis], dim_of)
         shard(model, mesh["dp"], by_rows)
 
@@ -128,11 +135,11 @@ def shard_by_rows_of(axis: str, dim_of: Callable[[str, torch.Tensor], int | None
 
 
 def shard_flat(model: nn.Module) -> None:
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), by_rows)
+    shard(model, _mesh("cpu", (dist.get_world_size(),)), by_rows)
 
 
 def shard_by_columns(model: nn.Module) -> None:
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), by_columns(dist.get_world_size()))
+    shard(model, _mesh("cpu", (dist.get_world_size(),)), by_columns(dist.get_world_size()))
 
 
 def shard_hybrid(model: nn.Module) -> None:
@@ -140,7 +147,7 @@ def shard_hybrid(model: nn.Module) -> None:
 
 
 def hybrid_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return _mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 MESHES: dict[str, Callable[[nn.Module], None]] = {
@@ -237,6 +244,14 @@ def outlined(case: truth.Case) -> nn.Module:
             if getattr(slots[name][0].module, slots[name][0].name) is not shared:
                 setattr(slots[name][0].module, slots[name][0].name, shared)
     return model
+
+
+def placements(case: truth.Case, way: Way) -> set[str]:
+    """The kinds of placement that the parameters of a case have in a way."""
+    model = outlined(case)
+    MESHES[way.mesh](model)
+    kept = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return {" ".join(type(item).__name__ for item in parameter.placements) for parameter in kept}
 
 
 # Plans alone

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests import truth
 from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 import shardwise
 from shardwise.execution import world as world_module
 from shardwise.execution.line import Patience
 from shardwise.planning.sharing import OncePerGroup, Weighed
+from shardwise.report import LoadReport
 from shardwise.storage import LocalReader
 
 STAGES = {
@@ -103,11 +106,7 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
     if blow is not None:
         lay(blow, seat)
     if way in ("flat", "hsdp"):
-        sizes = (seat.size,) if way == "flat" else (2, seat.size // 2)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        shared = Weighed() if way == "flat" else OncePerGroup()
-        options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
-        shardwise.from_pretrained(directory, sharding=shardwise.Sharding(mesh=mesh), options=options)
+        bring_up(seat, directory, way, patience)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
             model = Plain()
@@ -139,6 +138,23 @@ def load_with_large_messages(
     """As if all that ranks tell each other were more than a store is made for."""
     world_module._LARGE_BYTES = 100
     load(seat, directory, way, patience, blow)
+
+
+def bring_up(seat: Seat, directory: str, way: str, patience: Patience) -> tuple[PreTrainedModel, LoadReport]:
+    sizes = (seat.size,) if way == "flat" else (2, seat.size // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    shared = Weighed() if way == "flat" else OncePerGroup()
+    options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+    return shardwise.from_pretrained(
+        directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True
+    )
+
+
+def load_and_compare(seat: Seat, directory: str, way: str, patience: Patience, expected: str) -> dict[str, Any]:
+    """What differs from a snapshot, and what was read."""
+    model, report = bring_up(seat, directory, way, patience)
+    faults = truth.differences(truth.snapshot(model), torch.load(expected, weights_only=True))
+    return {"faults": faults, "read_bytes": report.read_bytes, "checkpoint_bytes": report.checkpoint_bytes}
 
 
 def load_busy(seat: Seat, directory: str, patience: Patience, busy: int, before_s: float) -> None:

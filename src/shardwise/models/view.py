@@ -218,9 +218,8 @@ def boxes_at(
             splits[dim].append((placement, size, position))
         elif not placement.is_replicate():
             raise PlacementError(
-                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has "
-                f"{mesh_shape}), which holds "
-                "no values of its own; redistribute it to Shard or Replicate before it is loaded"
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
+                "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
             )
     runs = [_torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []

@@ -411,11 +411,9 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
     for name, parameter in model.named_parameters():
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise PlacementError(
-                f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, "
-                "and cannot be sharded "
-                f"on the mesh {words}: fully_shard takes contiguous parameters only; have the "
-                "model's class make it "
-                "contiguous"
+                f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and cannot be "
+                f"sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the model's "
+                "class make it contiguous"
             )
 
 

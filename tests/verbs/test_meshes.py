@@ -1,0 +1,93 @@
+"""Meshes of several axes, placements and storages, a part of the sweep: bitwise as transformers loads it."""
+
+from __future__ import annotations
+
+import pytest
+from tests import truth, ways, zoo
+from tests.ways import WORLDS, Way
+
+from shardwise.testing.http_store import HttpStore
+
+# They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.
+NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zamba2"}
+
+WAYS = [
+    Way("hsdp"),
+    Way("hsdp", shares=True),
+    Way("hsdp", "memory"),
+    Way("hsdp", "http"),
+    Way("tp"),
+    Way("tp", "http"),
+    Way("ep"),
+    Way("ep", "fsspec"),
+    Way("shard1"),
+    Way("shard1", "http"),
+    Way("flat", "fsspec"),
+    Way("flat", "memory"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("meshes")
+
+
+@pytest.fixture(scope="module")
+def cases(folder):
+    """Stored in float32 and loaded as bfloat16, and the other way round."""
+    found = []
+    for specimen in zoo.causal_lm_specimens():
+        if specimen.name in NAMES:
+            found += truth.prepare(specimen, folder, layouts=("original",), dtypes=("bfloat16",))
+            found += truth.prepare(specimen, folder, layouts=("half",), dtypes=("float32",))
+    assert len(found) == 2 * len(NAMES)
+    return found
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+    with HttpStore(folder) as store:
+        yield store.url
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_is_bitwise_equal(worlds, cases, url, way):
+    way = Way(way.mesh, way.storage, url, shares=way.shares)
+    faults, tried = {}, 0
+    for case in cases:
+        found = worlds(WORLDS[way.mesh]).run(ways.load_and_compare, case, way)
+        tried += None not in found
+        if any(found):
+            faults[str(case)] = found
+    assert faults == {}
+    assert tried >= (2 if way.mesh == "ep" else len(cases) - 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("mesh", "name", "kinds"),
+    [
+        ("hsdp", "llama", {"Replicate Shard"}),
+        ("tp", "llama", {"Shard", "Shard Shard", "_StridedShard Shard"}),
+        ("ep", "qwen3_5_moe_text", {"Shard", "_StridedShard Shard"}),
+    ],
+)
+def test_the_ways_are_what_they_claim_to_be(worlds, cases, mesh, name, kinds):
+    (case, _) = (case for case in cases if case.specimen.name == name)
+    assert worlds(4).run(ways.placements, case, Way(mesh)) == [kinds] * 4
+
+
+def test_the_plans_of_sixteen_ranks_make_up_every_tensor(cases):
+    assert {str(case): found for case in cases if (found := ways.place_by_plan(case, 16))} == {}
+
+
+def test_a_plan_that_is_wrong_is_seen(cases):
+    """The truth of another model of the same shapes."""
+    (case, _) = (case for case in cases if case.specimen.name == "llama")
+    model = zoo.build(case.specimen, seed=1)
+    model.save_pretrained(case.directory + "-other")
+    other = truth.Case(case.specimen, case.directory + "-other", case.dtype, case.truth)
+    found = ways.place_by_plan(other, 3)
+    assert len(found) > 10
+    assert "has other values" in found[0]
