@@ -46,7 +46,7 @@ class Patience:
     """
 
     beat_s: float = 1.0
-    silence_s: float = 20.0
+    silence_s: float = 18.0
     join_s: float = 1800.0
 
     def __post_init__(self) -> None:
