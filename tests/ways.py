@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
+from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
@@ -183,7 +184,11 @@ def load_and_compare(case: truth.Case, way: Way) -> list[str] | None:
 
 def bring_up(case: truth.Case, way: Way) -> tuple[nn.Module, LoadReport]:
     source = source_of(case, way)
-    options = shardwise.LoadOptions(shared_reads=OncePerGroup() if way.shares else Weighed(), budget_bytes=1 << 20)
+    options = shardwise.LoadOptions(
+        shared_reads=OncePerGroup() if way.shares else Weighed(),
+        budget_bytes=1 << 20,
+        patience=Patience(silence_s=120),  # a sweep may share its machine
+    )
     if way.mesh in ("flat", "hsdp") and not isinstance(source, StorageReader):
         return shardwise.from_pretrained(
             source,

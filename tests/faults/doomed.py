@@ -12,14 +12,17 @@ import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 _PRELOADED = ["torch", "transformers", "shardwise.verbs.pretrained", "tests.faults.on_ranks"]
+
+_IN_MEMORY = Path("/dev/shm")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
@@ -102,9 +105,11 @@ def through_rank_0(folder: Path, rank: int, size: int) -> Any:
 class Doomed:
     """A world of ranks that call one function, ``function(seat, *args)``, once."""
 
-    def __init__(self, size: int, folder: Path, *, meet: Meet = through_a_file) -> None:
+    def __init__(self, size: int, *, meet: Meet = through_a_file) -> None:
         self.size = size
-        self.folder = folder
+        # In memory where that can be: a disk that is busy with something else is no fault of a rank.
+        self._temporary = tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
+        self.folder = Path(self._temporary.name)
         self.outcome = Outcome()
         self._meet = meet
         self._pipes: list[Connection] = []
@@ -181,6 +186,7 @@ class Doomed:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._temporary.cleanup()
 
     def __enter__(self) -> Doomed:
         return self
@@ -216,9 +222,3 @@ def _live(
     with contextlib.suppress(EOFError):
         pipe.recv()
     os._exit(0)
-
-
-@contextlib.contextmanager
-def doomed(size: int, folder: Path, *, meet: Meet = through_a_file) -> Iterator[Doomed]:
-    with Doomed(size, folder, meet=meet) as world:
-        yield world

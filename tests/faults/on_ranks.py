@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests import truth
 from tests.faults.doomed import Seat
+from tests.verbs import sharding
 from tests.verbs.on_ranks import Plain, angles
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
@@ -39,6 +40,9 @@ STAGES = {
     "large": ("torch.distributed", "broadcast"),
     "fill": ("shardwise.verbs.load", "fill"),
     "audit": ("shardwise.verbs.load", "audit"),
+    "look": ("shardwise.verbs.shard", "look_inside"),
+    "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
+    "take": ("shardwise.execution.distribute", "_Yard.take"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
@@ -114,6 +118,9 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
         options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
         checkpoint = LocalReader(directory) if way == "reader" else directory
         shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+    elif way == "shard":  # the model is on rank 0 alone
+        model = sharding.live_model() if seat.rank == 0 else sharding.meta_model()
+        shardwise.shard(model, options=shardwise.ShardOptions(patience=patience, budget_bytes=4096))
     else:
         raise AssertionError(way)
 

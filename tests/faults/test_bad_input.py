@@ -33,7 +33,7 @@ def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
 @pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim):
-    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 15) == [[]] * 4
+    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 16) == [[]] * 4
 
 
 def on_meta():

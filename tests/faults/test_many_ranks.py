@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests import truth
 from tests.faults import on_ranks
-from tests.faults.doomed import doomed
+from tests.faults.doomed import Doomed
 from tests.verbs.conftest import small_qwen3
 
 from shardwise.execution.line import Patience
@@ -20,7 +20,7 @@ RANKS = 64
 @pytest.mark.parametrize("way", ["flat", "hsdp"])
 def test_sixty_four_ranks_load_what_was_saved(way, tmp_path, qwen3):
     torch.save(truth.snapshot(small_qwen3()), tmp_path / "truth.pt")
-    with doomed(RANKS, tmp_path) as world:
+    with Doomed(RANKS) as world:
         outcome = world.run(
             on_ranks.load_and_compare, qwen3, way, Patience(), str(tmp_path / "truth.pt"), limit_s=350
         )
