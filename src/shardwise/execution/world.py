@@ -93,7 +93,7 @@ class World:
         if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
-        elif not isinstance(error, errors.RankLostError):
+        elif self._around is None and not isinstance(error, errors.RankLostError):
             with contextlib.suppress(errors.RankLostError):  # all has been said; whoever is lost now is not missed
                 self._line.part()
         self._close()
