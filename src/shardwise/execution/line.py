@@ -263,6 +263,7 @@ class _Talk:
         if line.rank == 0:
             members = [f"{step}/{rank}" for rank in range(line.size)]
             self._wait(lambda: self._keys.count(f"{step}/in", 0) == line.size - 1)
+            self._heed_verdict()  # all came, but they may have given this rank up since
             messages = self._keys.get_all(members)
             self._keys.set(f"{step}/all", _pack(messages))
             if step:  # who has come to this meeting has left the one before
@@ -326,9 +327,7 @@ class _Talk:
             RankLostError: naming it; the first verdict is everybody's.
         """
         line = self._line
-        verdict = self._keys.find("lost")
-        if verdict is not None:
-            self._raise(verdict)
+        self._heed_verdict()
         joined = [rank for rank, sign in self._watched.items() if sign.beat or self._keys.has(f"beat/{rank}")]
         beats = dict(zip(joined, self._keys.get_all([f"beat/{rank}" for rank in joined]), strict=True))
         for rank, sign in self._watched.items():
@@ -340,6 +339,11 @@ class _Talk:
                 lost = self._lost(rank, silence, has_joined=beat is not None)
                 self._raise(self._keys.set_first("lost", lost.encode()))
         line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
+
+    def _heed_verdict(self) -> None:
+        verdict = self._keys.find("lost")
+        if verdict is not None:
+            self._raise(verdict)
 
     def _lost(self, rank: int, silence: float, *, has_joined: bool) -> str:
         number = self._line.numbers[rank]
