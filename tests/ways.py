@@ -292,18 +292,22 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
     held = {name: torch.zeros(plan.layout.by_name[name].shape, dtype=torch.uint8) for name in plan.reads()}
     for rank in range(ranks):
         layout = world.at(rank)
-        items = []
+        items, memories = [], {}
         for name, read in plan.reads().items():
             memory = torch.empty(world.spreads[name].padded_numel, dtype=to_torch(layout.by_name[name].dtype))
             memory.fill_(float("nan") if memory.is_floating_point() else 1)
-            items.append(Destination(name, read.expression, memory, layout.by_name[name].boxes))
+            tensor = layout.by_name[name]
+            items.append(Destination(name, read.expression, tensor.boxes, memory.dtype, memory.device))
+            memories[name] = memory
         with contextlib.closing(LocalReader(directory)) as reader:
-            Placer(reader, index, 1 << 20, _Silent(), World(0, 1)).place(items)
+            placer = Placer(reader, index, 1 << 20, _Silent(), World(0, 1))
+            arrangement = placer.arrange(items)
+            placer.place(arrangement, [memories[item.fqn] for item in arrangement.destinations])
         for item in items:
             for part in item.boxes:
                 place = tuple(slice(*bounds) for bounds in _bounds(part.box))
                 held[item.fqn][place] += 1
-                if not same(strided_view(item.local, part.local), expected["values"][item.fqn][place]):
+                if not same(strided_view(memories[item.fqn], part.local), expected["values"][item.fqn][place]):
                     faults.append(f"rank {rank}: {item.fqn} has other values in {part.box}")
     for name, count in held.items():
         wanted = ranks if plan.layout.by_name[name].placement == "whole" else 1

@@ -52,9 +52,10 @@ class HostMemory:
 def _laid_out(sizes: Sequence[int]) -> Iterator[tuple[mmap.mmap | None, int, int]]:
     """(block, where in it, bytes) of each size; no block for what is empty."""
     group: list[int] = []
+    total = 0
     for index, nbytes in enumerate(sizes):
         group.append(nbytes)
-        total = sum(_aligned(item) for item in group)
+        total += _aligned(nbytes)
         if total < _BLOCK_BYTES and index + 1 < len(sizes):
             continue
         block = _block(total) if total else None
@@ -62,7 +63,7 @@ def _laid_out(sizes: Sequence[int]) -> Iterator[tuple[mmap.mmap | None, int, int
         for item in group:
             yield (block if item else None), start, item
             start += _aligned(item)
-        group = []
+        group, total = [], 0
 
 
 def _aligned(nbytes: int) -> int:

@@ -116,12 +116,12 @@ def as_stored(staging: torch.Tensor, segment: Segment, start: int) -> torch.Tens
     return strided_view(values, Strided(0, source.sizes, source.strides))
 
 
-def landings(budget_bytes: int, concurrency: int, device: torch.device) -> tuple[Sequence[Landing], int]:
-    """At most ``concurrency`` landings for tensors on a device, and the bytes that each can stage."""
+def landings(budget_bytes: int, concurrency: int, device: torch.device) -> Sequence[Landing]:
+    """At most ``concurrency`` landings for tensors on a device, that stage together within the budget."""
     staging = staging_within(budget_bytes, concurrency, on_device=device.type != "cpu")
     if device.type == "cpu":
-        return [HostLanding(staging.nbytes) for _ in range(staging.workers)], staging.nbytes
-    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)], staging.nbytes
+        return [HostLanding(staging.nbytes) for _ in range(staging.workers)]
+    return [DeviceLanding(staging.nbytes, device) for _ in range(staging.workers)]
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

@@ -30,6 +30,17 @@ def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
     return default or torch.device("cpu")
 
 
+def devices_of(model: nn.Module, held: Sequence[Held], home: torch.device) -> dict[str, torch.device]:
+    """By FQN, the device that each tensor is on, or will be on once it is materialised."""
+    managers = _torch_private.fsdp_params(model)
+    return {
+        item.fqn: _Wanted.of(item, managers, home).device
+        if item.tensor.is_meta
+        else local_tensor(item.tensor).device
+        for item in held
+    }
+
+
 def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> None:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 

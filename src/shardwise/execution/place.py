@@ -12,7 +12,7 @@ import torch
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
 from shardwise.errors import StorageError
 from shardwise.execution.host_memory import populate
-from shardwise.execution.landing import HostLanding, Landing, as_stored, landings, memory_of
+from shardwise.execution.landing import Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
 from shardwise.execution.world import World
@@ -21,6 +21,7 @@ from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import Request, Segment, aligned, schedule, segments_of
+from shardwise.planning.staging import staging_within
 from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
@@ -31,12 +32,30 @@ _WORTH_POPULATING_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor to fill on this rank: its own tensor, the boxes it holds, and what they are made of."""
+    """A tensor to fill on this rank: what it is made of, the boxes it holds, its dtype, and where it is to be."""
 
     fqn: str
     expression: Expression
-    local: torch.Tensor
     boxes: tuple[LocalBox, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How destinations are filled: all that is decided before they have memory.
+
+    Attributes:
+        destinations: segments count them from 0.
+        files: those that are read.
+        batches: the requests of stored values, by device.
+        computed: what conversions make, each with the numbers of the destinations that it fills.
+    """
+
+    destinations: tuple[Destination, ...]
+    files: tuple[str, ...]
+    batches: tuple[tuple[torch.device, tuple[Request, ...]], ...]
+    computed: tuple[tuple[Opaque, tuple[int, ...]], ...]
 
 
 @dataclass
@@ -57,19 +76,34 @@ class Placer:
     read_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def place(self, destinations: Iterable[Destination]) -> None:
-        """Fill every destination. Memory: the budget.
+    def arrange(self, destinations: Iterable[Destination]) -> Arrangement:
+        """Decide how these are filled. Reads nothing, and takes no memory for values."""
+        items = tuple(item for item in destinations if item.boxes)
+        leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+        files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
+        computed: dict[int, tuple[Opaque, list[int]]] = {}
+        on_device: dict[torch.device, list[int]] = {}
+        for number, item in enumerate(items):
+            if isinstance(item.expression, Opaque):
+                sharers = computed.setdefault(id(item.expression.operation), (item.expression, []))[1]
+                sharers.append(number)
+            else:
+                on_device.setdefault(item.device, []).append(number)
+        batches = tuple((device, self._requests(items, numbers)) for device, numbers in on_device.items())
+        return Arrangement(
+            items, tuple(files), batches, tuple((leaf, tuple(numbers)) for leaf, numbers in computed.values())
+        )
+
+    def place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill the tensors, one for each destination. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
-        items = [item for item in destinations if item.boxes]
-        leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
-        files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
-        before = identities_of(self.reader, files, self.world.check)
+        before = identities_of(self.reader, arrangement.files, self.world.check)
         self._require_same(self.identities, before)
-        self._place(items)
-        self._require_same(before, identities_of(self.reader, files, self.world.check))
+        self._place(arrangement, tensors)
+        self._require_same(before, identities_of(self.reader, arrangement.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         changed = [file for file, identity in now.items() if before.get(file, identity) != identity]
@@ -80,21 +114,14 @@ class Placer:
                 "again once nobody writes to it"
             )
 
-    def _place(self, destinations: Sequence[Destination]) -> None:
-        plain: list[Destination] = []
-        computed: dict[int, tuple[Opaque, list[Destination]]] = {}
-        for item in destinations:
-            if isinstance(item.expression, Opaque):
-                computed.setdefault(id(item.expression.operation), (item.expression, []))[1].append(item)
-            else:
-                plain.append(item)
-        on_device: dict[torch.device, list[Destination]] = {}
-        for item in plain:
-            on_device.setdefault(item.local.device, []).append(item)
-        for device, items in on_device.items():
-            self._place_stored(items, device)
-        for leaf, sharers in computed.values():
-            self._place_computed(self._evaluate(leaf), sharers)
+    def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
+        names = [item.fqn for item in arrangement.destinations]
+        for device, requests in arrangement.batches:
+            self._carry_out(requests, tensors, names, device)
+        for leaf, numbers in arrangement.computed:
+            outputs = self._evaluate(leaf)
+            for number in numbers:
+                self._place_computed(outputs, arrangement.destinations[number], tensors[number])
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
@@ -102,31 +129,30 @@ class Placer:
 
     def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
         """Boxes of expressions as new contiguous CPU tensors, read together."""
-        items = [
-            Destination(
-                "",
-                expression,
-                torch.empty(box.sizes, dtype=dtype, device="cpu"),
-                (LocalBox(box, Strided.contiguous(box.sizes)),),
-            )
+        cpu = torch.device("cpu")
+        arrangement = self.arrange(
+            Destination("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
-        ]
-        self._place(items)
-        return [item.local for item in items]
+        )
+        values = [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
+        self._place(arrangement, values)
+        return values
 
     def count(self, fqn: str, numel: int) -> None:
         """Note that elements of a tensor have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _place_stored(self, items: Sequence[Destination], device: torch.device) -> None:
-        policy = self.reader.policy
-        tools, staging_bytes = landings(self.budget_bytes, policy.concurrency, device)
+    def _requests(self, items: Sequence[Destination], numbers: Sequence[int]) -> tuple[Request, ...]:
+        """For the stored values of destinations that are on one device."""
+        policy, is_on_host = self.reader.policy, items[numbers[0]].device.type == "cpu"
+        staging_bytes = staging_within(self.budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
         segments: list[tuple[str, Segment]] = []
-        for number, item in enumerate(items):
-            for copy in self._copies(item):
+        for number in numbers:
+            item = items[number]
+            for copy in _copies(item):
                 assert isinstance(copy.leaf, Stored)
                 entry = self.index.entries[copy.leaf.key]
-                needs_staging = device.type != "cpu" or item.local.dtype != to_torch(copy.leaf.dtype)
+                needs_staging = not is_on_host or item.dtype != to_torch(copy.leaf.dtype)
                 segments += (
                     (entry.file, segment)
                     for segment in segments_of(
@@ -134,17 +160,16 @@ class Placer:
                     )
                 )
         start_at = self.world.rank / self.world.size if policy.is_remote else 0.0
-        requests = schedule(segments, policy, staging_bytes=staging_bytes, start_at=start_at)
-        self._carry_out(requests, [item.local for item in items], tools)
-
-    def _copies(self, item: Destination) -> list[Copy]:
-        found = [copy for part in item.boxes for copy in copies(item.expression, part.box, part.local)]
-        self.count(item.fqn, sum(copy.numel for copy in found))
-        return found
+        return tuple(schedule(segments, policy, staging_bytes=staging_bytes, start_at=start_at))
 
     def _carry_out(
-        self, requests: Sequence[Request], tensors: Sequence[torch.Tensor], tools: Sequence[Landing]
+        self,
+        requests: Sequence[Request],
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        device: torch.device,
     ) -> None:
+        tools = landings(self.budget_bytes, self.reader.policy.concurrency, device)
         memories: dict[int, memoryview] = {}
 
         def memory(target: int) -> memoryview:
@@ -156,6 +181,8 @@ class Placer:
             if not self._copy_from_cache(request, tensors):
                 self._read_request(request, tensors, memory, landing)
             with self._lock:
+                for segment in request.segments:
+                    self.count(names[segment.target], segment.copy.numel)
                 self.read_bytes += request.bytes.nbytes
                 self.progress.advance(request.bytes.nbytes)
 
@@ -225,29 +252,17 @@ class Placer:
 
     # Conversions that compute
 
-    def _place_computed(self, outputs: Mapping[str, torch.Tensor], items: Sequence[Destination]) -> None:
-        for item in items:
-            for copy in self._copies(item):
-                assert isinstance(copy.leaf, Opaque)
-                whole = outputs[copy.leaf.output].contiguous()
-                strided_view(item.local, copy.target).copy_(strided_view(whole, copy.source))
+    def _place_computed(self, outputs: Mapping[str, torch.Tensor], item: Destination, tensor: torch.Tensor) -> None:
+        for copy in _copies(item):
+            assert isinstance(copy.leaf, Opaque)
+            whole = outputs[copy.leaf.output].contiguous()
+            strided_view(tensor, copy.target).copy_(strided_view(whole, copy.source))
+            self.count(item.fqn, copy.numel)
 
     def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
         """The conversion's outputs, from its inputs whole."""
-        inputs = [torch.empty(stored.shape, dtype=to_torch(stored.dtype), device="cpu") for stored in leaf.inputs]
-        policy = self.reader.policy
-        segments = [
-            (entry.file, segment)
-            for number, stored in enumerate(leaf.inputs)
-            for entry in [self.index.entries[stored.key]]
-            for copy in copies(stored, Box.whole(stored.shape))
-            for segment in segments_of(
-                copy, number, entry, needs_staging=False, policy=policy, block_bytes=policy.request_bytes
-            )
-        ]
-        tools = [HostLanding(policy.max_gap_bytes) for _ in range(policy.concurrency)]
-        requests = schedule(segments, policy, staging_bytes=policy.max_gap_bytes)
-        self._carry_out(requests, inputs, tools)
+        wanted = [(stored, Box.whole(stored.shape), to_torch(stored.dtype)) for stored in leaf.inputs]
+        inputs = self.values_of(wanted)
         return leaf.operation(inputs)
 
 
@@ -260,6 +275,10 @@ def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[
 
     Workers(identify, [None] * reader.policy.concurrency, check).run(files)
     return found
+
+
+def _copies(item: Destination) -> list[Copy]:
+    return [copy for part in item.boxes for copy in copies(item.expression, part.box, part.local)]
 
 
 def opaque_bytes(leaf: Opaque) -> int:

@@ -158,7 +158,7 @@ class _Sharing:
     def run(self) -> None:
         ranks = dist.get_process_group_ranks(self._peers.group)
         wanted = [
-            Wanted(name, item.local.element_size(), boxes_of_ranks(self._held[name].tensor, name, ranks))
+            Wanted(name, item.dtype.itemsize, boxes_of_ranks(self._held[name].tensor, name, ranks))
             for name, item in self._members.items()
         ]
         budget_bytes = self._placer.budget_bytes // 4
@@ -166,11 +166,11 @@ class _Sharing:
         block_bytes = budget_bytes // (4 * self._peers.size)
         agenda = rounds(dealt(wanted, ranks_of_group, block_bytes), budget_bytes)
         self._ahead = self._one_ahead(agenda)
-        device = next(iter(self._members.values())).local.device
+        device = next(iter(self._members.values())).device
         exchange(self._peers, agenda, self.give, self.take, self.dtype_of, device)
 
     def dtype_of(self, parcel: Parcel) -> torch.dtype:
-        return self._members[parcel.tensor].local.dtype
+        return self._members[parcel.tensor].dtype
 
     def give(self, parcel: Parcel) -> torch.Tensor:
         while parcel not in self._fetched:
@@ -211,7 +211,7 @@ class _Sharing:
 
     def take(self, parcel: Parcel, values: torch.Tensor) -> None:
         item = self._members[parcel.tensor]
-        strided_view(item.local, place_of(parcel.box, item.boxes)).copy_(values)
+        strided_view(self._held[item.fqn].local, place_of(parcel.box, item.boxes)).copy_(values)
         self._placer.count(item.fqn, parcel.box.numel)
 
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Opaque, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
 from shardwise.execution.audit import audit, require_equal_buffers
+from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
-from shardwise.execution.materialize import home_of, materialize, offloads_shards
+from shardwise.execution.materialize import devices_of, home_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Destination, Placer, identities_of, opaque_bytes
 from shardwise.execution.progress import ProgressBar
@@ -197,15 +198,18 @@ class LoadRequest:
 
 @dataclass
 class Clock:
-    """Seconds by phase, in order."""
+    """Seconds by phase, in order. Those of a phase within another count for the inner one only."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _inner: float = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before, self._inner = time.perf_counter(), self._inner, 0.0
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = before + elapsed
 
 
 def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
@@ -299,13 +303,19 @@ def carry_out(
         placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
-        with clock.phase("materialize"):
-            world.together(lambda: materialize(model, held, ready.home))
-        items = destinations(plan, by_name)
         with clock.phase("plan"):
+            items = destinations(plan, by_name, ready)
             sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
+
+        def read() -> None:
+            with clock.phase("plan"), collected_later():
+                arrangement = placer.arrange(item for item in items if item.fqn not in sharing.shared)
+            with clock.phase("materialize"), collected_later():
+                materialize(model, held, ready.home)
+            placer.place(arrangement, [by_name[item.fqn].local for item in arrangement.destinations])
+
         with clock.phase("read"):
-            world.together(lambda: placer.place(item for item in items if item.fqn not in sharing.shared))
+            world.together(read)
         if sharing.shared:
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, items, placer, options.patience)
@@ -318,7 +328,10 @@ def carry_out(
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that one rank has decided before anything is read. ``home`` is where the model computes."""
+    """All that one rank has decided before anything is read.
+
+    ``home`` is where the model computes; ``devices`` are where its tensors are or will be, by FQN.
+    """
 
     request: LoadRequest
     held: list[Held]
@@ -326,10 +339,12 @@ class Prepared:
     plan: LoadPlan
     programs: Mapping[str, Program]
     home: torch.device
+    devices: Mapping[str, torch.device]
     forecast: RankForecast
     available: Available
 
 
+@collected_later()
 def prepare(model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], rank: int) -> Prepared:
     """Decide, on this rank alone."""
     request = ask()
@@ -340,10 +355,11 @@ def prepare(model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]
         plan = make_plan(model, held, computed, source.index, request)
         programs = foresee_initial_values(model, held, plan, options)
     home = home_of(held, options.device)
+    devices = devices_of(model, held, home)
     forecast = foresee_memory(model, plan, source, options, home, rank)
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
-    return Prepared(request, held, computed, plan, programs, home, forecast, available)
+    return Prepared(request, held, computed, plan, programs, home, devices, forecast, available)
 
 
 def agree_on(world: World, ready: Prepared) -> int:
@@ -388,6 +404,7 @@ def disagreement(world: World, plan: LoadPlan) -> str:
     )
 
 
+@collected_later()
 def finish(model: nn.Module, ready: Prepared, placer: Placer, clock: Clock) -> tuple[str, ...]:
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
@@ -456,10 +473,12 @@ def make_plan(
     return plan
 
 
-def destinations(plan: LoadPlan, by_name: Mapping[str, Held]) -> list[Destination]:
+def destinations(plan: LoadPlan, by_name: Mapping[str, Held], ready: Prepared) -> list[Destination]:
     """What to read into where."""
     return [
-        Destination(name, read.expression, by_name[name].local, plan.layout.by_name[name].boxes)
+        Destination(
+            name, read.expression, plan.layout.by_name[name].boxes, by_name[name].tensor.dtype, ready.devices[name]
+        )
         for name, read in plan.reads().items()
     ]
 

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
+from shardwise.execution.garbage import collected_later
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build
@@ -101,6 +102,7 @@ def class_of(
     return build.resolve_class(config, options.get("model_class"), _folder(directory), trust_remote_code=trust)
 
 
+@collected_later()
 def outline(directory: Path, config: PreTrainedConfig, index: CheckpointIndex, options: ModelOptions) -> Outline:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
     model_class, config = class_of(directory, config, options)
