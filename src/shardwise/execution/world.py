@@ -80,6 +80,11 @@ class World:
             raise ConfigError("this rank is not in the process group it was given")
         return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around)
 
+    @property
+    def place(self) -> float:
+        """Where this rank is among all: from 0 to, but for, 1."""
+        return self.rank / self.size
+
     def __enter__(self) -> Self:
         if self._line is not None:
             self._line.join()
