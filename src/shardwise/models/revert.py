@@ -71,7 +71,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
 
     try:
         made = backwards(recorded(names))
-        return _outputs_of(made, names)
+        return _outputs_of(made)
     except NotStructural:
         pass
     outputs: dict[str, Output] = {}
@@ -79,7 +79,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     followed = backwards({name: _followed(name, names[name]) for name in names})
     for sources, keys in _groups(followed, names):
         try:
-            found = _outputs_of(backwards(recorded(sources)), names)
+            found = _outputs_of(backwards(recorded(sources)))
             outputs |= found.outputs
         except NotStructural:
             shapes = tuple((key, from_torch(followed[key].dtype, key), tuple(followed[key].shape)) for key in keys)
@@ -108,7 +108,7 @@ def _recorded(name: str, tensor: TensorLayout) -> Recorded:
     return Recorded(Stored(name, tensor.shape, tensor.dtype), to_torch(tensor.dtype))
 
 
-def _outputs_of(made: Mapping[str, torch.Tensor], names: Mapping[str, TensorLayout]) -> Reverted:
+def _outputs_of(made: Mapping[str, torch.Tensor]) -> Reverted:
     """What came out of recorded tensors.
 
     Raises:

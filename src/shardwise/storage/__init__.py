@@ -12,6 +12,7 @@ from shardwise.storage.policy import LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_
 from shardwise.storage.reader import CannotListError, PageCache, StorageReader
 from shardwise.storage.retries import Retries
 from shardwise.storage.urls import is_url
+from shardwise.storage.writer import StorageWriter, WritePolicy
 
 if TYPE_CHECKING:
     from shardwise.storage.remote import RemoteReader
@@ -31,6 +32,8 @@ __all__ = [
     "RemoteReader",
     "Retries",
     "StorageReader",
+    "StorageWriter",
+    "WritePolicy",
     "is_local",
     "is_url",
     "open_storage",
