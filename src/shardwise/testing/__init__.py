@@ -12,15 +12,25 @@ if TYPE_CHECKING:
     from shardwise.testing.http_store import HttpStore, HttpStoreProcess
     from shardwise.testing.storage_suite import StorageReaderSuite
     from shardwise.testing.world import run_world
+    from shardwise.testing.writer_suite import StorageWriterSuite, WritableStorage
 
 _HOMES = {
     "HttpStore": "shardwise.testing.http_store",
     "HttpStoreProcess": "shardwise.testing.http_store",
     "StorageReaderSuite": "shardwise.testing.storage_suite",
+    "StorageWriterSuite": "shardwise.testing.writer_suite",
+    "WritableStorage": "shardwise.testing.writer_suite",
     "run_world": "shardwise.testing.world",
 }
 
-__all__ = ["HttpStore", "HttpStoreProcess", "StorageReaderSuite", "run_world"]
+__all__ = [
+    "HttpStore",
+    "HttpStoreProcess",
+    "StorageReaderSuite",
+    "StorageWriterSuite",
+    "WritableStorage",
+    "run_world",
+]
 
 
 def __getattr__(name: str) -> Any:
