@@ -12,7 +12,7 @@ from shardwise.conversion import Stored
 from shardwise.execution.landing import as_stored, memory_of
 from shardwise.execution.place import bytes_of
 from shardwise.execution.progress import Progress
-from shardwise.execution.workers import Workers
+from shardwise.execution.workers import Ahead, Workers
 from shardwise.execution.world import World
 from shardwise.formats import TensorEntry
 from shardwise.models.view import strided_view
@@ -40,7 +40,7 @@ class Emitter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, requests: Sequence[Request]) -> None:
-        """Carry out these requests, and make what they wrote durable. Memory: the staging.
+        """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
 
         Raises:
             StorageError: bytes could not be written.
@@ -55,8 +55,18 @@ class Emitter:
                 self.progress.advance(request.bytes.nbytes)
 
         Workers(carry_out, self._desks(), self.world.check).run(requests)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Make what these requests wrote durable, and meanwhile add up the fingerprints of it."""
         files = sorted({request.file for request in requests})
-        Workers(lambda file, _: self.writer.sync(file), [None] * self.staging.workers, self.world.check).run(files)
+
+        def sync() -> None:
+            for file in files:
+                self.writer.sync(file)
+
+        synced = Ahead(sync)
+        Workers(self._add, self._desks(), self.world.check).run(requests)
+        synced.value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[Request]) -> list[str]:
         """Read everything back; the keys of tensors of which other bytes came than memory holds."""
@@ -94,20 +104,15 @@ class Emitter:
             buffers.append(buffer)
         return buffers
 
-    def fingerprint_all(self, requests: Sequence[Request]) -> None:
-        """Add up the fingerprints of all that these requests write."""
-
-        def add(request: Request, desk: _Desk) -> None:
-            found: list[tuple[str, int]] = []
-            for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
-                assert isinstance(segment.copy.leaf, Stored)
-                key = segment.copy.leaf.key
-                found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
-            with self._lock:
-                for key, value in found:
-                    self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
-
-        Workers(add, self._desks(), self.world.check).run(requests)
+    def _add(self, request: Request, desk: _Desk) -> None:
+        found: list[tuple[str, int]] = []
+        for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
+            assert isinstance(segment.copy.leaf, Stored)
+            key = segment.copy.leaf.key
+            found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
+        with self._lock:
+            for key, value in found:
+                self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
 
 
 class _Desk:

@@ -55,12 +55,17 @@ class SaveReport:
         kinds = ", ".join(f"{count} {label}" for label, count in self.dtypes.items())
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [
-            f"saved {self.tensors} tensors ({kinds}; {in_bytes(self.checkpoint_bytes)}) in {files} to {self.directory}",
+            f"saved {self.tensors} tensors ({kinds}; {in_bytes(self.checkpoint_bytes)}) in "
+            f"{files} to {self.directory}",
             f"  rank {self.rank} of {self.world_size} wrote {in_bytes(self.written_bytes)} in "
             + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
         if self.is_verified:
             lines.append("  read back and compared with memory: equal")
-        facts = {"cast": self.cast, "saved once, tied": self.tied, "computed": self.computed, "removed": self.removed}
-        lines += [f"  {word}: {listing(list(names))}" for word, names in facts.items() if names]
+        for pair in dict.fromkeys(self.cast.values()):
+            names = [name for name, cast in self.cast.items() if cast == pair]
+            lines += listing(f"{pair[0]}→{pair[1]}", names)
+        lines += [f"  tied        {name} = {first}" for name, first in self.tied.items()]
+        lines += listing("computed", self.computed)
+        lines += listing("removed", self.removed)
         return "\n".join(lines)
