@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, SaveReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ _HOMES = {
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
+    "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
@@ -59,9 +61,11 @@ _HOMES = {
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
     "Initialize": "shardwise.planning.consent",
+    "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "ModelPlan": "shardwise.models.wrap",
@@ -74,11 +78,14 @@ _HOMES = {
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
     "RequireMemory": "shardwise.planning.forecast",
+    "SaveOptions": "shardwise.verbs.save",
+    "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
@@ -86,6 +93,7 @@ _HOMES = {
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
     "plan": "shardwise.verbs.plan",
+    "save": "shardwise.verbs.save",
     "shard": "shardwise.verbs.shard",
 }
 
@@ -96,6 +104,7 @@ __all__ = [
     "Automatic",
     "CheckpointError",
     "Classes",
+    "CompareWithMemory",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
@@ -103,9 +112,11 @@ __all__ = [
     "FirstRank",
     "Forecast",
     "FormatError",
+    "HubNames",
     "HubOptions",
     "Ignore",
     "Initialize",
+    "InternalNames",
     "LoadOptions",
     "LoadReport",
     "ModelPlan",
@@ -118,11 +129,14 @@ __all__ = [
     "RankLostError",
     "Refuse",
     "RequireMemory",
+    "SaveOptions",
+    "SaveReport",
     "ShardOptions",
     "ShardReport",
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "Trust",
     "TryAnyway",
     "Upcast",
     "Weighed",
@@ -131,6 +145,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "plan",
+    "save",
     "shard",
 ]
 

@@ -87,7 +87,7 @@ class Emitter:
 
     def _desks(self) -> list[_Desk]:
         is_pinned = any(tensor.device.type == "cuda" for tensor in self.tensors)
-        return [_Desk(self.staging.nbytes, is_pinned) for _ in range(self.staging.workers)]
+        return [_Desk(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
     def _buffers(self, request: Request, desk: _Desk) -> list[memoryview]:
         """The bytes of a request, segment by segment."""
@@ -118,7 +118,7 @@ class Emitter:
 class _Desk:
     """One worker's staging memory. Memory: ``nbytes``, from the first use on; pinned for tensors of a GPU."""
 
-    def __init__(self, nbytes: int, is_pinned: bool) -> None:
+    def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
         self._nbytes = nbytes
         self._is_pinned = is_pinned
         self._staging: torch.Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ def saved_names(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
         return tuple(names)
     targets = compat.tie_targets(model)
     for name in sorted(names):
-        if name in targets and len(names) > 1:
+        if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
     return tuple(names) if compat.is_pretrained(model) else tuple(names[:1])
 

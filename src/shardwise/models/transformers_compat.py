@@ -271,7 +271,7 @@ def names_never_saved(model: nn.Module) -> frozenset[str]:
 
 
 def tie_targets(model: nn.Module) -> frozenset[str]:
-    """Names that are declared tied to another, by any module in a model."""
+    """Regexes, searched in names, of those that are declared tied to another by any module in a model."""
     return frozenset(_get_tied_weight_keys(model)) if isinstance(model, PreTrainedModel) else frozenset()
 
 

@@ -54,11 +54,11 @@ class SaveReport:
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {label}" for label, count in self.dtypes.items())
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        size = in_bytes(self.checkpoint_bytes)
+        phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         lines = [
-            f"saved {self.tensors} tensors ({kinds}; {in_bytes(self.checkpoint_bytes)}) in "
-            f"{files} to {self.directory}",
-            f"  rank {self.rank} of {self.world_size} wrote {in_bytes(self.written_bytes)} in "
-            + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
+            f"saved {self.tensors} tensors ({kinds}; {size}) in {files} to {self.directory}",
+            f"  rank {self.rank} of {self.world_size} wrote {in_bytes(self.written_bytes)} in {phases}",
         ]
         if self.is_verified:
             lines.append("  read back and compared with memory: equal")
