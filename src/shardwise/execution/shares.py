@@ -79,7 +79,7 @@ def _dealt(saved: Sequence[Held], told: Sequence[_Told]) -> dict[str, tuple[Boxe
         shares |= dict.fromkeys(item.names, given)
     if lacking:
         raise PlacementError(
-            f"the ranks of this call do not hold all of {_shown(lacking)}; call it on every rank of the model's mesh"
+            f"the ranks of this call do not hold all of {_shown(lacking)}; make it on all ranks of the mesh"
         )
     return shares
 
