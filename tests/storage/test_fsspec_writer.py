@@ -107,6 +107,12 @@ def test_a_completion_that_failed_is_not_tried_again_by_itself(
     assert objects.objects == {}
 
 
+def test_a_bucket_that_is_not_there_is_not_made(writer: FsspecWriter) -> None:
+    ObjectStore.failure = FileNotFoundError("The specified bucket does not exist")
+    with pytest.raises(StorageError, match="a in .*no such bucket or folder; check the URL"):
+        writer.replace("a", b"1")
+
+
 def test_credentials_in_the_errors_of_others_are_not_shown(writer: FsspecWriter) -> None:
     ObjectStore.failure = OSError("PUT https://user:pass@h/x?token=tok_secret failed")
     with pytest.raises(StorageError) as caught:

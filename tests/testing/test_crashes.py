@@ -202,6 +202,15 @@ def test_a_sync_is_of_one_writer_only() -> None:
     assert last == {b"00001111", b"\0\0\0\x001111"}
 
 
+def test_the_size_is_synced_by_whoever_created_the_file() -> None:
+    effects: list[Effect] = [Created(0, "a", 8), NamesSynced(0), Wrote(1, "a", 0, b"1111"), Synced(1, "a")]
+    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
+    assert last == {b"1111", b"1111\0\0\0\0"}
+    effects.append(Synced(0, "a"))
+    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
+    assert last == {b"1111\0\0\0\0"}
+
+
 def test_states_are_the_same_every_time_and_differ_within_a_moment(tmp_path: Path) -> None:
     effects = recorded(old_save(), careful, tmp_path)
     first, second = (list(states_after_crash(old_save(), effects, seed=3)) for _ in range(2))
