@@ -179,6 +179,11 @@ def test_a_renamed_file_keeps_its_old_name_at_most_beside_the_new_one() -> None:
     assert all("b" in state for state in states)
 
 
+def test_a_file_renamed_to_its_own_name_stays() -> None:
+    states = [dict(state.files) for state in states_after_crash({"a": b"1"}, [Renamed(0, "a", "a")])]
+    assert all(state == {"a": b"1"} for state in states)
+
+
 def test_names_are_lost_in_any_order() -> None:
     effects = [
         effect for name in "abc" for effect in (Created(0, name, 1), Wrote(0, name, 0, b"1"), Synced(0, name))
