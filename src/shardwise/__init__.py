@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         StorageError,
     )
     from shardwise.execution.line import Patience
+    from shardwise.execution.states import StateOptions
+    from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
@@ -34,18 +36,22 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
+    from shardwise.planning.forms import Full, Sharded
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.shard import ShardOptions, shard
+    from shardwise.verbs.state import model_state, set_model_state
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdapterOnly": "shardwise.models.selection",
     "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
@@ -56,9 +62,11 @@ _HOMES = {
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
     "EveryRank": "shardwise.planning.sources",
+    "Everything": "shardwise.models.selection",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "Full": "shardwise.planning.forms",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
     "Initialize": "shardwise.planning.consent",
@@ -76,8 +84,11 @@ _HOMES = {
     "RequireMemory": "shardwise.planning.forecast",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
+    "Sharded": "shardwise.planning.forms",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
+    "StateOptions": "shardwise.execution.states",
+    "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -85,11 +96,16 @@ _HOMES = {
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
+    "model_state": "shardwise.verbs.state",
+    "optimizer_state": "shardwise.verbs.optimizer_state",
     "plan": "shardwise.verbs.plan",
+    "set_model_state": "shardwise.verbs.state",
+    "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
 }
 
 __all__ = [
+    "AdapterOnly",
     "Alone",
     "Anyone",
     "AsItIs",
@@ -100,9 +116,11 @@ __all__ = [
     "CoverageError",
     "DisagreementError",
     "EveryRank",
+    "Everything",
     "FirstRank",
     "Forecast",
     "FormatError",
+    "Full",
     "HubOptions",
     "Ignore",
     "Initialize",
@@ -120,8 +138,11 @@ __all__ = [
     "RequireMemory",
     "ShardOptions",
     "ShardReport",
+    "Sharded",
     "Sharding",
     "ShardwiseError",
+    "StateOptions",
+    "StateReport",
     "StorageError",
     "TryAnyway",
     "Upcast",
@@ -130,7 +151,11 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "load",
+    "model_state",
+    "optimizer_state",
     "plan",
+    "set_model_state",
+    "set_optimizer_state",
     "shard",
 ]
 

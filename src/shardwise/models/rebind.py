@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.models.view import local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
 """What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
@@ -28,8 +30,18 @@ class Key:
     parameter: str
     entry: str
 
+    @property
+    def label(self) -> str:
+        """Told from all others, as long as a parameter is in one optimizer only."""
+        return label(self.parameter, self.entry)
+
     def __str__(self) -> str:
-        return f"{self.parameter}: {self.entry} of optimizer {self.optimizer}"
+        return f"{self.label} of optimizer {self.optimizer}"
+
+
+def label(parameter: str, entry: str) -> str:
+    """What a value of state is called."""
+    return f"{parameter}: {entry}"
 
 
 @dataclass(slots=True)
@@ -38,7 +50,7 @@ class Bound:
 
     Attributes:
         groups: FQNs, by parameter group.
-        tensors: state of a parameter's shape.
+        tensors: state of a parameter's shape, and DTensors of any.
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -92,6 +104,21 @@ class Bound:
     def count(self) -> tuple[int, int]:
         """How many parameters it holds, and values of state."""
         return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
+
+
+def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for state of a parameter's shape, sharded as the parameter is."""
+    local = torch.empty_like(local_tensor(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[Bound]:
@@ -149,7 +176,7 @@ def _look_at(
 
 def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, faults: list[str]) -> None:
     if isinstance(value, torch.Tensor):
-        if value.shape == parameter.shape and value.ndim:
+        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value

@@ -4,6 +4,7 @@ from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
 from shardwise.report.names import collapse
 from shardwise.report.shard_report import ShardReport
+from shardwise.report.state_report import StateReport
 from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["Forecast", "LoadReport", "ShardReport", "VerifyReport", "collapse"]
+__all__ = ["Forecast", "LoadReport", "ShardReport", "StateReport", "VerifyReport", "collapse"]
