@@ -1,7 +1,7 @@
-"""The state of optimizers by the names of parameters: written out from what they hold, and read from what is given.
+"""The state of optimizers by the names of parameters: what they hold written out, and what is given read.
 
-The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}}, "param_groups":
-[{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
+The layout is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fqn: {entry: value}},
+"param_groups": [{"params": [fqn, ...], "lr": ...}, ...]}``, the groups of several optimizers one after the other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def written_out(bounds: Sequence[Bound], values: Mapping[str, Any]) -> dict[str,
     for bound in bounds:
         for key in [*bound.scalars, *bound.tensors]:
             state.setdefault(key.parameter, {})[key.entry] = values[key.label]
+        state |= {name: {} for name in bound.unused}
         for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True):
             settings = {name: copied(value) for name, value in group.items() if name != "params"}
             if "param_names" in settings:
@@ -78,15 +79,15 @@ def read(
     whole: object = state or {}
     if not isinstance(whole, Mapping) or (whole and not {"state", "param_groups"} <= set(whole)):
         raise ConfigError(
-            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, as "
-            "optimizer_state() and torch.distributed.checkpoint.state_dict make it, or None on a rank that has none"
+            "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
+            "as optimizer_state() and torch.distributed.checkpoint.state_dict make it, or None on a rank without"
         )
     for group in whole.get("param_groups", ()):
         names = group["params"]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(
-                "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() makes "
-                "it; take optimizer_state(model, optimizer)"
+                "the state of optimizers has numbers in place of parameters' names, as optimizer.state_dict() "
+                "makes it; take optimizer_state(model, optimizer)"
             )
         given.groups.append([first_names.get(canonical(name), canonical(name)) for name in names])
         given.settings.append({key: copied(value) for key, value in group.items() if key not in _NAMES})

@@ -121,8 +121,15 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[Bound]:
+BEFORE_ITS_FIRST_STEP = "make the optimizer after sharding, or before its first step"
+
+
+def look_at(
+    optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], way_out: str = BEFORE_ITS_FIRST_STEP
+) -> list[Bound]:
     """What optimizers hold of a model, whose parameters have these names.
+
+    ``way_out`` is what to do about state of which nobody knows how it is sharded, for the error.
 
     Raises:
         ConfigError: for what is no optimizer.
@@ -134,14 +141,23 @@ def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) 
         raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
     faults: list[str] = []
     seen: dict[str, str] = {}
-    bounds = [_look_at(optimizer, index, names, seen, faults) for index, optimizer in enumerate(optimizers)]
+    strange: list[str] = []
+    bounds = [
+        _look_at(optimizer, index, names, seen, faults, strange) for index, optimizer in enumerate(optimizers)
+    ]
+    faults += [f"{sentence}; {way_out}" for sentence in strange]
     if faults:
-        raise PlacementError("the optimizers cannot be bound to the sharded model:\n  " + "\n  ".join(faults[:20]))
+        raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
 
 
 def _look_at(
-    optimizer: Optimizer, index: int, names: Mapping[nn.Parameter, str], seen: dict[str, str], faults: list[str]
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[nn.Parameter, str],
+    seen: dict[str, str],
+    faults: list[str],
+    strange: list[str],
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
     for number, group in enumerate(optimizer.param_groups):
@@ -170,28 +186,25 @@ def _look_at(
         if not state:
             bound.unused.append(name)
         for entry, value in state.items():
-            _sort_in(bound, Key(index, name, str(entry)), value, parameter, faults)
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange)
     return bound
 
 
-def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, faults: list[str]) -> None:
+def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
     if isinstance(value, torch.Tensor):
         if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value
         else:
-            faults.append(
+            strange.append(
                 f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards "
-                "that follow the parameter's; make the optimizer after sharding, or before its first step"
+                "that follow the parameter's"
             )
     elif value is None or isinstance(value, (int, float, str)):
         bound.scalars[key] = value
     else:
-        faults.append(
-            f"{key} is a {type(value).__name__}, and nobody knows how that is sharded; make the optimizer after "
-            "sharding, or before its first step"
-        )
+        strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
 
 
 def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:

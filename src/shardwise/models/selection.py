@@ -61,8 +61,8 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
     changed = [name for name, tensor in chosen.items() if id(tensor) not in known]
     if changed:
         raise PlacementError(
-            f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no tensor "
-            "of the model; take the whole state, with only=Everything()"
+            f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
+            "tensor of the model; take the whole state, with only=Everything()"
         )
     return {canonical(name): known[id(tensor)] for name, tensor in chosen.items()}
 

@@ -3,8 +3,8 @@
 A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of three questions: from
 ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`), or
 from ranks that fetch it, each a part of what a group of ranks needs (:func:`dealt`). All answer with parcels.
-:func:`rounds` then cuts these into rounds, none of which takes more staging memory on any rank than it may. All of it
-is the same on every rank.
+:func:`rounds` then cuts these into rounds, none of which takes more staging memory on any rank than it may. All of
+it is the same on every rank.
 
 [Note: Spreading] Where several ranks want the same box from one source, sending it to each would cost the source
 as many times the bytes. Instead it deals them even parts, once in all, and they hand them to each other: twice the

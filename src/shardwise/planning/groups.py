@@ -15,7 +15,8 @@ from shardwise.planning.matching import Tolerance, few, in_words
 class GroupMatch:
     """For each of the present groups, the position of the one that gives its settings; None where none does.
 
-    ``missing`` are parameters that no group of the state has, ``unexpected`` those of the state that no present group has.
+    ``missing`` are parameters that no group of the state has, ``unexpected`` those of the state that no present
+    group has.
     """
 
     giver_of: tuple[int | None, ...]
@@ -33,7 +34,7 @@ def match_groups(
     Parameters that may be missing or unexpected are left out of the comparison.
 
     Raises:
-        CoverageError: naming parameters that are missing, unexpected or in two groups, and groups without their like.
+        CoverageError: naming parameters that are missing, unexpected or in two groups; groups without their like.
     """
     here = {name for names in present for name in names}
     there = {name for names in given for name in names}
@@ -60,9 +61,9 @@ def match_groups(
         elif common:
             others = [position for position, group in enumerate(given) if common & frozenset(group)]
             raise CoverageError(
-                f"no group of the state has the parameters of group {number} ({', '.join(few(sorted(common)))}); they "
-                f"are in group {' and '.join(map(str, others))} there, with others or fewer; make the groups as they "
-                "were made before"
+                f"no group of the state has the parameters of group {number} ({', '.join(few(sorted(common)))}); "
+                f"there they are in group {' and '.join(map(str, others))}, with others or fewer; make the groups "
+                "as they were made before"
             )
         else:
             giver_of.append(None)

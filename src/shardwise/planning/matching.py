@@ -164,8 +164,8 @@ class _Faults:
         if self.parts:
             shown = "\n  ".join(few(self.parts))
             raise DisagreementError(
-                f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole tensors, "
-                "or on every rank its own shards of one sharding."
+                f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
+                "tensors, or on every rank its own shards of one sharding."
             )
 
 
@@ -177,7 +177,7 @@ _WAYS = {
 
 
 def in_words(head: str, faults: Mapping[str, Sequence[str]]) -> str:
-    """An error's text: every kind of fault with its count, the names (collapsed, the first dozen), and the way out."""
+    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
     lines = [head]
     for kind, sentences in faults.items():
         for position, line in enumerate(few(sentences)):

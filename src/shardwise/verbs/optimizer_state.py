@@ -41,8 +41,8 @@ def optimizer_state(
     """The state of a model's optimizers, by the names of the plain model's parameters.
 
     ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
-    ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have not
-    been stepped have no state: no step is taken here.
+    ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
+    not been stepped have no state: no step is taken here.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: for ``Full``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the CPU. For
@@ -59,7 +59,7 @@ def optimizer_state(
 
     Raises:
         ConfigError: an argument cannot be honoured.
-        PlacementError: parameters are not the model's or are in two groups; state that is neither of the parameter's
+        PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
             shape, nor a DTensor, nor a number.
         DisagreementError: ranks have different models or optimizers.
         RankLostError: a rank has been lost.
@@ -168,9 +168,12 @@ def _looked_at(
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.together(lambda: look_inside(model))
     names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
-    bounds = world.together(lambda: look_at(several, names))
+    bounds = world.together(lambda: look_at(several, names, _KEEP_IT_APART))
     require_alike_models(world, held, bounds)
     return held, bounds
+
+
+_KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +246,8 @@ def _agreed(world: World, given: Given) -> _Agreed:
             names = [name for name in dict.fromkeys([*keys, *its_keys]) if (name in keys) != (name in its_keys)]
             what = ", ".join(few(names)) or "the parameter groups differ"
             raise DisagreementError(
-                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on every "
-                "rank, or all of it on some and nothing on the others"
+                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
+                "every rank, or all of it on some and nothing on the others"
             )
     return _Agreed(groups, settings, scalars, keys, tuple(bringing))
 

@@ -106,7 +106,7 @@ def set_model_state(
         only: what the state is of.
         on_missing: ``Refuse()``, or ``Ignore(only=...)`` for tensors that may keep their values.
         on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
-        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the state has another shape.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
         options: budget, process group, patience.
 
     Raises:
