@@ -259,6 +259,8 @@ def spoil(fault: str, state: dict[str, Any]) -> Any:
             groups[0]["params"] = list(range(len(groups[0]["params"])))
         case "layout":
             return values
+        case "groups":
+            return {"state": values, "param_groups": groups[0]}
         case "object":
             values["blocks.0.0.weight"]["exp_avg"] = [1.0]
         case "lost moment on rank 1":

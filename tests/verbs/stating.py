@@ -126,6 +126,24 @@ def there_and_back(way: str, brought_by: str, onto: str) -> tuple[list[str], dic
     return faults, report.to_dict() | {"own_bytes": own_bytes}
 
 
+def in_a_subgroup() -> list[str]:
+    """The last and the first rank of three; the one between takes no part."""
+    group = dist.new_group([2, 0])
+    if dist.get_rank() == 1:
+        return []
+    options = shardwise.StateOptions(process_group=group)
+    model = sharding.live_model(1)
+    shardwise.shard(model, options=shardwise.ShardOptions(process_group=group))
+    state = shardwise.model_state(model, options=options)
+    expected = plain("", 1).state_dict()
+    faults = state_differences(state, expected if dist.get_rank(group) == 0 else {})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).zero_()
+    shardwise.set_model_state(model, state, options=options)
+    return faults + sharding.differences(model, plain("", 1))
+
+
 def onto_meta() -> tuple[list[str], dict[str, Any]]:
     """Rank 0 has the state, the model is on meta everywhere."""
     state = plain("", 1).state_dict() if dist.get_rank() == 0 else None
@@ -238,6 +256,12 @@ def other_models() -> tuple[str, str]:
     if dist.get_rank() == 1:
         model.register_buffer("more", torch.zeros(1))
     return attempt(lambda: shardwise.model_state(model))
+
+
+def other_arguments() -> tuple[str, str]:
+    model = sharded("", 1)
+    form = Full(on=FirstRank() if dist.get_rank() == 0 else EveryRank())
+    return attempt(lambda: shardwise.model_state(model, form))
 
 
 def without_values() -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.verbs import stating
 
-from shardwise import EveryRank, FirstRank
+from shardwise import ConfigError, EveryRank, FirstRank, Full
 
 pytestmark = pytest.mark.distributed
 
@@ -22,8 +22,10 @@ def test_without_a_process_group_it_is_the_same():
     assert stating.full_state("", EveryRank()) == []
 
 
-@pytest.mark.parametrize("brought_by", ["every", "first", "last", "shards"])
-@pytest.mark.parametrize(("size", "way"), WORLDS)
+@pytest.mark.parametrize(
+    ("size", "way", "brought_by"),
+    [*((size, way, by) for size, way in WORLDS for by in ("every", "first", "shards")), (3, "", "last")],
+)
 def test_a_state_is_set_on_another_model(worlds, size, way, brought_by):
     found = worlds(size).run(stating.there_and_back, way, brought_by, way)
     assert [faults for faults, _ in found] == [[]] * size
@@ -46,6 +48,10 @@ def test_shards_of_another_sharding_are_dealt_anew(worlds, way, onto):
     found = worlds(4).run(stating.there_and_back, way, "shards", onto)
     assert [faults for faults, _ in found] == [[]] * 4
     assert sum(report["received_bytes"] for _, report in found) > 0
+
+
+def test_some_ranks_may_act_alone(worlds):
+    assert worlds(3).run(stating.in_a_subgroup) == [[]] * 3
 
 
 def test_a_model_on_meta_gets_memory(worlds):
@@ -108,6 +114,20 @@ def test_other_models_are_an_error_on_every_rank(worlds):
         assert "more is" in text
 
 
+def test_other_arguments_are_an_error_on_every_rank(worlds):
+    for kind, text in worlds(2).run(stating.other_arguments):
+        assert kind == "DisagreementError"
+        assert "arguments" in text
+
+
+@pytest.mark.parametrize("form", [FirstRank(), "full", None])
+def test_what_is_no_form_is_refused(form):
+    with pytest.raises(ConfigError, match="is none; pass Full"):
+        stating.shardwise.model_state(stating.sharding.Net(), form)
+    with pytest.raises(ConfigError, match="on is FirstRank"):
+        Full(on="first")
+
+
 def test_a_model_without_values_has_no_state(worlds):
     for kind, text in worlds(2).run(stating.without_values):
         assert kind == "PlacementError"
@@ -115,7 +135,7 @@ def test_a_model_without_values_has_no_state(worlds):
 
 
 def test_gathering_stages_no_more_than_its_budget(worlds):
-    budget = 64 << 10
+    budget = 1 << 20
     assert all(0 < staged <= budget for staged in worlds(2).run(stating.staged, budget))
 
 

@@ -48,6 +48,15 @@ class StateOptions:
             raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
 
 
+def require_same_call(world: World, *modes: object, options: StateOptions) -> None:
+    """Raise when ranks ask for different things. Collective: yes.
+
+    Raises:
+        DisagreementError: naming the ranks.
+    """
+    world.require_equal((repr(modes), options.budget_bytes), "the list of arguments (modes, budget)")
+
+
 def by_canonical_names(state: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
     """A rank's part of a state under names without wrappers; nothing for None.
 

@@ -77,7 +77,7 @@ def read(
     """
     given = Given()
     whole: object = state or {}
-    if not isinstance(whole, Mapping) or (whole and not {"state", "param_groups"} <= set(whole)):
+    if not isinstance(whole, Mapping) or (whole and not _is_laid_out(whole)):
         raise ConfigError(
             "the state of optimizers is {'state': {name: {...}}, 'param_groups': [{'params': [name, ...], ...}]}, "
             "as optimizer_state() and torch.distributed.checkpoint.state_dict make it, or None on a rank without"
@@ -96,6 +96,16 @@ def read(
         for entry, value in entries.items():
             _sort_in(given, plain, str(entry), value, shapes.get(plain))
     return given
+
+
+def _is_laid_out(whole: Mapping[str, Any]) -> bool:
+    values, groups = whole.get("state"), whole.get("param_groups")
+    return (
+        isinstance(values, Mapping)
+        and all(isinstance(entries, Mapping) for entries in values.values())
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    )
 
 
 _NAMES = ("params", "param_names")

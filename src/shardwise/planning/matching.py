@@ -106,7 +106,7 @@ def match(places: Sequence[Place], brought_by_rank: Sequence[Mapping[str, Brough
         present = [name for name in place.names if bringing and name in brought_by_rank[bringing[0]]]
         if not present:
             missing.append(place.names[0])
-            if not tolerance.missing.covers(place.names[0]):
+            if not any(tolerance.missing.covers(name) for name in place.names):
                 faults.missing.append(place.names[0])
             continue
         wrong = _misfit(place, present, brought_by_rank, bringing)

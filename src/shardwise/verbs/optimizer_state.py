@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.errors import DisagreementError
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
-from shardwise.execution.states import StateOptions, bring, brought, refuse_meta
+from shardwise.execution.states import StateOptions, bring, brought, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.models.dtypes import in_memory, to_torch
@@ -21,7 +21,7 @@ from shardwise.models.optimizer_state import Given, copied, labelled, read, set_
 from shardwise.models.rebind import Bound, Key, Scalar, look_at, state_like
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import Form, Full
+from shardwise.planning.forms import Form, Full, require_form
 from shardwise.planning.groups import GroupMatch, match_groups
 from shardwise.planning.matching import Brought, Match, OnFault, Place, Tolerance, few, match
 from shardwise.planning.sources import digest
@@ -68,6 +68,8 @@ def optimizer_state(
     """
     model = without_compile(model)
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, options=options)
         held, bounds = _looked_at(world, model, optimizers)
         tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
         scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
@@ -130,6 +132,7 @@ def set_optimizer_state(
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         with clock.phase("agree"):
+            require_same_call(world, tolerance, options=options)
             held, bounds = _looked_at(world, model, optimizers)
             ours = _Ours.of(held, bounds)
             given = world.together(lambda: read(state, ours.first_names, ours.shapes))

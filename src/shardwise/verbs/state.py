@@ -15,6 +15,7 @@ from shardwise.execution.states import (
     brought,
     by_canonical_names,
     refuse_meta,
+    require_same_call,
     require_ties,
 )
 from shardwise.execution.supply import require_alike_models
@@ -23,7 +24,7 @@ from shardwise.models.dtypes import in_memory
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import Form, Full
+from shardwise.planning.forms import Form, Full, require_form
 from shardwise.planning.matching import OnFault, Place, Tolerance, match
 from shardwise.report import StateReport
 from shardwise.verbs.load import Clock
@@ -65,6 +66,8 @@ def model_state(
     """
     model = without_compile(model)
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, only, options=options)
         held = world.together(lambda: look_inside(model))
         require_alike_models(world, held, [])
         names = world.from_first(lambda: names_outside(model, held, only))
@@ -123,6 +126,7 @@ def set_model_state(
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         with clock.phase("agree"):
+            require_same_call(world, only, tolerance, options=options)
             held = world.together(lambda: look_inside(model))
             require_alike_models(world, held, [])
             names = world.from_first(lambda: names_outside(model, held, only))
