@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from shardwise.planning.forms import Full, Sharded
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ShardReport, StateReport
+    from shardwise.report import Forecast, LoadReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
 
@@ -58,6 +59,7 @@ _HOMES = {
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
+    "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
@@ -67,9 +69,11 @@ _HOMES = {
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
     "Full": "shardwise.planning.forms",
+    "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
     "Initialize": "shardwise.planning.consent",
+    "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "ModelPlan": "shardwise.models.wrap",
@@ -82,6 +86,8 @@ _HOMES = {
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
     "RequireMemory": "shardwise.planning.forecast",
+    "SaveOptions": "shardwise.verbs.save",
+    "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
     "Sharded": "shardwise.planning.forms",
@@ -90,6 +96,7 @@ _HOMES = {
     "StateOptions": "shardwise.execution.states",
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
+    "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
@@ -99,6 +106,7 @@ _HOMES = {
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
     "plan": "shardwise.verbs.plan",
+    "save": "shardwise.verbs.save",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -112,6 +120,7 @@ __all__ = [
     "Automatic",
     "CheckpointError",
     "Classes",
+    "CompareWithMemory",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
@@ -121,9 +130,11 @@ __all__ = [
     "Forecast",
     "FormatError",
     "Full",
+    "HubNames",
     "HubOptions",
     "Ignore",
     "Initialize",
+    "InternalNames",
     "LoadOptions",
     "LoadReport",
     "ModelPlan",
@@ -136,6 +147,8 @@ __all__ = [
     "RankLostError",
     "Refuse",
     "RequireMemory",
+    "SaveOptions",
+    "SaveReport",
     "ShardOptions",
     "ShardReport",
     "Sharded",
@@ -144,6 +157,7 @@ __all__ = [
     "StateOptions",
     "StateReport",
     "StorageError",
+    "Trust",
     "TryAnyway",
     "Upcast",
     "Weighed",
@@ -154,6 +168,7 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "plan",
+    "save",
     "set_model_state",
     "set_optimizer_state",
     "shard",

@@ -183,7 +183,7 @@ class Placer:
 
         def memory(target: int) -> memoryview:
             if target not in memories:
-                memories[target] = _bytes_of(tensors[target])
+                memories[target] = bytes_of(tensors[target])
             return memories[target]
 
         def carry_out(request: Request, landing: Landing) -> None:
@@ -296,7 +296,7 @@ def _nbytes(stored: Stored) -> int:
     return Strided.contiguous(stored.shape).numel * stored.dtype.itemsize
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The CPU memory of a tensor, from its first element to the end of its storage."""
     if tensor.is_contiguous():
         return memory_of(tensor.view(-1).view(torch.uint8))
