@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from shardwise.planning.forms import Full, Sharded
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, SaveReport, ShardReport, StateReport
+    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
@@ -85,6 +86,7 @@ _HOMES = {
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -110,6 +112,7 @@ _HOMES = {
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
+    "verify": "shardwise.verbs.reopen",
 }
 
 __all__ = [
@@ -146,6 +149,7 @@ __all__ = [
     "PlacementError",
     "RankLostError",
     "Refuse",
+    "ReopenReport",
     "RequireMemory",
     "SaveOptions",
     "SaveReport",
@@ -172,6 +176,7 @@ __all__ = [
     "set_model_state",
     "set_optimizer_state",
     "shard",
+    "verify",
 ]
 
 
