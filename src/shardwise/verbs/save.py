@@ -151,6 +151,19 @@ def save(
             return _carry_out(world, writer, ready, tokenizer, verify, options, clock)
 
 
+def require_writable(directory: str | os.PathLike[str]) -> None:
+    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind in it.
+
+    Collective: no.
+
+    Raises:
+        StorageError: the directory cannot be written to, or another save is writing to it.
+    """
+    with open_writer(directory) as writer:
+        take_lock(writer, "")
+        release_lock(writer)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
