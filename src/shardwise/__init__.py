@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
+    from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import Forecast, LoadReport, ShardReport
     from shardwise.storage import HubOptions
@@ -61,6 +61,7 @@ _HOMES = {
     "FormatError": "shardwise.errors",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
+    "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
@@ -105,6 +106,7 @@ __all__ = [
     "FormatError",
     "HubOptions",
     "Ignore",
+    "InIntervals",
     "Initialize",
     "LoadOptions",
     "LoadReport",

@@ -13,6 +13,7 @@ way, but at the rate of all of them.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,13 +28,17 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target."""
+    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target.
+
+    ``block`` is what the source fetches at once, where this is a part of it.
+    """
 
     tensor: str
     source: int
     targets: tuple[int, ...]
     box: Box
     itemsize: int
+    block: Box | None = None
 
     @property
     def nbytes(self) -> int:
@@ -102,24 +107,47 @@ def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) ->
     parcels: list[Parcel] = []
     load: dict[int, int] = {}
     for item in wanted:
+        holders = Holders(item.boxes, readers)
         needed = {box for rank in readers for box in item.boxes[rank] if box.numel}
         for band in _bands(sorted(needed, key=lambda box: (box.offsets, box.sizes))):
             for reader, share in _shares(band, item.itemsize, readers, load):
                 for block in cut(share, max(1, block_bytes // item.itemsize)):
-                    parcels += _to_holders(item, reader, block, readers)
+                    parcels += holders.parcels(item, reader, block)
     return tuple(parcels)
 
 
-def _to_holders(item: Wanted, source: int, block: Box, readers: Sequence[int]) -> Iterator[Parcel]:
-    """A block, from who fetches it to all who hold some of it."""
-    targets: dict[Box, list[int]] = {}
-    for rank in readers:
-        for box in item.boxes[rank]:
-            common = box.intersect(block) if box.numel else None
+class Holders:
+    """Which of some ranks hold what of a tensor; those that hold a block are found without a look at all of them.
+
+    Args:
+        boxes: that each rank holds, as of :class:`Wanted`.
+        ranks: those that count.
+    """
+
+    def __init__(self, boxes: Sequence[Sequence[Box]], ranks: Iterable[int]) -> None:
+        held: dict[Box, list[int]] = {}
+        for rank in ranks:
+            for box in boxes[rank]:
+                if box.numel:
+                    held.setdefault(box, []).append(rank)
+        self._held = sorted(held.items(), key=lambda item: item[0].offsets)
+        self._starts = [_start(box) for box, _ in self._held]
+        # The furthest that any has come so far: what is below it need not be looked for further back.
+        self._stops = list(itertools.accumulate((_stop(box) for box, _ in self._held), max))
+        self.replicas = max((len(holding) for _, holding in self._held), default=1)
+        """The most ranks that hold the same box."""
+
+    def parcels(self, item: Wanted, source: int, block: Box) -> Iterator[Parcel]:
+        """A block of a tensor that is held so, from who fetches it to all who hold some of it."""
+        first = bisect_right(self._stops, _start(block))
+        last = bisect_left(self._starts, _stop(block))
+        targets: dict[Box, list[int]] = {}
+        for box, ranks in self._held[first:last]:
+            common = box.intersect(block)
             if common is not None:
-                targets.setdefault(common, []).append(rank)
-    for box, ranks in targets.items():
-        yield Parcel(item.tensor, source, tuple(ranks), box, item.itemsize)
+                targets.setdefault(common, []).extend(ranks)
+        for box, ranks in targets.items():
+            yield Parcel(item.tensor, source, tuple(sorted(ranks)), box, item.itemsize, block)
 
 
 def hull(boxes: Sequence[Box]) -> Box:
@@ -244,8 +272,12 @@ def _bands(boxes: Sequence[Box]) -> list[Box]:
     return bands
 
 
+def _start(box: Box) -> int:
+    return box.offsets[0] if box.sizes else 0
+
+
 def _stop(box: Box) -> int:
-    return box.offsets[0] + box.sizes[0]
+    return box.offsets[0] + box.sizes[0] if box.sizes else 1
 
 
 def _rows(box: Box, start: int, stop: int) -> Box:

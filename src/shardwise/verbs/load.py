@@ -84,7 +84,8 @@ class LoadOptions:
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
         shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
-            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``.
+            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``. ``InIntervals()``: every rank
+            reads one interval of the checkpoint, and hands it to those that hold it, so that few files are opened.
         memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
             before anything is read, ``TryAnyway()`` goes on.
     """
