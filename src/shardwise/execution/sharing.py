@@ -20,7 +20,7 @@ from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models._torch_private import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
-from shardwise.planning.exchange import Parcel, Round, Wanted, dealt, hull, rounds
+from shardwise.planning.exchange import Agenda, Parcel, Round, Wanted, dealt, hull, rounds
 from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.sharing import (
     ETHERNET_BYTES_PER_S,
@@ -79,7 +79,7 @@ def all_ranks(tensor: torch.Tensor, world: World) -> Peers | None:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Which tensors are read together, with which peers and in which way; and what was chosen for each with peers."""
+    """Which tensors are read together with which peers, in which way, and what was chosen for those with peers."""
 
     mode: SharedReads
     shared: Mapping[str, Peers]
@@ -140,8 +140,6 @@ def read_shared(
 ) -> None:
     """Read the shared tensors, each byte by one of the peers, and hand them over.
 
-    Every rank enumerates the parcels of all ranks, see :func:`~shardwise.planning.intervals.handed_over`.
-
     Collective: yes.
     Memory: the budget, a quarter of it each for reading, for what has been read for this round and for the next,
     and for what is sent and received.
@@ -181,18 +179,20 @@ class _Sharing:
         self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
-        budget_bytes = self._placer.budget_bytes // 4
-        agenda = rounds(self._parcels(budget_bytes), budget_bytes)
-        self._ahead = self._one_ahead(agenda)
-        exchange(self._peers, agenda, self.give, self.take, self.dtype_of, self._staging_device())
+        agenda = self._agenda(self._placer.budget_bytes // 4)
+        self._ahead = self._one_ahead(agenda.rounds)
+        device = self._staging_device()
+        exchange(self._peers, agenda.rounds, self.give, self.take, self.dtype_of, device, agenda.moves)
 
-    def _parcels(self, budget_bytes: int) -> Sequence[Parcel]:
-        """Who hands what to whom: the same on every rank."""
-        wanted = self._wanted()
+    def _agenda(self, budget_bytes: int) -> Agenda:
+        """What this rank hands to whom and gets from whom."""
+        wanted, peers = self._wanted(), self._peers
         if isinstance(self._mode, InIntervals):
             reads = {name: item.expression for name, item in self._members.items()}
-            return handed_over(wanted, intervals(reads, self._placer.index, self._peers.size), budget_bytes)
-        return dealt(wanted, range(self._peers.size), budget_bytes // (4 * self._peers.size))
+            read = intervals(reads, self._placer.index, peers.size)
+            return handed_over(wanted, read, budget_bytes, peers.rank)
+        parcels = dealt(wanted, range(peers.size), budget_bytes // (4 * peers.size))
+        return Agenda.of_all(rounds(parcels, budget_bytes))
 
     def _wanted(self) -> list[Wanted]:
         """The boxes of all ranks. Tensors of one shape that lie alike on a mesh have one value of these."""

@@ -14,8 +14,11 @@ then read over the same gaps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from shardwise.conversion import (
     Concat,
@@ -30,7 +33,7 @@ from shardwise.conversion import (
     skeleton,
 )
 from shardwise.formats import CheckpointIndex
-from shardwise.planning.exchange import Holders, Parcel, Wanted, cut
+from shardwise.planning.exchange import Agenda, Holders, Parcel, Wanted, cut
 from shardwise.tensors import Box, Strided, contiguous_strides, numel
 
 _GRAINS = 64
@@ -61,6 +64,12 @@ class Portion:
             yield Portion(self.tensor, _back_in_place(part, self.order), self.order, nbytes)
 
 
+_OPEN = 16
+"""So many rounds are filled at once."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, less their whole parts, are spread evenly and come near no simple fraction."""
+
 Interval = tuple[Portion, ...]
 """What one rank reads, in the order of the files."""
 
@@ -87,35 +96,74 @@ def intervals(reads: Mapping[str, Expression], index: CheckpointIndex, ranks: in
     return tuple(map(tuple, found))
 
 
-def handed_over(wanted: Sequence[Wanted], intervals: Sequence[Interval], budget_bytes: int) -> tuple[Parcel, ...]:
-    """What the ranks have read, from each to those that hold it, in an order for rounds of this budget.
+def handed_over(wanted: Sequence[Wanted], intervals: Sequence[Interval], budget_bytes: int, rank: int) -> Agenda:
+    """What one rank gives of its interval and gets of the others', in rounds that keep the budget on every rank.
 
-    In the order all readers go through their intervals at the same pace, each from another point on: tensors repeat
-    from layer to layer, and readers that began alike would all hand to the same rank at the same time.
+    Parcels are written down of this rank alone: at a thousand ranks there are tens of millions in all. What is gone
+    through for all ranks are blocks: about as many as stored tensors, or as an eighth of the budget is in the
+    checkpoint.
 
-    The parcels of all ranks are enumerated, as the rounds of an exchange need it. Their number is about that of the
-    stored tensors, plus for each tensor the ranks that it is dealt to, plus the bytes over ``budget_bytes / 8``.
+    All readers go through their intervals at the same pace, each from another point on: tensors repeat from layer
+    to layer, and readers that began alike would all hand to the same rank at the same time. Where a rank is handed
+    too much all the same, a block waits for a later round, and those of others go before it.
+
+    Raises:
+        ValueError: when not even one element fits into the budget.
     """
-    ranks = range(len(intervals))
     by_name = {item.tensor: item for item in wanted}
-    held: dict[int, Holders] = {}
-    blocks: list[tuple[float, int, Portion]] = []
+    made: dict[int, Holders] = {}
+    for item in wanted:
+        if id(item.boxes) not in made:
+            made[id(item.boxes)] = Holders(item.boxes, range(len(intervals)))
+    holders = {item.tensor: made[id(item.boxes)] for item in wanted}
+    rounds: list[list[Parcel]] = [[] for _ in range(_OPEN)]
+    moves = [False] * _OPEN
+    used = np.zeros((_OPEN, len(intervals)), np.int64)  # bytes by round, the last ones, and rank
+    pending = _blocks(intervals, by_name, holders, budget_bytes)
+    pending.reverse()
+    while pending:
+        reader, block = pending.pop()
+        item, held = by_name[block.tensor], holders[block.tensor]
+        costs = held.staging_of(item, reader, block.box, len(intervals))
+        if costs.max() > budget_bytes:
+            pending += [(reader, half) for half in reversed(_halves(block, budget_bytes))]
+            continue
+        (fitting,) = np.nonzero((used + costs).max(axis=1) <= budget_bytes)
+        if not len(fitting):
+            rounds.append([])
+            moves.append(False)
+            used = np.concatenate((used[1:], np.zeros_like(used[:1])))
+        number = len(rounds) - _OPEN + int(fitting[0] if len(fitting) else _OPEN - 1)
+        used[number - len(rounds)] += costs
+        moves[number] |= bool(costs.sum() > costs[reader])
+        if rank == reader or costs[rank]:
+            rounds[number] += held.parcels(item, reader, block.box, None if rank == reader else rank)
+    filled = len(rounds) - int((used.max(axis=1) == 0).sum())
+    return Agenda(tuple(map(tuple, rounds[:filled])), tuple(moves[:filled]))
+
+
+def _halves(block: Portion, budget_bytes: int) -> list[Portion]:
+    if block.box.numel == 1:
+        raise ValueError(f"{budget_bytes} bytes are too few to hand an element of {block.tensor} to who holds it")
+    return list(block.blocks(-(-block.box.numel // 2)))
+
+
+def _blocks(
+    intervals: Sequence[Interval], wanted: Mapping[str, Wanted], holders: Mapping[str, Holders], budget_bytes: int
+) -> list[tuple[int, Portion]]:
+    """(reader, what it hands over at once), in the order of the rounds."""
+    found: list[tuple[float, int, Portion]] = []
     for reader, interval in enumerate(intervals):
         length = sum(portion.nbytes for portion in interval)
         done = 0
         for portion in interval:
-            item = by_name[portion.tensor]
-            holders = held.setdefault(id(item.boxes), Holders(item.boxes, ranks))
-            most = budget_bytes // (_BLOCKS * holders.replicas * item.itemsize)
+            item, held = wanted[portion.tensor], holders[portion.tensor]
+            most = budget_bytes // (_BLOCKS * held.replicas * item.itemsize)
             for block in portion.blocks(max(1, most)):
-                blocks.append(((done / length - reader / len(ranks)) % 1, reader, block))
+                found.append(((done / length - _GOLDEN * reader) % 1, reader, block))
                 done += block.nbytes
-    blocks.sort(key=lambda entry: entry[:2])
-    return tuple(
-        parcel
-        for _, reader, block in blocks
-        for parcel in held[id(by_name[block.tensor].boxes)].parcels(by_name[block.tensor], reader, block.box)
-    )
+    found.sort(key=lambda entry: entry[:2])
+    return [(reader, block) for _, reader, block in found]
 
 
 def leaf_boxes(expression: Expression) -> Iterator[Box]:

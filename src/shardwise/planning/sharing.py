@@ -8,8 +8,8 @@ its copy takes ``M / B + replicas * M / N``. So sharing pays when ``(factor - 1)
 A local disk is not asked twice: what one rank of a machine has read is in its page cache, and other machines have
 disks of their own.
 
-Reading in intervals is weighed against nothing: what it saves is files opened, and what an open costs, a rank or the
-server that many ranks ask at once, is not known of a storage. Who wants it says so.
+Reading in intervals is weighed against nothing: what it saves is files opened, and what an open costs, a rank or
+the server that many ranks ask at once, is not known of a storage. Who wants it says so.
 """
 
 from __future__ import annotations
