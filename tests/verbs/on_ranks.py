@@ -392,7 +392,10 @@ def shared_load(
     return truth.snapshot(model)["values"], report.to_dict()
 
 
-def shared_as_told(directory: str, modes: tuple[str, ...]) -> dict[str, Any]:
-    """The report of a load in which every rank asks for its own way of sharing."""
-    _, report = shared_load(directory, (len(modes),), modes[dist.get_rank()])
-    return report
+def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
+    """The error of a load in which every rank asks for its own way of sharing."""
+    try:
+        shared_load(directory, (len(modes),), modes[dist.get_rank()])
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    return "", ""

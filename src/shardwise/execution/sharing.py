@@ -70,7 +70,12 @@ def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
     return Peers(axis, sizes[axis], sizes[axis] if axis in replicated else 1)
 
 
-def all_ranks(tensor: torch.Tensor, world: World) -> Peers | None:
+def peers_in(mode: SharedReads, tensor: torch.Tensor, world: World) -> Peers | None:
+    """With whom this rank could share its reads of a tensor in such a way; None: with nobody."""
+    return _all_ranks(tensor, world) if isinstance(mode, InIntervals) else peers_of(tensor, world)
+
+
+def _all_ranks(tensor: torch.Tensor, world: World) -> Peers | None:
     """All ranks, where all have a part in a tensor; None: it is sharded over some of them, or there is one only."""
     if world.size == 1 or (isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size):
         return None
@@ -87,20 +92,17 @@ class SharePlan:
 
 
 def plan_sharing(
-    world: World, held: Mapping[str, Held], items: Sequence[Destination], placer: Placer, mode: SharedReads
+    world: World,
+    held: Mapping[str, Held],
+    items: Sequence[Destination],
+    peers: Mapping[str, Peers],
+    placer: Placer,
+    mode: SharedReads,
 ) -> SharePlan:
-    """What is shared. The first rank decides for all. Collective: yes."""
-    if world.size == 1:
-        return SharePlan(mode, {}, {})
+    """What is shared of the tensors that have peers. The first rank decides for all. Collective: yes."""
 
-    def peers_in(mode: SharedReads) -> dict[str, Peers]:
-        peers_for = all_ranks if isinstance(mode, InIntervals) else peers_of
-        found = ((item.fqn, peers_for(held[item.fqn].tensor, world)) for item in items)
-        return {name: peers for name, peers in found if peers is not None}
-
-    def decide() -> tuple[SharedReads, dict[str, Choice]]:
-        peers = peers_in(mode)
-        return mode, {
+    def decide() -> dict[str, Choice]:
+        return {
             item.fqn: choose(
                 mode,
                 placer.reader.policy,
@@ -119,10 +121,10 @@ def plan_sharing(
             if item.fqn in peers and not isinstance(item.expression, Opaque)
         }
 
-    decided, choices = world.from_first(decide)
-    peers = peers_in(decided)
-    shared = {name: peers[name] for name, choice in choices.items() if choice.is_shared}
-    return SharePlan(decided, shared, choices)
+    if not peers:
+        return SharePlan(mode, {}, {})
+    choices = world.from_first(decide)
+    return SharePlan(mode, {name: peers[name] for name, choice in choices.items() if choice.is_shared}, choices)
 
 
 def _network(tensor: torch.Tensor) -> float:

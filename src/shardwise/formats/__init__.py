@@ -2,5 +2,15 @@
 
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.safetensors import FileHeader, TensorEntry, parse_header, read_header
+from shardwise.formats.safetensors_header import NewFile, lay_out
 
-__all__ = ["CheckpointIndex", "FileHeader", "TensorEntry", "open_checkpoint", "parse_header", "read_header"]
+__all__ = [
+    "CheckpointIndex",
+    "FileHeader",
+    "NewFile",
+    "TensorEntry",
+    "lay_out",
+    "open_checkpoint",
+    "parse_header",
+    "read_header",
+]
