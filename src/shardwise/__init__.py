@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, SaveReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
 
@@ -77,6 +78,7 @@ _HOMES = {
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -95,6 +97,7 @@ _HOMES = {
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
     "shard": "shardwise.verbs.shard",
+    "verify": "shardwise.verbs.reopen",
 }
 
 __all__ = [
@@ -128,6 +131,7 @@ __all__ = [
     "PlacementError",
     "RankLostError",
     "Refuse",
+    "ReopenReport",
     "RequireMemory",
     "SaveOptions",
     "SaveReport",
@@ -147,6 +151,7 @@ __all__ = [
     "plan",
     "save",
     "shard",
+    "verify",
 ]
 
 
