@@ -12,8 +12,8 @@ however they lie in a rank's memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardwise.conversion import Expression, Stored, pieces, skeleton
 from shardwise.planning.exchange import ALIGNMENT_BYTES, cut
@@ -155,9 +155,10 @@ def plan_assembly(
 
 def _blocks(cutter: _Cutter, stream: Sequence[Wanted], bucket_bytes: int) -> Iterator[Block]:
     for wanted in stream:
-        cutter.begin(wanted)
+        form = cutter.form_of(wanted.expression)
         for box in cut(Box.whole(wanted.expression.shape), max(1, bucket_bytes // wanted.itemsize)):
-            yield cutter.block(wanted, box)
+            gifts = cutter.gifts(wanted.expression, form, box)
+            yield Block(wanted.key, box, wanted.itemsize, wanted.targets, form.leaves, gifts)
 
 
 class _Queue:
@@ -223,34 +224,39 @@ class _Filling:
         return Round(tuple(self._blocks), is_for_all, self._lanes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What tensors have alike of which ranks give the same. ``ways`` are the shares of each leaf, by identity."""
+
+    skeleton: Hashable
+    ways: tuple[int, ...]
+    leaves: tuple[str, ...] = field(compare=False)
+
+
 class _Cutter:
-    """Makes blocks; equal layers share what their ranks give."""
+    """Finds what ranks give of a box; once for equal layers."""
 
     def __init__(self, shares: Mapping[str, Sequence[Boxes]], size: int) -> None:
         self._shares = shares
         self._size = size
-        self._made: dict[object, tuple[Gift, ...]] = {}
-        self._alike: object = None
-        self._leaves: tuple[str, ...] = ()
+        self._made: dict[tuple[_Form, Box], tuple[Gift, ...]] = {}
 
-    def begin(self, wanted: Wanted) -> None:
-        """The blocks that follow are of this tensor."""
-        form, self._leaves = skeleton(wanted.expression)
-        self._alike = form, tuple(id(self._shares[leaf]) for leaf in self._leaves)
+    def form_of(self, expression: Expression) -> _Form:
+        bare, leaves = skeleton(expression)
+        return _Form(bare, tuple(id(self._shares[leaf]) for leaf in leaves), leaves)
 
-    def block(self, wanted: Wanted, box: Box) -> Block:
-        memo = self._alike, box
-        if memo not in self._made:
-            self._made[memo] = self._gifts(wanted.expression, box)
-        return Block(wanted.key, box, wanted.itemsize, wanted.targets, self._leaves, self._made[memo])
+    def gifts(self, expression: Expression, form: _Form, box: Box) -> tuple[Gift, ...]:
+        if (form, box) not in self._made:
+            self._made[form, box] = self._gifts(expression, form.leaves, box)
+        return self._made[form, box]
 
-    def _gifts(self, expression: Expression, box: Box) -> tuple[Gift, ...]:
-        """The pieces of all ranks at once: their shares lie one behind the other in one memory, by rank."""
+    def _gifts(self, expression: Expression, leaves: Sequence[str], box: Box) -> tuple[Gift, ...]:
+        """The pieces of all ranks at once: their shares lie one behind the other in one memory, leaf by leaf."""
         held: dict[str, list[tuple[Box, Strided]]] = {}
         homes: list[tuple[int, int]] = []
         starts: list[int] = []
         used = 0
-        for leaf in self._leaves:
+        for leaf in leaves:
             held[leaf] = []
             for rank in range(self._size):
                 for number, share in enumerate(self._shares[leaf][rank]):
@@ -258,7 +264,7 @@ class _Cutter:
                     homes.append((rank, number))
                     starts.append(used)
                     used += share.numel
-        number_of = {leaf: number for number, leaf in enumerate(self._leaves)}
+        number_of = {leaf: number for number, leaf in enumerate(leaves)}
         given: dict[int, list[Piece]] = {}
         for copy in pieces(expression, held, box):
             assert isinstance(copy.leaf, Stored)
