@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
+from shardwise.execution.assemble import Giver
+from shardwise.execution.line import Patience
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sources import FirstRank
 from shardwise.verbs.save import InternalNames
@@ -53,3 +56,106 @@ def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> li
     if keys != order:
         faults.append(f"{len(keys)} keys are not in order, or not those of {len(order)}")
     return faults
+
+
+def options_of(name: str, mesh: str, what: str) -> list[str]:
+    """What is wrong about the tensors when something is asked for them."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    whole = zoo.build(specimen)
+    model = sharded(specimen, mesh)
+    options = StreamOptions(bucket_bytes=1 << 15)
+    faults: list[str] = []
+    if what == "dtype":
+        plain = dict(iter_hf_tensors(model, options=options))
+        for key, tensor in iter_hf_tensors(model, dtype=torch.bfloat16, options=options):
+            wanted = plain[key].to(torch.bfloat16) if plain[key].is_floating_point() else plain[key]
+            if tensor.dtype != wanted.dtype or not torch.equal(raw_bytes(tensor), raw_bytes(wanted)):
+                faults.append(key)
+    elif what == "internal":
+        values = {key: tensor.clone() for key, tensor in whole.state_dict().items()}
+        found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
+        faults += [key for key, tensor in found.items() if not torch.equal(tensor, values[key])]
+        faults += [f"{key} is missing" for key in values.keys() - found.keys()]
+    elif what == "own":
+        kept = list(iter_hf_tensors(model, options=options))
+        again = dict(iter_hf_tensors(model, options=options))
+        faults += [key for key, tensor in kept if not torch.equal(tensor, again[key])]
+    return faults
+
+
+class Odd(nn.Module):
+    """Tensors without elements first, between and last; a scalar; columns held transposed; shared names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.turned = nn.Parameter(torch.arange(35.0).view(5, 7).t())
+        self.between = nn.Parameter(torch.empty(4, 0))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.last = nn.Parameter(torch.empty(0))
+
+
+def odd() -> tuple[list[str], list[str]]:
+    """(keys in order, those with other values)."""
+    model = Odd()
+    wanted = model.state_dict()
+    found = list(iter_hf_tensors(model))
+    faults = [key for key, tensor in found if not torch.equal(tensor, wanted[key]) or not tensor.is_contiguous()]
+    return [key for key, _ in found], faults
+
+
+def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str, int]:
+    """A loop that every rank leaves, by a break or an exception, after so many tensors; how the call ended."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    model = sharded(specimen, "flat")
+    count = counts[dist.get_rank()]
+    options = StreamOptions(bucket_bytes=1 << 14, patience=Patience(beat_s=0.1, silence_s=30, join_s=60))
+    seen = 0
+    try:
+        for _, _ in iter_hf_tensors(model, options=options):
+            seen += 1
+            if seen == count:
+                if how == "break":
+                    break
+                raise LookupError("the engine does not know this tensor")
+    except Exception as error:
+        return type(error).__name__, str(error), seen
+    # All is in order again: the tensors can be gone through another time.
+    whole = sum(1 for _ in iter_hf_tensors(model, options=options)) if counts[0] == counts[1] else 0
+    return "", "", whole
+
+
+def fail_while_packing(name: str, failing: int, after: int) -> tuple[str, str]:
+    """One rank cannot give what it is to give."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    model = sharded(specimen, "flat")
+    original = Giver.share
+    calls = 0
+
+    def share(self: Giver, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == failing and calls > after:
+            raise MemoryError("no memory is left")
+        return original(self, *args)
+
+    Giver.share = share  # type: ignore[method-assign]
+    try:
+        for _ in iter_hf_tensors(model, options=StreamOptions(bucket_bytes=1 << 14)):
+            pass
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    finally:
+        Giver.share = original  # type: ignore[method-assign]
+    return "", ""
+
+
+def disagree() -> tuple[str, str]:
+    """The ranks ask for different things."""
+    model = Odd()
+    try:
+        list(iter_hf_tensors(model, dtype=torch.bfloat16 if dist.get_rank() else None))
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    return "", ""
