@@ -1,9 +1,10 @@
 """Who hands which box to whom, and in which rounds: the plan of an exchange between ranks.
 
-A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of two questions: from
-ranks that have them already (:func:`from_sources`), or from ranks that fetch them, each a part of what a group of
-ranks needs (:func:`dealt`). Both answer with parcels. :func:`rounds` then cuts these into rounds, none of which
-takes more staging memory on any rank than it may. All of it is the same on every rank.
+A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of three questions: from
+ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`), or
+from ranks that fetch it, each a part of what a group of ranks needs (:func:`dealt`). All answer with parcels.
+:func:`rounds` then cuts these into rounds, none of which takes more staging memory on any rank than it may. All of
+it is the same on every rank.
 
 [Note: Spreading] Where several ranks want the same box from one source, sending it to each would cost the source
 as many times the bytes. Instead it deals them even parts, once in all, and they hand them to each other: twice the
@@ -13,7 +14,7 @@ way, but at the rate of all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.tensors import Box, numel
@@ -84,12 +85,79 @@ def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> 
             if source in ranks:
                 first.append(Parcel(item.tensor, source, (source,), box, item.itemsize))
             others = [rank for rank in ranks if rank != source]
-            for reader, share in _shares(box, item.itemsize, others, load):
-                first.append(Parcel(item.tensor, source, (reader,), share, item.itemsize))
-                rest = tuple(rank for rank in others if rank != reader)
-                if rest:
-                    then.append(Parcel(item.tensor, reader, rest, share, item.itemsize))
+            for given, onward in _spread(item, source, box, others, load):
+                first.append(given)
+                then += onward
     return Spread(tuple(first), tuple(then))
+
+
+def _spread(
+    item: Wanted, source: int, box: Box, others: Sequence[int], load: dict[int, int]
+) -> Iterator[tuple[Parcel, list[Parcel]]]:
+    """What the source gives to each of the others, and what that one then hands on. See [Note: Spreading]."""
+    for reader, share in _shares(box, item.itemsize, others, load):
+        rest = tuple(rank for rank in others if rank != reader)
+        onward = [Parcel(item.tensor, reader, rest, share, item.itemsize)] if rest else []
+        yield Parcel(item.tensor, source, (reader,), share, item.itemsize), onward
+
+
+def from_holders(wanted: Sequence[Wanted], held: Sequence[Sequence[Sequence[Box]]]) -> Spread:
+    """Every rank's boxes from ranks that hold them: ``held[tensor][rank]`` are boxes, which cover the tensor.
+
+    Boxes that ranks hold are equal or have nothing in common. What a rank holds it takes from itself; of several
+    holders, the one gives that has given least. What all of the tensor's holders have whole is spread (see
+    [Note: Spreading]); where each has a part, all of them give at once, and straight.
+    """
+    first: list[Parcel] = []
+    then: list[Parcel] = []
+    load: dict[int, int] = {}
+    given: dict[int, int] = {}
+    for item, by_rank in zip(wanted, held, strict=True):
+        holders, takers = _ranks_of(by_rank), _ranks_of(item.boxes)
+        for box, ranks in takers.items():
+            for whole, part in _parts(box, holders):
+                having = holders[whole]
+                others = [rank for rank in ranks if rank not in having]
+                for rank in ranks:
+                    if rank in having:
+                        first.append(Parcel(item.tensor, rank, (rank,), part, item.itemsize))
+                if not others:
+                    continue
+                source = min(having, key=lambda rank: (given.get(rank, 0), rank))
+                given[source] = given.get(source, 0) + part.numel * item.itemsize
+                if len(holders) > 1:
+                    first.append(Parcel(item.tensor, source, tuple(others), part, item.itemsize))
+                    continue
+                for parcel, onward in _spread(item, source, part, others, load):
+                    first.append(parcel)
+                    then += onward
+    return Spread(tuple(first), tuple(then))
+
+
+def covers(shape: Sequence[int], held: Sequence[Sequence[Box]]) -> bool:
+    """Whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
+    return sum(box.numel for box in _ranks_of(held)) == numel(shape)
+
+
+def _ranks_of(boxes: Sequence[Sequence[Box]]) -> dict[Box, list[int]]:
+    """The ranks of every box that has elements."""
+    found: dict[Box, list[int]] = {}
+    for rank, items in enumerate(boxes):
+        for box in items:
+            if box.numel:
+                found.setdefault(box, []).append(rank)
+    return found
+
+
+def _parts(box: Box, holders: Mapping[Box, Sequence[int]]) -> Iterator[tuple[Box, Box]]:
+    """(a box that is held, its part of this one)."""
+    if box in holders:
+        yield box, box
+        return
+    for whole in holders:
+        common = whole.intersect(box)
+        if common is not None:
+            yield whole, common
 
 
 def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) -> tuple[Parcel, ...]:
