@@ -159,3 +159,30 @@ def disagree() -> tuple[str, str]:
     except shardwise.ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def adapter(what: str) -> list[str]:
+    """A LoRA of a sharded model, against PEFT's own state of the same model before it was sharded."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == "llama")
+    torch.manual_seed(0)
+    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_()
+    wanted = {key: value.clone() for key, value in get_peft_model_state_dict(model).items()}
+    everything = {key: value.clone() for key, value in model.state_dict().items()}
+    if dist.is_initialized():
+        ways.shard(model, ways._mesh("cpu", (dist.get_world_size(),)), ways.by_rows)
+    if what == "adapter":
+        found = dict(iter_hf_tensors(model, only=shardwise.AdapterOnly()))
+    elif what == "internal":
+        found, wanted = dict(iter_hf_tensors(model, names=InternalNames())), everything
+    else:
+        try:
+            list(iter_hf_tensors(model))
+        except shardwise.ConfigError as error:
+            return [str(error)]
+        return []
+    return [key for key in found.keys() | wanted.keys() if not torch.equal(found[key], wanted[key])]

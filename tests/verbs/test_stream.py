@@ -65,6 +65,19 @@ def test_tensors_without_elements_keep_their_places():
     assert faults == []
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["adapter", "internal"])
+def test_tensors_of_a_peft_model_have_the_names_of_its_files(worlds, what):
+    pytest.importorskip("peft")
+    assert worlds(2).run(streaming.adapter, what) == [[], []]
+
+
+def test_a_peft_model_has_no_names_on_the_hub():
+    pytest.importorskip("peft")
+    (message,) = streaming.adapter("hub")
+    assert "pass only=AdapterOnly()" in message
+
+
 # What ends it
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.assemble import Giver, assemble
 from shardwise.execution.line import Patience
@@ -20,6 +21,7 @@ from shardwise.execution.world import World
 from shardwise.layout import Origin
 from shardwise.models.dtypes import to_torch
 from shardwise.models.revert import Output, revert
+from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.assembly import Block, Wanted, plan_assembly
 from shardwise.planning.sources import EveryRank, FirstRank
@@ -57,7 +59,8 @@ def iter_hf_tensors(
     model: nn.Module,
     *,
     to: Targets = EveryRank(),  # noqa: B008 - frozen
-    names: Names = HubNames(),
+    names: Names = HubNames(),  # noqa: B008
+    only: Selection = Everything(),  # noqa: B008
     dtype: torch.dtype | None = None,
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,6 +82,8 @@ def iter_hf_tensors(
         model: sharded or not, of transformers or not, with values on every rank; in the same state on every rank.
         to: ``EveryRank()``; or ``FirstRank()``: the others go through the same keys, and get tensors on meta.
         names: as the checkpoint has them, ``HubNames()``, or the model's own, ``InternalNames()``.
+        only: ``Everything()``; or, of a PEFT model, ``AdapterOnly()``: an adapter under the names that PEFT's files
+            have. The names of a whole PEFT model are its own, ``InternalNames()``: no hub has it like that.
         dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
         options: bucket, device, process group, patience.
 
@@ -94,19 +99,24 @@ def iter_hf_tensors(
     """
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
-    return _walk(without_compile(model), to, names, dtype, options)
+    return _walk(without_compile(model), to, names, only, dtype, options)
 
 
 def _walk(
-    model: nn.Module, to: Targets, names: Names, dtype: torch.dtype | None, options: StreamOptions
+    model: nn.Module,
+    to: Targets,
+    names: Names,
+    only: Selection,
+    dtype: torch.dtype | None,
+    options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience) as world:
         held = world.together(lambda: look_inside(model))
-        arguments = (to, names, str(dtype), options.bucket_bytes)
-        world.require_equal(arguments, "the list of arguments (targets, names, dtype, bucket)")
+        arguments = (to, names, only, str(dtype), options.bucket_bytes)
+        world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
         shares = agree_on_shares(world, held)
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
-        outputs = world.together(lambda: _outputs(model, held, names))
+        outputs = world.together(lambda: _outputs(model, held, names, only))
         world.require_equal(list(outputs), "the list of keys")
         dtypes = {key: _dtype_of(output, dtype) for key, output in outputs.items()}
         wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
@@ -121,8 +131,19 @@ def _walk(
             yield from hall.rest()
 
 
-def _outputs(model: nn.Module, held: list[Held], names: Names) -> Mapping[str, Output]:
+def _outputs(model: nn.Module, held: list[Held], names: Names, only: Selection) -> Mapping[str, Output]:
     layout = layout_of(held, lambda item: Origin.NOWHERE)
+    if isinstance(only, AdapterOnly):
+        chosen = {key: layout.by_name[name] for key, name in names_outside(model, held, only).items()}
+        return {
+            key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+            for key, tensor in chosen.items()
+        }
+    if isinstance(names, HubNames) and hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
+            "only=AdapterOnly() for an adapter, or names=InternalNames() for all tensors as the model names them"
+        )
     made = revert(model, layout, internal_names=isinstance(names, InternalNames))
     if made.computed:
         keys = [key for item in made.computed for key, _, _ in item.outputs]
