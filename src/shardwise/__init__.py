@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
+    from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
 
 __version__ = "0.1.0"
 
@@ -99,12 +100,14 @@ _HOMES = {
     "StateOptions": "shardwise.execution.states",
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
+    "StreamOptions": "shardwise.verbs.stream",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
+    "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
@@ -163,6 +166,7 @@ __all__ = [
     "StateOptions",
     "StateReport",
     "StorageError",
+    "StreamOptions",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -170,6 +174,7 @@ __all__ = [
     "WholeModel",
     "__version__",
     "from_pretrained",
+    "iter_hf_tensors",
     "load",
     "model_state",
     "optimizer_state",

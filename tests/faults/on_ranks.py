@@ -44,6 +44,7 @@ STAGES = {
     "look": ("shardwise.verbs.shard", "look_inside"),
     "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
     "take": ("shardwise.execution.distribute", "_Yard.take"),
+    "pack": ("shardwise.execution.assemble", "Giver.share"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
@@ -122,6 +123,11 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
     elif way == "shard":  # the model is on rank 0 alone
         model = sharding.live_model() if seat.rank == 0 else sharding.meta_model()
         shardwise.shard(model, options=shardwise.ShardOptions(patience=patience, budget_bytes=4096))
+    elif way == "stream":
+        model = sharding.live_model()
+        options = shardwise.StreamOptions(patience=patience, bucket_bytes=4096)
+        for _ in shardwise.iter_hf_tensors(model, options=options):
+            pass
     else:
         raise AssertionError(way)
 
