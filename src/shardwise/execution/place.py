@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
+from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_dtype, stored_leaves
 from shardwise.errors import StorageError
 from shardwise.execution.host_memory import populate
 from shardwise.execution.landing import Landing, as_stored, landings, memory_of
@@ -24,7 +24,7 @@ from shardwise.planning.schedule import Request, Segment, aligned, schedule, seg
 from shardwise.planning.staging import staging_within
 from shardwise.storage import PageCache, StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors import Box, Strided
+from shardwise.tensors import Box, Strided, numel
 
 _WORTH_POPULATING_BYTES = 1 << 16
 """Memory of this size is worth a system call that provides its pages, before it is read into."""
@@ -261,7 +261,7 @@ class Placer:
 
     def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
         """The conversion's outputs, from its inputs whole."""
-        wanted = [(stored, Box.whole(stored.shape), to_torch(stored.dtype)) for stored in leaf.inputs]
+        wanted = [(source, Box.whole(source.shape), to_torch(stored_dtype(source))) for source in leaf.inputs]
         inputs = self.values_of(wanted)
         return leaf.operation(inputs)
 
@@ -283,11 +283,7 @@ def _copies(item: Destination) -> list[Copy]:
 
 def opaque_bytes(leaf: Opaque) -> int:
     """Bytes of an opaque leaf's inputs as stored; evaluating it needs about twice as much."""
-    return sum(_nbytes(stored) for stored in leaf.inputs)
-
-
-def _nbytes(stored: Stored) -> int:
-    return Strided.contiguous(stored.shape).numel * stored.dtype.itemsize
+    return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
