@@ -26,7 +26,6 @@ MAX_PICKLE_BYTES = 100_000_000
 """The longest pickle that is read, the same as the longest header of a safetensors file."""
 
 _MAX_DEPTH = 64
-_MAX_ITEMS = 1_000_000
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LFS = b"version https://git-lfs"
 
@@ -55,7 +54,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
     part = Part(reader, file, 0, file_nbytes)
     _refuse_others(part, what)
     archive = TorchArchive(part, what)
-    tensors, others = _walk(archive.value, what)
+    tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
     places = each(reader, archive.place_of, storages.values())
     by_name = dict(zip(storages, places, strict=True))
@@ -100,6 +99,7 @@ class TorchArchive(Archive):
         if order in self.members and self.content(order, max_nbytes=16) != b"little":
             self.refuse("its numbers are not little-endian", remedy="save it again on a machine that is")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
+        self.pickle_nbytes = len(pickle)
         self.value = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
 
     def place_of(self, storage: Storage) -> ByteRange:
@@ -113,7 +113,7 @@ class TorchArchive(Archive):
     def view_of(self, tensor: PickledTensor, place: ByteRange, name: str) -> StoredView:
         """A tensor as bytes of the file: only its own where they are one run, else its storage's."""
         if tensor.storage.nbytes != place.nbytes:
-            self.refuse(f"the storage of {shown(name)} has two sizes")
+            self.refuse(f"{shown(name)}: two sizes are told of its storage")
         strided, itemsize = tensor.strided, tensor.dtype.itemsize
         fault = why_not_strided(strided, place.nbytes // itemsize)
         if fault is not None:
@@ -142,8 +142,11 @@ def _refuse_others(part: Part, what: str) -> None:
         raise FormatError(f"{what}: it is a pointer of git-lfs, not the file itself; run `git lfs pull`")
 
 
-def _walk(value: object, what: str) -> tuple[list[tuple[Path, PickledTensor]], list[tuple[Path, str]]]:
-    """Every tensor with the keys that lead to it, and what else there is."""
+def _walk(value: object, most: int, what: str) -> tuple[list[tuple[Path, PickledTensor]], list[tuple[Path, str]]]:
+    """Every tensor with the keys that lead to it, and what else there is; ``most`` bounds the items there can be.
+
+    A pickle spends more than a byte on every item, unless its dicts hold each other again and again.
+    """
     if isinstance(value, PickledTensor):
         raise FormatError(f"{what}: it holds one tensor without a name; save a state dict")
     if not isinstance(value, dict):
@@ -155,7 +158,7 @@ def _walk(value: object, what: str) -> tuple[list[tuple[Path, PickledTensor]], l
     while waiting:
         path, item = waiting.pop()
         visited += 1
-        if len(path) > _MAX_DEPTH or visited > _MAX_ITEMS:
+        if len(path) > _MAX_DEPTH or visited > most:
             raise FormatError(f"{what}: its dicts are nested too deeply; save model.state_dict()")
         if isinstance(item, PickledTensor):
             tensors.append((path, item))
