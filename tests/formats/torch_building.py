@@ -51,9 +51,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and bits(one) == bits(other)
 
 
-def archive(
-    members: Mapping[str, bytes], *, method: int = zipfile.ZIP_STORED, folder: str = "archive"
-) -> bytes:
+def archive(members: Mapping[str, bytes], *, method: int = zipfile.ZIP_STORED, folder: str = "archive") -> bytes:
     """A zip archive by Python's library."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", method) as made:

@@ -6,6 +6,7 @@ with the loader is which key goes where (transformers' renames), and the dtype o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,9 @@ def _of_folder(folder: Path, wrapper: str) -> dict[str, Callable[[], torch.Tenso
 
     def read(name: str, item: TensorStorageMetadata) -> torch.Tensor:
         made = {name: torch.empty(item.size, dtype=item.properties.dtype)}
-        distributed_checkpoint.load(made, storage_reader=FileSystemReader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that every rank loads by itself
+            distributed_checkpoint.load(made, storage_reader=FileSystemReader(folder), no_dist=True)
         return made[name]
 
     prefix = f"{wrapper}." if wrapper else ""
