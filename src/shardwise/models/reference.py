@@ -79,8 +79,8 @@ def reference_values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole value) of every tensor the checkpoint holds, in the dtype the model has it in.
 
-    ``dtypes`` are the model's saved tensors by canonical name, ``wrapper`` is that of :class:`WholeTensors`. Memory:
-    the sources and outcome of one conversion.
+    ``dtypes`` are the model's saved tensors by canonical name, ``wrapper`` is that of :class:`WholeTensors`.
+    Memory: the sources and outcome of one conversion.
     """
     stored = WholeTensors(files, wrapper)
     assignment = assign_keys(stored.keys, dtypes, transforms, compat.base_model_prefix(model))

@@ -62,9 +62,9 @@ def resolve(
 ) -> Path:
     """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
 
-    Only the wanted files are downloaded: safetensors (where there are none, ``pytorch_model*.bin``), json, tokenizers;
-    from the top of the repository, or of ``options.subfolder``, alone. ``download=False`` takes what the cache has: for the ranks of a node that
-    come after the one that downloads.
+    Only the wanted files are downloaded: safetensors (where there are none, ``pytorch_model*.bin``), json,
+    tokenizers; from the top of the repository, or of ``options.subfolder``, alone. ``download=False`` takes what
+    the cache has: for the ranks of a node that come after the one that downloads.
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
     """
