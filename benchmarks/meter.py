@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import os
 import resource
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,17 +52,18 @@ class Usage:
 
 
 class MemoryWatch:
-    """Highest RssAnon + RssShmem of this process over its level at the start, sampled by a thread.
+    """Highest RssAnon + RssShmem of this process over its level at the start, sampled by a process of its own.
 
-    Pages of mapped files are not counted: they can be dropped at any time.
+    A thread would take the interpreter's lock from the load two hundred times a second. Pages of mapped files are
+    not counted: they can be dropped at any time.
     """
 
     def __init__(self) -> None:
-        self._status = os.open("/proc/self/status", os.O_RDONLY)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.before = self._level()
-        self.highest = self.before
+        command = [sys.executable, "-S", "-E", "-c", _WATCH, str(os.getpid()), str(_SAMPLE_S)]
+        self._watch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._watch.stdout is not None
+        self._watch.stdout.readline()  # it has begun
+        self.before = self.highest = anonymous_bytes()
         self.samples = 0
 
     @property
@@ -69,26 +71,35 @@ class MemoryWatch:
         return self.highest - self.before
 
     def __enter__(self) -> Self:
-        self.before = self.highest = self._level()
-        self._thread.start()
+        self.before = self.highest = anonymous_bytes()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.set()
-        self._thread.join()
-        self.highest = max(self.highest, self._level())
-        os.close(self._status)
+        told, _ = self._watch.communicate(b"end")
+        highest, samples = map(int, told.split())
+        self.highest, self.samples = max(self.highest, highest, anonymous_bytes()), samples
 
-    def _sample(self) -> None:
-        while not self._end.wait(_SAMPLE_S):
-            self.highest = max(self.highest, self._level())
-            self.samples += 1
 
-    def _level(self) -> int:
-        text = os.pread(self._status, 4096, 0)
-        return 1024 * sum(int(text.partition(name)[2].split(None, 1)[0]) for name in (b"RssAnon:", b"RssShmem:"))
+def anonymous_bytes() -> int:
+    """RssAnon + RssShmem of this process."""
+    text = Path("/proc/self/status").read_bytes()
+    return 1024 * sum(int(text.partition(name)[2].split(None, 1)[0]) for name in (b"RssAnon:", b"RssShmem:"))
+
+
+_WATCH = """
+import os, select, sys
+status = os.open(f"/proc/{sys.argv[1]}/status", os.O_RDONLY)
+highest = samples = 0
+print("ready", flush=True)
+while not select.select([0], [], [], float(sys.argv[2]))[0]:
+    text = os.pread(status, 4096, 0)
+    level = sum(int(text.partition(name)[2].split(None, 1)[0]) for name in (b"RssAnon:", b"RssShmem:"))
+    highest, samples = max(highest, 1024 * level), samples + 1
+print(highest, samples)
+"""
+"""The program of the watching process: samples until anything comes on its standard input."""
 
 
 def back_memory(nbytes: int, barrier: Callable[[], object]) -> None:

@@ -83,7 +83,9 @@ def measure(job: Job) -> dict[str, Any]:
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
-    with MemoryWatch() as memory:
+    watch = MemoryWatch()
+    dist.barrier()
+    with watch as memory:
         dist.barrier()
         before, busy = Usage.now(), meter.machine_busy_s()
         start = meter.timestamp()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise.execution.line import Patience
-from shardwise.execution.place import Destination, Placer
+from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
 from shardwise.layout import MeshShape
@@ -301,7 +301,7 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
             memories[name] = memory
         with contextlib.closing(LocalReader(directory)) as reader:
             placer = Placer(reader, index, 1 << 20, _Silent(), World(0, 1))
-            arrangement = placer.arrange(items)
+            arrangement = arrange(items, index, reader.policy, 1 << 20)
             placer.place(arrangement, [memories[item.fqn] for item in arrangement.destinations])
         for item in items:
             for part in item.boxes:

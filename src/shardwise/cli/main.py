@@ -11,7 +11,7 @@ _COMMANDS = {
     "inspect": "what a checkpoint holds, from its headers",
     "plan": "what a load takes on every rank, before it",
     "train": "fine-tune a model on chat data",
-    "verify": "load on N ranks and compare with an independent path",
+    "verify": "open a checkpoint again and compare; or load it on N ranks and compare",
 }
 
 

@@ -1,7 +1,7 @@
 """Expressions: which stored elements make up a box of a parameter. No torch, no files."""
 
 from shardwise.conversion.bindings import Bindings
-from shardwise.conversion.copies import Copy, copies
+from shardwise.conversion.copies import Copy, copies, pieces
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -37,6 +37,7 @@ __all__ = [
     "concat",
     "copies",
     "permute",
+    "pieces",
     "reshape",
     "skeleton",
     "slice_dim",

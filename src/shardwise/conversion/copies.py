@@ -17,7 +17,7 @@ that model conversions do.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -84,7 +84,43 @@ def copies(expression: Expression, box: Box, into: Strided | None = None) -> lis
         for dim, (size, stride) in enumerate(zip(box.sizes, into.strides, strict=True))
         if size > 1
     )
-    return list(_push(expression, _Region(box.offsets, into.offset, axes)))
+    region = _Region(box.offsets, into.offset, axes)
+    return [_copy(leaf, part, contiguous_strides(leaf.shape)) for leaf, part in _regions(expression, region)]
+
+
+def pieces(
+    expression: Expression, held: Mapping[str, Sequence[tuple[Box, Strided]]], box: Box | None = None
+) -> Iterator[Copy]:
+    """The copies that take what is ``held`` of the leaves to its places in a box of the expression.
+
+    The other direction of :func:`copies`: here ``source`` counts elements of the memory in which a leaf's box is
+    held, and ``target`` those of a row-major tensor of the box's sizes. Together, the holders of all of a leaf make
+    all elements that the box has of it.
+
+    Args:
+        expression: without opaque leaves.
+        held: by key, boxes of the leaf (without overlap) and where each lies in memory.
+        box: of the expression; None is all of it.
+    """
+    box = Box.whole(expression.shape) if box is None else box
+    if not box.is_within(expression.shape):
+        raise ValueError(f"{box} is not within {expression.shape}")
+    if box.numel == 0:
+        return
+    axes = tuple(
+        _Axis(size, stride, dim, 1)
+        for dim, (size, stride) in enumerate(zip(box.sizes, contiguous_strides(box.sizes), strict=True))
+        if size > 1
+    )
+    for leaf, region in _regions(expression, _Region(box.offsets, 0, axes)):
+        assert isinstance(leaf, Stored)
+        for part, memory in held.get(leaf.key, ()):
+            clipped = [region]
+            for dim, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                clipped = [piece for each in clipped for piece in _clip(each, dim, start, start + size)]
+            for piece in clipped:
+                inside = tuple(at - first for at, first in zip(piece.origin, part.offsets, strict=True))
+                yield _copy(leaf, replace(piece, origin=inside), memory.strides, memory.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,33 +157,34 @@ class _Region:
         return replace(moved, target=self.target + axis.stride * first, axes=axes)
 
 
-def _push(expression: Expression, region: _Region) -> Iterator[Copy]:
+def _regions(expression: Expression, region: _Region) -> Iterator[tuple[Stored | Opaque, _Region]]:
+    """A region of an expression as regions of its leaves."""
     match expression:
         case Stored() | Opaque():
-            yield _copy(expression, region)
+            yield expression, region
         case Concat(parts, dim):
             starts = [0, *accumulate(part.shape[dim] for part in parts)]
             for index in _parts_touched(region, dim, starts):
                 for piece in _clip(region, dim, starts[index], starts[index + 1]):
-                    yield from _push(parts[index], piece.with_origin(dim, piece.origin[dim] - starts[index]))
+                    yield from _regions(parts[index], piece.with_origin(dim, piece.origin[dim] - starts[index]))
         case Stack(parts, dim):
             starts = list(range(len(parts) + 1))
             for index in _parts_touched(region, dim, starts):
                 for piece in _clip(region, dim, index, index + 1):
-                    yield from _push(parts[index], _without_dim(piece, dim))
+                    yield from _regions(parts[index], _without_dim(piece, dim))
         case Slice(source, dim, start, step):
             axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
             moved = region.with_origin(dim, start + step * region.origin[dim])
-            yield from _push(source, replace(moved, axes=axes))
+            yield from _regions(source, replace(moved, axes=axes))
         case Permute(source, dims):
             origin = [0] * len(dims)
             for dim, source_dim in enumerate(dims):
                 origin[source_dim] = region.origin[dim]
             axes = tuple(replace(axis, dim=dims[axis.dim]) for axis in region.axes)
-            yield from _push(source, replace(region, origin=tuple(origin), axes=axes))
+            yield from _regions(source, replace(region, origin=tuple(origin), axes=axes))
         case Reshape(source, shape):
             for piece in _unflatten(_flatten(region, shape), source.shape):
-                yield from _push(source, piece)
+                yield from _regions(source, piece)
 
 
 def _parts_touched(region: _Region, dim: int, starts: list[int]) -> range:
@@ -244,9 +281,9 @@ def _split_axis(axis: _Axis, inner: int) -> _Axis:
     return replace(axis, dim=1)
 
 
-def _copy(leaf: Stored | Opaque, region: _Region) -> Copy:
-    strides = contiguous_strides(leaf.shape)
-    offset = sum(index * stride for index, stride in zip(region.origin, strides, strict=True))
+def _copy(leaf: Stored | Opaque, region: _Region, strides: tuple[int, ...], start: int = 0) -> Copy:
+    """From a region of a leaf whose elements lie in memory from ``start`` on, by these strides."""
+    offset = start + sum(index * stride for index, stride in zip(region.origin, strides, strict=True))
     axes = sorted(((a.step * strides[a.dim], a.stride, a.size) for a in region.axes), reverse=True)
     merged: list[tuple[int, int, int]] = []
     for source_stride, target_stride, size in axes:

@@ -11,10 +11,8 @@ its tensors is gone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -23,9 +21,6 @@ _BLOCK_BYTES = 64 << 20
 
 _ALIGNMENT = 64
 """Where tensors begin, as in torch's own allocator."""
-
-_POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE``, madvise(2)."""
 
 
 class HostMemory:
@@ -45,8 +40,7 @@ class HostMemory:
         block, start, nbytes = next(self._places)
         if block is None:
             return torch.empty(tuple(size), dtype=dtype, device="cpu")
-        flat = torch.frombuffer(block, dtype=torch.uint8, count=nbytes, offset=start)
-        return flat.view(dtype).view(tuple(size))
+        return torch.frombuffer(block, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(tuple(size))
 
 
 def _laid_out(sizes: Sequence[int]) -> Iterator[tuple[mmap.mmap | None, int, int]]:
@@ -75,24 +69,3 @@ def _block(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
-
-
-def populate(memory: memoryview) -> None:
-    """Have the system provide the pages of this memory at once; where it cannot, the first touch will.
-
-    A hint only: nothing is written, and pages that are there stay as they are.
-    """
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    stop = start + memory.nbytes
-    start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop > start:
-        _libc.madvise(start, stop - start, _POPULATE_WRITE)  # a kernel that does not know it refuses
-
-
-def _system() -> Any:
-    library = ctypes.CDLL(None)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library
-
-
-_libc = _system()

@@ -41,17 +41,18 @@ def devices_of(model: nn.Module, held: Sequence[Held], home: torch.device) -> di
     }
 
 
-def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> None:
+def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> dict[str, torch.Tensor]:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 
-    Parameters become new objects, shared ones one object everywhere, with their ``requires_grad`` and attributes.
+    Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
+    their ``requires_grad`` and attributes.
     Memory: this rank's shards.
     """
     managers = _torch_private.fsdp_params(model)
+    found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
     wanted = [_Wanted.of(item, managers, home) for item in held if item.tensor.is_meta]
     memory = HostMemory([item.nbytes for item in wanted if item.is_on_host])
-    for item in wanted:
-        item.fulfil(memory)
+    return found | {item.item.fqn: item.fulfil(memory) for item in wanted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class _Wanted:
     def nbytes(self) -> int:
         return math.prod(self.size) * self.item.tensor.element_size()
 
-    def fulfil(self, memory: HostMemory) -> None:
+    def fulfil(self, memory: HostMemory) -> torch.Tensor:
+        """Install a tensor with memory; this rank's own part of it."""
         tensor = self.item.tensor
         if self.is_on_host:
             fresh = memory.take(self.size, tensor.dtype)
@@ -94,16 +96,16 @@ class _Wanted:
             fresh = torch.empty_like(local_tensor(tensor), device=self.device)
         if self.manager is not None:
             fresh = _torch_private.without_padding(self.manager, fresh)
-        if isinstance(tensor, DTensor):
-            fresh = _torch_private.sharded_as(tensor, fresh)
+        made = _torch_private.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
         if not isinstance(tensor, nn.Parameter):
-            self.item.install(fresh)
-            return
-        parameter = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+            self.item.install(made)
+            return fresh
+        parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
         vars(parameter).update(vars(tensor))
         self.item.install(parameter)
         if self.manager is not None:
             _torch_private.adopt_sharded(self.manager, parameter)
+        return fresh
 
 
 def offloads_shards(model: nn.Module) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_dtype, stored_leaves
 from shardwise.errors import StorageError
-from shardwise.execution.host_memory import populate
 from shardwise.execution.landing import Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
@@ -22,12 +21,9 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import Request, Segment, aligned, schedule, segments_of
 from shardwise.planning.staging import staging_within
-from shardwise.storage import PageCache, StorageReader
+from shardwise.storage import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided, numel
-
-_WORTH_POPULATING_BYTES = 1 << 16
-"""Memory of this size is worth a system call that provides its pages, before it is read into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,56 @@ class Arrangement:
     computed: tuple[tuple[Opaque, tuple[int, ...]], ...]
 
 
+def arrange(
+    destinations: Iterable[Destination],
+    index: CheckpointIndex,
+    policy: ReadPolicy,
+    budget_bytes: int,
+    start_at: float = 0.0,
+) -> Arrangement:
+    """Decide how destinations are filled. Pure: reads nothing, and takes no memory for values.
+
+    Args:
+        destinations: those without boxes are left out.
+        index: of the checkpoint.
+        policy: of its storage.
+        budget_bytes: for the staging of all workers together.
+        start_at: with which fraction of the requests to begin, where all ranks ask the same remote storage.
+    """
+    items = tuple(item for item in destinations if item.boxes)
+    leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
+    files = sorted({index.entries[leaf.key].file for leaf in leaves})
+    computed: dict[int, tuple[Opaque, list[int]]] = {}
+    on_device: dict[torch.device, list[tuple[int, Destination]]] = {}
+    for number, item in enumerate(items):
+        if isinstance(item.expression, Opaque):
+            computed.setdefault(id(item.expression.operation), (item.expression, []))[1].append(number)
+        else:
+            on_device.setdefault(item.device, []).append((number, item))
+    batches: list[tuple[torch.device, tuple[Request, ...]]] = []
+    for device, group in on_device.items():
+        is_on_host = device.type == "cpu"
+        staging_bytes = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
+        segments: list[tuple[str, Segment]] = []
+        for number, item in group:
+            for copy in _copies(item):
+                assert isinstance(copy.leaf, Stored)
+                entry = index.entries[copy.leaf.key]
+                needs_staging = not is_on_host or item.dtype != to_torch(copy.leaf.dtype)
+                segments += (
+                    (entry.file, segment)
+                    for segment in segments_of(
+                        copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=staging_bytes
+                    )
+                )
+        requests = schedule(
+            segments, policy, staging_bytes=staging_bytes, start_at=start_at if policy.is_remote else 0.0
+        )
+        batches.append((device, tuple(requests)))
+    made = tuple((leaf, tuple(numbers)) for leaf, numbers in computed.values())
+    return Arrangement(items, tuple(files), tuple(batches), made)
+
+
 @dataclass
 class Placer:
     """Carries out copies, and counts the elements written by FQN.
@@ -76,26 +122,8 @@ class Placer:
     read_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def arrange(self, destinations: Iterable[Destination]) -> Arrangement:
-        """Decide how these are filled. Reads nothing, and takes no memory for values."""
-        items = tuple(item for item in destinations if item.boxes)
-        leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
-        files = sorted({self.index.entries[leaf.key].file for leaf in leaves})
-        computed: dict[int, tuple[Opaque, list[int]]] = {}
-        on_device: dict[torch.device, list[int]] = {}
-        for number, item in enumerate(items):
-            if isinstance(item.expression, Opaque):
-                sharers = computed.setdefault(id(item.expression.operation), (item.expression, []))[1]
-                sharers.append(number)
-            else:
-                on_device.setdefault(item.device, []).append(number)
-        batches = tuple((device, self._requests(items, numbers)) for device, numbers in on_device.items())
-        return Arrangement(
-            items, tuple(files), batches, tuple((leaf, tuple(numbers)) for leaf, numbers in computed.values())
-        )
-
     def place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill the tensors, one for each destination. Memory: the budget.
+        """Fill the tensors (this rank's own), one for each destination. Memory: the budget.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
@@ -130,10 +158,11 @@ class Placer:
     def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
         """Boxes of expressions as new contiguous CPU tensors, read together."""
         cpu = torch.device("cpu")
-        arrangement = self.arrange(
+        items = [
             Destination("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
-        )
+        ]
+        arrangement = arrange(items, self.index, self.reader.policy, self.budget_bytes, self.world.place)
         values = [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
         self._place(arrangement, values)
         return values
@@ -141,26 +170,6 @@ class Placer:
     def count(self, fqn: str, numel: int) -> None:
         """Note that elements of a tensor have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
-
-    def _requests(self, items: Sequence[Destination], numbers: Sequence[int]) -> tuple[Request, ...]:
-        """For the stored values of destinations that are on one device."""
-        policy, is_on_host = self.reader.policy, items[numbers[0]].device.type == "cpu"
-        staging_bytes = staging_within(self.budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
-        segments: list[tuple[str, Segment]] = []
-        for number in numbers:
-            item = items[number]
-            for copy in _copies(item):
-                assert isinstance(copy.leaf, Stored)
-                entry = self.index.entries[copy.leaf.key]
-                needs_staging = not is_on_host or item.dtype != to_torch(copy.leaf.dtype)
-                segments += (
-                    (entry.file, segment)
-                    for segment in segments_of(
-                        copy, number, entry, needs_staging=needs_staging, policy=policy, block_bytes=staging_bytes
-                    )
-                )
-        start_at = self.world.rank / self.world.size if policy.is_remote else 0.0
-        return tuple(schedule(segments, policy, staging_bytes=staging_bytes, start_at=start_at))
 
     def _carry_out(
         self,
@@ -174,7 +183,7 @@ class Placer:
 
         def memory(target: int) -> memoryview:
             if target not in memories:
-                memories[target] = _bytes_of(tensors[target])
+                memories[target] = bytes_of(tensors[target])
             return memories[target]
 
         def carry_out(request: Request, landing: Landing) -> None:
@@ -219,9 +228,6 @@ class Placer:
                 buffers.append(staging[used : used + segment.bytes.nbytes])
                 staged.append((segment, used))
                 used += aligned(segment.bytes.nbytes)
-        for buffer in buffers:
-            if buffer.nbytes >= _WORTH_POPULATING_BYTES:
-                populate(buffer)
         self.reader.read_vectored(request.file, request.bytes.start, buffers)
         for segment, start in staged:
             landing.put(segment, start, tensors[segment.target])
@@ -286,8 +292,10 @@ def opaque_bytes(leaf: Opaque) -> int:
     return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The CPU memory of a tensor, from its first element to the end of its storage."""
+    if tensor.is_contiguous():
+        return memory_of(tensor.view(-1).view(torch.uint8))
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
     return memory_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

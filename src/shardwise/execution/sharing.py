@@ -77,10 +77,14 @@ class SharePlan:
 
 
 def plan_sharing(
-    world: World, held: Mapping[str, Held], items: Sequence[Destination], placer: Placer, mode: SharedReads
+    world: World,
+    held: Mapping[str, Held],
+    items: Sequence[Destination],
+    peers: Mapping[str, Peers],
+    placer: Placer,
+    mode: SharedReads,
 ) -> SharePlan:
-    """What is shared. The first rank decides for all. Collective: yes."""
-    peers = {item.fqn: found for item in items if (found := peers_of(held[item.fqn].tensor, world)) is not None}
+    """What is shared of the tensors that have peers. The first rank decides for all. Collective: yes."""
 
     def decide() -> dict[str, Choice]:
         return {

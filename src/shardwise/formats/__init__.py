@@ -2,12 +2,15 @@
 
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
 from shardwise.formats.safetensors import FileHeader, TensorEntry, parse_header, read_header
+from shardwise.formats.safetensors_header import NewFile, lay_out
 
 __all__ = [
     "CheckpointIndex",
     "FileHeader",
+    "NewFile",
     "StoredTensor",
     "TensorEntry",
+    "lay_out",
     "open_checkpoint",
     "parse_header",
     "read_header",

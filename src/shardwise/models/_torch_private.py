@@ -136,6 +136,8 @@ def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
 
     Memory with the padding in it spares the copy that ``reset_sharded_param`` makes of any other.
     """
+    if padded.shape == fsdp_param.sharded_size:
+        return padded
     dim = fsdp_param.fsdp_placement.dim
     held = fsdp_param.sharded_size[dim] if fsdp_param.sharded_size.numel() else 0
     padded.narrow(dim, held, padded.shape[dim] - held).zero_()

@@ -169,7 +169,7 @@ class _Tracer:
         stored: Mapping[str, Stored],
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.facade = _ModelFacade(model, layout)
+        self.facade = ModelFacade(model, layout)
         self.layout = layout
         self.dtype_of = dtype_of
         self.stored = stored
@@ -237,7 +237,7 @@ class _Tracer:
         }
 
 
-class _ModelFacade:
+class ModelFacade:
     """What converters may ask of a model: shapes by canonical name, whatever wraps or shards the model."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as hf_init
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    revert_weight_conversion,
+)
 from transformers.core_model_loading import rename_source_key as _rename_source_key
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import _get_tied_weight_keys
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
@@ -196,6 +205,74 @@ def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
     """Leave on the model what saving reads: the conversions that matched a key."""
     if isinstance(model, PreTrainedModel):
         model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether this is a model of transformers, to which its rules apply."""
+    return isinstance(module, PreTrainedModel)
+
+
+def saved_conversions(model: nn.Module) -> list[Any]:
+    """The renames and converters to run backwards for saving: those that loading used, else the class's own.
+
+    As in ``revert_weight_conversion``: a model that was not loaded has no legacy names, and no prefix to restore.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return list(used)
+    with original_classes(model):
+        found = get_model_conversion_mapping(model, add_legacy=False)
+    return [item for item in found if not isinstance(item, PrefixChange)]
+
+
+def revert(model: Any, transforms: Sequence[Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run conversions backwards: a state dict as its checkpoint has it. ``model`` is what converters may ask."""
+    if not transforms:
+        return dict(values)
+    holder: Any = _WithConversions(model, transforms)
+    return dict(revert_weight_conversion(holder, dict(values)))
+
+
+class _WithConversions:
+    """A model with these conversions left on it by loading."""
+
+    def __init__(self, model: Any, transforms: Sequence[Any]) -> None:
+        self._model = model
+        self._weight_conversions = list(transforms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+    """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
+
+    ``dtype`` is what the config is to name. The model's own config is not touched. Nothing for other modules.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    kind: Any = original_class(model)
+    config: Any = deepcopy(model.config)
+    config.architectures = [kind.__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    if kind.is_remote_code():
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def names_never_saved(model: nn.Module) -> frozenset[str]:
+    """Names that a model's class leaves out when it is saved."""
+    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def tie_targets(model: nn.Module) -> frozenset[str]:
+    """Regexes, searched in names, of those that are declared tied to another by any module in a model."""
+    return frozenset(_get_tied_weight_keys(model)) if isinstance(model, PreTrainedModel) else frozenset()
 
 
 def fsdp_plan(model: nn.Module) -> dict[str, str]:

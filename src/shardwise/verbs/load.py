@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import devices_of, home_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
-from shardwise.execution.place import Destination, Placer, identities_of, opaque_bytes
+from shardwise.execution.place import Arrangement, Destination, Placer, arrange, identities_of, opaque_bytes
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
+from shardwise.execution.sharing import Peers, SharePlan, peers_of, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -295,7 +295,7 @@ def carry_out(
     ``ask`` makes the model ready on this rank, and says what is wanted.
     """
     with clock.phase("plan"):
-        ready = world.together(lambda: prepare(model, source, ask, world.rank))
+        ready = world.together(lambda: prepare(world, model, source, ask))
         total_bytes = agree_on(world, ready)
     plan, held, options = ready.plan, ready.held, ready.request.options
     by_name = {item.fqn: item for item in held}
@@ -304,21 +304,19 @@ def carry_out(
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("plan"):
-            items = destinations(plan, by_name, ready)
-            sharing = plan_sharing(world, by_name, items, placer, options.shared_reads)
+            sharing = plan_sharing(world, by_name, ready.items, ready.peers, placer, options.shared_reads)
 
         def read() -> None:
-            with clock.phase("plan"), collected_later():
-                arrangement = placer.arrange(item for item in items if item.fqn not in sharing.shared)
             with clock.phase("materialize"), collected_later():
-                materialize(model, held, ready.home)
-            placer.place(arrangement, [by_name[item.fqn].local for item in arrangement.destinations])
+                local = materialize(model, held, ready.home)
+            for arrangement in (ready.own, ready.arrange(ready.peers.keys() - sharing.shared.keys(), source)):
+                placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations])
 
         with clock.phase("read"):
             world.together(read)
         if sharing.shared:
             with clock.phase("share"):
-                read_shared(world, sharing, by_name, items, placer, options.patience)
+                read_shared(world, sharing, by_name, ready.items, placer, options.patience)
     attributes = world.together(lambda: finish(model, ready, placer, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)
@@ -330,7 +328,12 @@ def carry_out(
 class Prepared:
     """All that one rank has decided before anything is read.
 
-    ``home`` is where the model computes; ``devices`` are where its tensors are or will be, by FQN.
+    Attributes:
+        home: where the model computes.
+        items: what is read into which tensors.
+        peers: with whom a tensor's bytes could be shared, for those that have somebody.
+        own: how the others are read.
+        start_at: see :func:`~shardwise.execution.place.arrange`.
     """
 
     request: LoadRequest
@@ -339,13 +342,22 @@ class Prepared:
     plan: LoadPlan
     programs: Mapping[str, Program]
     home: torch.device
-    devices: Mapping[str, torch.device]
+    items: Sequence[Destination]
+    peers: Mapping[str, Peers]
+    own: Arrangement
+    start_at: float
     forecast: RankForecast
     available: Available
 
+    def arrange(self, names: Collection[str], source: OpenSource) -> Arrangement:
+        """How these tensors are read."""
+        items = (item for item in self.items if item.fqn in names)
+        policy, budget_bytes = source.reader.policy, self.request.options.budget_bytes
+        return arrange(items, source.index, policy, budget_bytes, self.start_at)
+
 
 @collected_later()
-def prepare(model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], rank: int) -> Prepared:
+def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]) -> Prepared:
     """Decide, on this rank alone."""
     request = ask()
     options = request.options
@@ -355,11 +367,18 @@ def prepare(model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]
         plan = make_plan(model, held, computed, source.index, request)
         programs = foresee_initial_values(model, held, plan, options)
     home = home_of(held, options.device)
-    devices = devices_of(model, held, home)
-    forecast = foresee_memory(model, plan, source, options, home, rank)
+    by_name = {item.fqn: item for item in held}
+    items = destinations(plan, by_name, devices_of(model, held, home))
+    peers = {item.fqn: found for item in items if (found := peers_of(by_name[item.fqn].tensor, world)) is not None}
+    policy = source.reader.policy
+    alone = [item for item in items if item.fqn not in peers]
+    own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+    forecast = foresee_memory(model, plan, source, options, home, world.rank)
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
-    return Prepared(request, held, computed, plan, programs, home, devices, forecast, available)
+    return Prepared(
+        request, held, computed, plan, programs, home, items, peers, own, world.place, forecast, available
+    )
 
 
 def agree_on(world: World, ready: Prepared) -> int:
@@ -473,12 +492,13 @@ def make_plan(
     return plan
 
 
-def destinations(plan: LoadPlan, by_name: Mapping[str, Held], ready: Prepared) -> list[Destination]:
+def destinations(
+    plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
+) -> list[Destination]:
     """What to read into where."""
+    boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
     return [
-        Destination(
-            name, read.expression, plan.layout.by_name[name].boxes, by_name[name].tensor.dtype, ready.devices[name]
-        )
+        Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
         for name, read in plan.reads().items()
     ]
 
