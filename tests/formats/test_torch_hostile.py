@@ -242,7 +242,7 @@ def test_a_member_twice() -> None:
 
 
 def edited(content: bytes, what: str, at: int, value: int, form: str = "<L") -> bytes:
-    """A field changed: of the directory's entry of data/0 ("entry"), of its local header ("local"), or of the end."""
+    """A field changed: of the directory's entry of data/0 ("entry"), of its local header, or of the end."""
     place = {
         "entry": content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/0")),
         "local": content.rfind(b"PK\3\4", 0, content.find(b"archive/data/0")),

@@ -177,6 +177,15 @@ def test_chunks_of_a_mesh_of_two_dimensions(worlds, tmp_path):
 
 
 @pytest.mark.distributed
+def test_safetensors_files_of_chunks(worlds, tmp_path, mixtral):
+    worlds(2).run(torch_saves.save_safetensors, str(mixtral), str(tmp_path))
+    assert len(list(tmp_path.glob("shard-*.safetensors"))) == 2
+    check(worlds, tmp_path, mixtral)
+    shutil.copy(mixtral / "config.json", tmp_path)
+    assert verify_load(str(tmp_path)).is_equal
+
+
+@pytest.mark.distributed
 def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     worlds(2).run(torch_saves.save_like_accelerate, str(qwen3), str(tmp_path))
     check(worlds, tmp_path, qwen3, wrapper="model")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tests import truth
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -28,6 +29,14 @@ def save_sharded(source: str, folder: str, mesh_kind: str, levels: tuple[str, ..
     for level in reversed(levels):
         content = {level: content}
     dcp.save(content, checkpoint_id=folder)
+
+
+def save_safetensors(source: str, folder: str) -> None:
+    """Each rank a safetensors file of its own chunks, as transformers' distributed checkpoints are."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shardwise.from_pretrained(source, sharding=Sharding(mesh=mesh))
+    writer = HuggingFaceStorageWriter(path=folder, save_distributed=True, enable_consolidation=False)
+    dcp.save(get_model_state_dict(model), storage_writer=writer)
 
 
 def save_like_accelerate(source: str, folder: str) -> None:

@@ -15,6 +15,8 @@ from shardwise.formats.composed import Composed, FoundTensor, Joined, Part, Stor
 from shardwise.formats.distributed import METADATA, read_distributed
 from shardwise.formats.faults import Faults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
+from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
+from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
 from shardwise.formats.selection import Layout, Selection, is_there, select, where_models_are
 from shardwise.formats.torch_file import TorchFile, read_torch_file
 from shardwise.formats.wrappers import Choice, Path, choose_model
@@ -210,11 +212,21 @@ def _read_each(
 
 
 def _add_headers(headers: Iterable[FileHeader], found: _Contents, faults: Faults) -> None:
+    chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
     for header in headers:
         found.files[header.file] = header.file_nbytes
         found.held[header.file] = {entry.key for entry in header.entries}
-        found.metadata = {**header.metadata, **found.metadata}
+        told = {name: text for name, text in header.metadata.items() if name != SHARDING_KEY}
+        found.metadata = {**told, **found.metadata}
+        try:
+            offsets = chunk_offsets(header)
+        except FormatError as error:
+            faults.add_error("damaged files", error)
+            continue
         for entry in header.entries:
+            if entry.key in offsets:
+                chunks[entry.key].append((offsets[entry.key], entry))
+                continue
             first = found.entries.setdefault(entry.key, entry)
             if first is not entry:
                 faults.add(
@@ -222,6 +234,11 @@ def _add_headers(headers: Iterable[FileHeader], found: _Contents, faults: Faults
                     f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}; "
                     "remove the file that does not belong",
                 )
+    for key, parts in chunks.items():
+        try:
+            _add_tensor(key, from_chunks(key, parts), found, faults)
+        except FormatError as error:
+            faults.add_error("damaged files", error)
 
 
 def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: Faults) -> None:

@@ -6,6 +6,7 @@ with the loader is which key goes where (transformers' renames), and the dtype o
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,11 +33,9 @@ class WholeTensors:
 
     def __init__(self, files: Sequence[Path], wrapper: str = "") -> None:
         self._readers: dict[str, Callable[[], torch.Tensor]] = {}
+        self._readers.update(_of_safetensors([file for file in files if file.suffix == ".safetensors"]))
         for file in files:
-            if file.suffix == ".safetensors":
-                handle: Any = safe_open(file, framework="pt")
-                self._readers.update({key: partial(handle.get_tensor, key) for key in list(handle.keys())})
-            elif file.suffix != ".distcp":
+            if file.suffix not in (".safetensors", ".distcp"):
                 self._readers.update(_of_torch_file(file, wrapper))
         for folder in dict.fromkeys(file.parent for file in files if file.suffix == ".distcp"):
             self._readers.update(_of_folder(folder, wrapper))
@@ -44,6 +43,29 @@ class WholeTensors:
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self._readers[key]()
+
+
+def _of_safetensors(files: Sequence[Path]) -> dict[str, Callable[[], torch.Tensor]]:
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    parts: dict[str, list[tuple[list[int], Any]]] = {}
+    for file in files:
+        handle: Any = safe_open(file, framework="pt")
+        sharding = json.loads((handle.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+        for key in list(handle.keys()):
+            if key in sharding:
+                parts.setdefault(key, []).append((sharding[key]["saved_offsets"], handle))
+            else:
+                found[key] = partial(handle.get_tensor, key)
+    return found | {key: partial(_joined, key, handles) for key, handles in parts.items()}
+
+
+def _joined(key: str, handles: Sequence[tuple[list[int], Any]]) -> torch.Tensor:
+    parts = [(offsets, handle.get_tensor(key)) for offsets, handle in handles]
+    ends = [[start + size for start, size in zip(offsets, part.shape, strict=True)] for offsets, part in parts]
+    whole: torch.Tensor = parts[0][1].new_empty([max(column) for column in zip(*ends, strict=True)])
+    for offsets, part in parts:
+        whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+    return whole
 
 
 def _of_torch_file(file: Path, wrapper: str) -> dict[str, Callable[[], torch.Tensor]]:
