@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats import open_checkpoint
 from shardwise.formats.composed import Joined, View
-from shardwise.storage import LocalReader, MemoryReader
+from shardwise.storage import LocalReader, MemoryReader, RemoteReader
+from shardwise.testing import HttpStore
 
 
 def save(value: dict[str, Any], folder: Path) -> Path:
@@ -184,6 +185,15 @@ def test_metadata_of_older_torch() -> None:
     content[".metadata"] = changed
     index = open_checkpoint(MemoryReader(content))
     assert same(values_of(index, MemoryReader(content))["g"], GRID)
+
+
+def test_a_folder_at_a_url() -> None:
+    files = Written({"g": cut(GRID, [2, 4], [5, 3])}).files()
+    with HttpStore({f"m/{name}": content for name, content in files.items()}) as store:
+        for url in (f"{store.url}/m", f"{store.url}/m/.metadata"):
+            index = open_checkpoint(url)
+            with RemoteReader(index.root) as reader:
+                assert same(values_of(index, reader)["g"], GRID)
 
 
 # Which folder

@@ -14,7 +14,8 @@ from torch import nn
 
 from shardwise.errors import FormatError
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.storage import LocalReader, MemoryReader
+from shardwise.storage import LocalReader, MemoryReader, RemoteReader
+from shardwise.testing import HttpStore
 
 
 def opened(value: object) -> tuple[CheckpointIndex, MemoryReader]:
@@ -173,6 +174,19 @@ def test_dtypes_that_cannot_be_held_are_refused_by_name() -> None:
     )
     assert "which does not belong" in refusal(saved({"a": torch.ones(2, 2).to_sparse()}))
     assert "conjugated or negated" in refusal(saved({"a": torch.ones(2, dtype=torch.complex64).conj()}))
+
+
+# Over a network
+
+
+def test_files_at_a_url() -> None:
+    wanted = every_kind()
+    with HttpStore({"m/pytorch_model.bin": saved(wanted), "n/x.pt": saved({"model": wanted})}) as store:
+        for url in (f"{store.url}/m", f"{store.url}/n/x.pt"):
+            index = open_checkpoint(url)
+            with RemoteReader(index.root) as reader:
+                found = values_of(index, reader)
+            assert [key for key in wanted if not same(found[key], wanted[key])] == []
 
 
 # Which files

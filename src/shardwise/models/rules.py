@@ -101,7 +101,7 @@ def bind(
     prefix = compat.base_model_prefix(model)
     # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
     # afterwards.
-    leaves = {key: Stored(key, item.shape, stored_dtype(item)) for key, item in stored.items()}
+    leaves = {key: _known_by(key, item) for key, item in stored.items()}
     composed = {key for key, item in stored.items() if not isinstance(item, Stored)}
     assignment = assign_keys(list(stored), names, transforms, prefix)
     offers: dict[str, list[Expression]] = {}
@@ -140,6 +140,10 @@ def bind(
         unmatched=unmatched,
         faults=faults,
     )
+
+
+def _known_by(key: str, item: Expression) -> Stored:
+    return item if isinstance(item, Stored) else Stored(key, item.shape, stored_dtype(item))
 
 
 def _index_gap(conversion: Conversion) -> str | None:

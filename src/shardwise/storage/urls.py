@@ -45,13 +45,13 @@ def scheme_of(url: str) -> str:
 
 
 def split_file(url: str) -> tuple[str, str | None]:
-    """The folder's URL, and the name of the safetensors or index file if the URL ends in one.
+    """The folder's URL, and the name of the file of tensors, or of their index, if the URL ends in one.
 
     A query belongs to the folder: it is sent with every file.
     """
     before, mark, query = url.partition("?")
     folder, _, name = before.rpartition("/")
-    if not name.endswith(_CHECKPOINT_FILES) or folder.endswith(":/"):
+    if not before.endswith(_CHECKPOINT_FILES) or folder.endswith(":/"):
         return url, None
     return folder + mark + query, unquote(name) if scheme_of(url) in ("http", "https") else name
 
