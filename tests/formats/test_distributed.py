@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats import open_checkpoint
-from shardwise.formats.composed import Joined, View
+from shardwise.formats.composed import Joined, View, Whole, tiling
 from shardwise.storage import LocalReader, MemoryReader, RemoteReader
+from shardwise.tensors import Box
 from shardwise.testing import HttpStore
 
 
@@ -376,6 +378,38 @@ def test_a_pinwheel_is_no_grid() -> None:
     assert "chunks do not tile" in refusal(
         Written({"g": ((3, 3), {at: part.clone() for at, part in chunks.items()})})
     )
+
+
+def spiral(count: int) -> list[Box]:
+    """Boxes that are peeled off one by one, a row, a column, a row, ..."""
+    made, offsets, sizes = [], [0, 0], [count, count]
+    for number in range(2 * count - 2):
+        dim = number % 2
+        made.append(Box(tuple(offsets), tuple(1 if axis == dim else size for axis, size in enumerate(sizes))))
+        offsets[dim] += 1
+        sizes[dim] -= 1
+    return [*made, Box(tuple(offsets), tuple(sizes))]
+
+
+def test_cuts_within_cuts_end_somewhere() -> None:
+    assert tiling((9, 9), [(box, Whole(str(box))) for box in spiral(9)]) is not None
+    start = time.perf_counter()
+    assert tiling((3000, 3000), [(box, Whole("x")) for box in spiral(3000)]) is None
+    assert tiling((1,) * 100_000, [(Box.whole((1,) * 100_000), Whole("x"))]) is None
+    assert time.perf_counter() - start < 5
+
+
+def test_shapes_and_paths_of_too_many_parts() -> None:
+    many = (2**62,) * 100_000
+    start = time.perf_counter()
+    assert "the size of g is not a tuple of sizes" in changing(
+        lambda made: setattr(made.state_dict_metadata["g"], "size", many)
+    )
+    path = tuple("a" * 10_000)
+    folder = Written({".".join(path): ((2,), {(0,): torch.ones(2)})})
+    folder.metadata.planner_data = {".".join(path): path}
+    assert open_checkpoint(folder.reader()).wrapper == ""
+    assert time.perf_counter() - start < 5
 
 
 def test_two_names_of_one_place() -> None:

@@ -12,6 +12,11 @@ from typing import TypeAlias
 
 from shardwise.tensors import Box, ByteRange, DType, Strided, numel
 
+MAX_DIMS = 64
+"""As many dimensions as a tensor of torch may have."""
+
+_MAX_CUTS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -105,22 +110,25 @@ def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, Part]]) -> Part | No
     """The tree that puts boxes together to a whole of this shape; None when they do not tile it.
 
     The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
-    each box on one side. So are all that come from sharding one dimension after the other.
+    each box on one side. So are all that come from sharding one dimension after the other. More than 32 cuts
+    inside of each other are not looked for.
     """
-    if sum(box.numel for box, _ in boxes) != numel(shape):
+    if len(shape) > MAX_DIMS or sum(box.numel for box, _ in boxes) != numel(shape):
         return None
-    return _tiling(Box.whole(shape), list(boxes))
+    return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
 
 
-def _tiling(whole: Box, boxes: list[tuple[Box, Part]]) -> Part | None:
+def _tiling(whole: Box, boxes: list[tuple[Box, Part]], cuts: int) -> Part | None:
     if len(boxes) == 1:
         return boxes[0][1] if boxes[0][0] == whole else None
+    if cuts == 0:
+        return None
     for dim in range(len(whole.sizes)):
         groups = _cut(whole, dim, boxes)
         if groups is None:
             return None
         if len(groups) > 1:
-            parts = [_tiling(box, members) for box, members in groups]
+            parts = [_tiling(box, members, cuts - 1) for box, members in groups]
             found = tuple(part for part in parts if part is not None)
             return Joined(found, dim) if len(found) == len(parts) else None
     return None

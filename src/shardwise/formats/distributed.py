@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import Chunk, FoundTensor
+from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor
 from shardwise.formats.pickles import Record, read_pickle
 from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA
-from shardwise.formats.wrappers import Choice, Path, choose_model
+from shardwise.formats.wrappers import MAX_DEPTH, Choice, Path, choose_model
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.reader import StorageReader
 from shardwise.tensors import Box, ByteRange, DType
@@ -188,7 +188,11 @@ class _Parser:
         return value
 
     def sizes(self, value: object, name: str) -> tuple[int, ...]:
-        if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        if (
+            not isinstance(value, tuple)
+            or len(value) > MAX_DIMS
+            or not all(type(size) is int and 0 <= size < 2**63 for size in value)
+        ):
             self.refuse(f"{name} is not a tuple of sizes")
         return value
 
@@ -263,7 +267,7 @@ class _Parser:
 
     def path(self, key: str, given: object) -> Path:
         """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone."""
-        if not isinstance(given, tuple) or not given:
+        if not isinstance(given, tuple) or not 0 < len(given) <= MAX_DEPTH:
             return (key,)
         names = tuple(str(part) for part in given if isinstance(part, str | int))
         # What a planner of another kind says is not believed: joined, the names are the key.

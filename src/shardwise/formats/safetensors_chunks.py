@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.errors import FormatError
-from shardwise.formats.composed import Chunk, FoundTensor, StoredView
+from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor, StoredView
 from shardwise.formats.safetensors import FileHeader, TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.names import shown
@@ -37,6 +37,7 @@ def chunk_offsets(header: FileHeader) -> Mapping[str, tuple[int, ...]]:
         offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
         if (
             not isinstance(offsets, list)
+            or len(offsets) > MAX_DIMS
             or len(offsets) != len(entry.shape)
             or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets)
         ):

@@ -16,7 +16,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.composed import Chunk, FoundTensor, StoredView, why_not_strided
 from shardwise.formats.pickles import Other, Record, read_pickle
 from shardwise.formats.torch_values import TORCH_FILE, PickledTensor, Storage
-from shardwise.formats.wrappers import Path
+from shardwise.formats.wrappers import MAX_DEPTH, Path
 from shardwise.formats.zip_archive import Archive, Part
 from shardwise.storage.names import shown
 from shardwise.storage.reader import StorageReader
@@ -25,7 +25,6 @@ from shardwise.tensors import ByteRange, Strided
 MAX_PICKLE_BYTES = 100_000_000
 """The longest pickle that is read, the same as the longest header of a safetensors file."""
 
-_MAX_DEPTH = 64
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LFS = b"version https://git-lfs"
 
@@ -165,7 +164,7 @@ def _walk(value: object, most: int, what: str) -> tuple[list[tuple[Path, Pickled
     while waiting:
         path, item = waiting.pop()
         visited += 1
-        if len(path) > _MAX_DEPTH or visited > most:
+        if len(path) > MAX_DEPTH or visited > most:
             raise FormatError(f"{what}: its dicts are nested too deeply; save model.state_dict()")
         if isinstance(item, PickledTensor):
             tensors.append((path, item))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwise.formats.composed import MAX_DIMS
 from shardwise.formats.pickles import Function, Global, Other, Vocabulary
 from shardwise.tensors import DType, Strided
 
 _MAX_SIZE = 2**63 - 1
-_MAX_DIMS = 64
 
 DTYPES: dict[str, DType] = {
     "bool": DType.BOOL,
@@ -75,7 +75,7 @@ class PickledTensor:
 
 
 def _sizes(value: object, what: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > _MAX_DIMS:
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
         raise ValueError(f"{what} is not a tuple of sizes")
     if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value):
         raise ValueError(f"{what} has numbers that are not 0..{_MAX_SIZE}")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 Path = tuple[str, ...]
 
+MAX_DEPTH = 64
+"""As deep as dicts may be nested."""
+
 _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 
 
