@@ -159,7 +159,8 @@ def forecast(
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    shared = shared_tensors(load_plan, world, index, homes, policy, options.get("shared_reads", Weighed()))
+    sharing = options.get("shared_reads", Weighed())
+    shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
     made = Forecast(
@@ -175,7 +176,7 @@ def forecast(
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),
-        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared),
+        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared, sharing),
         read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},

@@ -151,6 +151,19 @@ def save(
             return _carry_out(world, writer, ready, tokenizer, verify, options, clock)
 
 
+def require_writable(directory: str | os.PathLike[str]) -> None:
+    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind in it.
+
+    Collective: no.
+
+    Raises:
+        StorageError: the directory cannot be written to, or another save is writing to it.
+    """
+    with open_writer(directory) as writer:
+        take_lock(writer, "")
+        release_lock(writer)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
@@ -275,7 +288,8 @@ def _carry_out(
             with clock.phase("write"):
                 world.together(lambda: emitter.write(ready.requests))
             with clock.phase("sync"):
-                world.together(lambda: emitter.finish(ready.requests))
+                created = [file.name for file in plan.files] if world.rank == 0 else []
+                world.together(lambda: emitter.finish(ready.requests, created))
         with clock.phase("verify"):
             if isinstance(verify, CompareWithMemory):
                 _require_same(world, emitter, ready)
