@@ -73,8 +73,8 @@ def require_lock(writer: StorageWriter, token: str) -> None:
     found = writer.read(LOCK_FILE)
     if found is None:
         raise StorageError(
-            f"{writer.root}: {LOCK_FILE}, which the first rank made there, is not to be seen; save to a directory that "
-            "all ranks share, and leave that file alone meanwhile"
+            f"{writer.root}: {LOCK_FILE}, which the first rank made there, is not to be seen; save to a directory "
+            "that all ranks share, and leave that file alone meanwhile"
         )
     mark = _Mark.of(found)
     if mark is None or mark.token != token:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import ConfigError, CoverageError, ShardwiseError, StorageError
+from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.progress import ProgressBar
