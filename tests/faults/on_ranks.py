@@ -45,6 +45,18 @@ STAGES = {
     "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
     "take": ("shardwise.execution.distribute", "_Yard.take"),
     "pack": ("shardwise.execution.assemble", "Giver.share"),
+    "arrange": ("shardwise.verbs.save", "_prepare"),
+    "create": ("shardwise.storage.local_writer", "LocalWriter.create"),
+    "mark": ("shardwise.verbs.save", "require_lock"),
+    "write": ("shardwise.execution.write", "Emitter._buffers"),
+    "sync": ("shardwise.storage.local_writer", "LocalWriter.sync"),
+    "compare": ("shardwise.execution.write", "Emitter.require_same"),
+    "add up": ("torch.distributed", "all_reduce"),
+    "commit": ("shardwise.verbs.save", "_commit"),
+    "beside": ("shardwise.verbs.save", "fingerprints.to_bytes"),
+    "name": ("shardwise.storage.local_writer", "LocalWriter.rename"),
+    "remove": ("shardwise.storage.local_writer", "LocalWriter.remove"),
+    "tidy": ("shardwise.verbs.save", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
