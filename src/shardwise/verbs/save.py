@@ -165,8 +165,9 @@ def require_writable(directory: str | os.PathLike[str]) -> None:
         StorageError: the directory cannot be written to, or another save is writing to it.
     """
     with open_writer(directory) as writer:
-        take_lock(writer, "")
-        release_lock(writer)
+        token = _new_token()
+        take_lock(writer, token)
+        release_lock(writer, token)
 
 
 @dataclass(frozen=True)
