@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
-from shardwise.report import LoadReport
+from shardwise.report import LoadReport, SaveReport
 from shardwise.report.forecast import RankForecast
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
@@ -113,7 +113,7 @@ def test_under_torchrun_there_would_be_several(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out").exists()
 
 
-def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome:
+def made_outcome(*losses: float, differing: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> DemoOutcome:
     load = LoadReport(
         checkpoint="out",
         rank=0,
@@ -130,7 +130,15 @@ def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome
         files=("model.safetensors",),
     )
     steps = tuple(StepFacts(number, loss, 1e-3, 1.0, 1, 1, 1.0, 1) for number, loss in enumerate(losses, start=1))
-    return DemoOutcome(load, Comparison(1, 1, 0, 4, differing), TrainReport(0, 1, 1, steps), ())
+    saved = SaveReport(0, 1, "trained", ("model.safetensors",), 1, 1, 4, 4, {"F32": 1})
+    return DemoOutcome(
+        loaded=load,
+        comparison=Comparison(1, 1, 0, 4, differing),
+        trained=TrainReport(0, 1, 1, steps),
+        answers=(),
+        saved=saved,
+        reloaded=Comparison(1, 1, 0, 4, lost),
+    )
 
 
 def test_what_is_wrong_with_a_demo() -> None:
@@ -140,4 +148,6 @@ def test_what_is_wrong_with_a_demo() -> None:
     assert find_faults([good, bad]) == [
         "rank 0: 1 tensors are not bitwise those that transformers loads: lm_head.weight"
     ]
+    (fault,) = find_faults([made_outcome(7.0, 0.5, lost=("lm_head.weight",))])
+    assert fault.endswith("of the saved model are not those that were trained: lm_head.weight")
     assert find_faults([made_outcome(float("nan"))]) == ["the loss ended at nan; it should have fallen below 2.0"]

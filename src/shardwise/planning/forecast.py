@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton, stored_dtype
@@ -242,10 +242,20 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Free memory where a rank runs, in bytes; None for what nobody knows."""
+    """Free memory where a rank runs, in bytes; None for what nobody knows.
+
+    ``pools`` are what host memory is taken from at once, with what each has left: the machine (named "") and the
+    control groups with a limit. Ranks of one machine may share some of them. Empty, ``host_bytes`` is the
+    machine's.
+    """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+    pools: Mapping[str, int] = field(default_factory=dict)
+
+    def by_pool(self) -> Mapping[str, int | None]:
+        """What each pool has left; where none is known, the machine."""
+        return self.pools or {"": self.host_bytes}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -412,10 +413,14 @@ def agree_on(world: World, ready: Prepared) -> int:
         )
     if len(set(digests)) > 1:
         raise DisagreementError(disagreement(world, plan))
+    # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
+    needed: Counter[tuple[str, str]] = Counter()
     for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
-        # The ranks of one machine share its memory, so what they need together counts.
-        neighbours = sum(other.host_bytes for place, other in zip(hosts, forecasts, strict=True) if place == host)
-        require_fits(replace(forecast, host_bytes=neighbours), available, options.memory_check)
+        needed.update({(host, pool): forecast.host_bytes for pool in available.by_pool()})
+    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
+        for pool, free in available.by_pool().items():
+            together = replace(forecast, host_bytes=needed[host, pool])
+            require_fits(together, Available(available.device_bytes, free), options.memory_check)
     return sum(sizes)
 
 
