@@ -109,7 +109,7 @@ def prepare(
 
 
 def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], saves: Path | None) -> int:
-    """Load every case in these ways on one world of this size, and save it below ``saves``; how many were not equal."""
+    """Load every case in these ways on one world of this size, and save it; how many were not equal."""
     failures = 0
     ranks = LocalRanks(size, timeout_s=300)
     ranks.run(quieten)

@@ -135,9 +135,18 @@ def build_on_meta(
             f"{model_class.__name__} cannot be built from {type(config).__name__}: {error}"
         ) from error
     model.eval()
-    if model.can_generate() and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    if model.can_generate():
+        model.generation_config = _generation_config(directory) or model.generation_config
     return model
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    """The checkpoint's own; else what its model config says of generating, as checkpoints of old have it."""
+    if (directory / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(directory)
+    if (directory / "config.json").is_file():
+        return GenerationConfig.from_pretrained(directory, config_file_name="config.json", _from_model_config=True)
+    return None
 
 
 def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[str, str]) -> None:
