@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         StorageError,
     )
     from shardwise.execution.line import Patience
+    from shardwise.execution.states import StateOptions
+    from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
@@ -34,20 +36,25 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
+    from shardwise.planning.forms import Full, Sharded
+    from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
+    from shardwise.verbs.state import model_state, set_model_state
+    from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdapterOnly": "shardwise.models.selection",
     "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
@@ -59,12 +66,15 @@ _HOMES = {
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
     "EveryRank": "shardwise.planning.sources",
+    "Everything": "shardwise.models.selection",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "Full": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
+    "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
@@ -84,23 +94,33 @@ _HOMES = {
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
+    "Sharded": "shardwise.planning.forms",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
+    "StateOptions": "shardwise.execution.states",
+    "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
+    "StreamOptions": "shardwise.verbs.stream",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
+    "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",
+    "model_state": "shardwise.verbs.state",
+    "optimizer_state": "shardwise.verbs.optimizer_state",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
+    "set_model_state": "shardwise.verbs.state",
+    "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
     "verify": "shardwise.verbs.reopen",
 }
 
 __all__ = [
+    "AdapterOnly",
     "Alone",
     "Anyone",
     "AsItIs",
@@ -112,12 +132,15 @@ __all__ = [
     "CoverageError",
     "DisagreementError",
     "EveryRank",
+    "Everything",
     "FirstRank",
     "Forecast",
     "FormatError",
+    "Full",
     "HubNames",
     "HubOptions",
     "Ignore",
+    "InIntervals",
     "Initialize",
     "InternalNames",
     "LoadOptions",
@@ -137,9 +160,13 @@ __all__ = [
     "SaveReport",
     "ShardOptions",
     "ShardReport",
+    "Sharded",
     "Sharding",
     "ShardwiseError",
+    "StateOptions",
+    "StateReport",
     "StorageError",
+    "StreamOptions",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -147,9 +174,14 @@ __all__ = [
     "WholeModel",
     "__version__",
     "from_pretrained",
+    "iter_hf_tensors",
     "load",
+    "model_state",
+    "optimizer_state",
     "plan",
     "save",
+    "set_model_state",
+    "set_optimizer_state",
     "shard",
     "verify",
 ]

@@ -16,6 +16,7 @@ from shardwise.report.forecast import RankForecast
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
 from shardwise.training.rows import Chat, read_rows
+from shardwise.verbs.reopen import verify
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters
@@ -34,9 +35,14 @@ def test_a_demo_cut_short_proves_the_weights_and_says_what_it_did_not_learn(
     on_ranks = capfd.readouterr().out
     assert result.exit_code == 1, result.output + on_ranks
     parts = [line[:5] for line in (result.stdout + on_ranks).splitlines() if line.startswith("[")]
-    assert parts == [f"[{number}/5]" for number in range(1, 6)]
+    assert parts == [f"[{number}/6]" for number in range(1, 7)]
     assert "49 tensors (47 parameters, 2 buffers), 7.51 MiB: not one bit differs" in on_ranks
     assert "rank 0 of 2: read 3.38 MiB of 6.76 MiB" in on_ranks
+    assert (
+        "loaded by transformers: 49 tensors (47 parameters, 2 buffers), 7.51 MiB: not one bit differs" in on_ranks
+    )
+    assert verify(tmp_path / "out" / "trained").compared == 46
+    assert (tmp_path / "out" / "trained" / "tokenizer.json").is_file()
     assert "it should have fallen below 2.0" in result.stdout
     assert len(list((tmp_path / "out" / "checkpoint").glob("*.safetensors"))) == 3
     assert (tmp_path / "out" / "checkpoint" / "model.safetensors.index.json").is_file()
@@ -60,6 +66,8 @@ def test_the_corpus() -> None:
 def test_a_folder_of_an_earlier_demo_is_used_again(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "out")
     (tmp_path / "out" / "checkpoint" / "old.safetensors").touch()
+    (tmp_path / "out" / "trained").mkdir()
+    (tmp_path / "out" / "trained" / "model.safetensors").touch()
     (tmp_path / "out" / "truth.pt").touch()
     (tmp_path / "out" / "notes.txt").touch()
     prepare_folder(tmp_path / "out")

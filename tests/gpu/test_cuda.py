@@ -90,3 +90,28 @@ def test_a_model_of_the_host_is_sharded_onto_the_gpu_with_its_optimizer(one_rank
         optimizer.step()
     for one, other in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(truth.whole(one).cpu(), other.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_to_the_host_and_back(one_rank, fused):
+    nets = [sharding.net_of(seed) for seed in (0, 1)]
+    optimizers = []
+    for net in nets:
+        shardwise.shard(net)
+        optimizers.append(torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused))
+    rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(9)).cuda()
+    for _ in range(2):
+        nets[0](rows).square().mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    state, moments = shardwise.model_state(nets[0]), shardwise.optimizer_state(nets[0], optimizers[0])
+    tensors = [value for values in moments["state"].values() for value in values.values()]
+    assert {tensor.device.type for tensor in [*state.values(), *tensors]} == {"cpu"}
+    shardwise.set_model_state(nets[1], state)
+    shardwise.set_optimizer_state(nets[1], optimizers[1], moments)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        net(rows).square().mean().backward()
+        optimizer.step()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert one.device.type == "cuda"
+        assert torch.equal(truth.whole(one), truth.whole(other))

@@ -6,11 +6,21 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise.planning import exchange
-from shardwise.planning.exchange import Parcel, Wanted, cut, dealt, from_sources, rounds, staging_of
+from shardwise.planning.exchange import (
+    Parcel,
+    Wanted,
+    covers,
+    cut,
+    dealt,
+    from_holders,
+    from_sources,
+    rounds,
+    staging_of,
+)
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -77,6 +87,55 @@ def test_everybody_gets_exactly_its_boxes_from_sources(world, data):
         assert parcel.source not in parcel.targets
         mine = set(elements(received(spread.first, parcel.tensor, parcel.source)))
         assert mine.issuperset(indices(parcel.box))
+
+
+@given(worlds_of_tensors(), st.data())
+def test_everybody_gets_exactly_its_boxes_from_holders(world, data):
+    ranks, wanted = world
+    held = []
+    for item in wanted:
+        shape = tuple(
+            max((box.offsets[dim] + box.sizes[dim] for boxes in item.boxes for box in boxes), default=0)
+            for dim in range(len(next((box.sizes for boxes in item.boxes for box in boxes), ())))
+        )
+        boxes = [list(part) for part in data.draw(partitions(shape, ranks))]
+        for part in cut(Box.whole(shape), 3):  # what nobody holds, the last rank does
+            if not any(part.intersect(box) for by_rank in boxes for box in by_rank if box.numel):
+                boxes[-1].append(part)
+        assume(covers(shape, boxes))
+        held.append(boxes)
+    spread = from_holders(wanted, held)
+    parcels = [*spread.first, *spread.then]
+    for item, boxes in zip(wanted, held, strict=True):
+        for rank in range(ranks):
+            assert elements(received(parcels, item.tensor, rank)) == elements(item.boxes[rank])
+        own = [set(elements(box for box in by_rank if box.numel)) for by_rank in boxes]
+        for parcel in parcels:
+            if parcel.tensor == item.tensor:
+                inside = set(indices(parcel.box))
+                assert all(target == parcel.source or not inside & own[target] for target in parcel.targets)
+                if parcel in spread.first:
+                    assert inside <= own[parcel.source]
+                else:
+                    mine = elements(received(spread.first, parcel.tensor, parcel.source))
+                    assert inside <= set(mine)
+
+
+def test_of_several_holders_each_gives_its_part():
+    """Two replicas of two shards, gathered on the first rank: ranks 1 and 3 hold the same, and take turns."""
+    rows = [Box((0, 0), (4, 8)), Box((4, 0), (4, 8))]
+    held = [[rows[rank % 2]] for rank in range(4)]
+    wanted = [Wanted(f"t{number}", 4, ((Box.whole((8, 8)),), (), (), ())) for number in range(4)]
+    spread = from_holders(wanted, [held] * 4)
+    assert spread.then == ()
+    assert [parcel.source for parcel in spread.first] == [0, 1, 0, 3, 0, 1, 0, 3]
+
+
+def test_what_one_rank_has_whole_is_handed_on_by_those_who_want_it():
+    wanted = [Wanted("w", 4, ((), *(((Box.whole((6, 8)),),) * 3)))]
+    spread = from_holders(wanted, [[[Box.whole((6, 8))], [], [], []]])
+    assert [(p.source, p.targets, p.box.sizes) for p in spread.first] == [(0, (r,), (2, 8)) for r in (1, 2, 3)]
+    assert sorted((p.source, p.targets) for p in spread.then) == [(1, (2, 3)), (2, (1, 3)), (3, (1, 2))]
 
 
 @given(worlds_of_tensors(), st.data())

@@ -15,7 +15,7 @@ from shardwise.execution.supply import Supply
 from shardwise.execution.world import World
 from shardwise.layout import Kind
 from shardwise.models import wrap
-from shardwise.models.rebind import Bound, Key
+from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.view import Held, boxes_at, local_boxes, local_tensor, look_inside
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import NOBODY
@@ -111,21 +111,8 @@ class Arrivals:
         return landings
 
     def _new_state(self, key: Key) -> torch.Tensor:
-        parameter = self.held[key.parameter].tensor
-        dtype = self.supply.dtypes[str(key)]
-        local = torch.empty_like(local_tensor(parameter), dtype=dtype, memory_format=torch.contiguous_format)
-        made: torch.Tensor = local
-        if isinstance(parameter, DTensor):
-            made = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        self.state[key] = made
-        return made
+        self.state[key] = state_like(self.held[key.parameter].tensor, self.supply.dtypes[str(key)])
+        return self.state[key]
 
     def finish(self, bounds: Sequence[Bound], sharding: Sharding) -> list[str]:
         """Bind the optimizers, and what else needs parameters that stay; names of those without values yet."""

@@ -38,7 +38,7 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where a tensor arrives on this rank: local memory, and the boxes that lie in it."""
+    """Where a tensor lies on this rank: local memory, and the boxes that are in it."""
 
     local: torch.Tensor
     boxes: tuple[LocalBox, ...]
@@ -75,13 +75,7 @@ def distribute(
     traffic = exchange(world, first, yard.give_whole, yard.take, yard.dtype_of, device)
     onward = exchange(world, then, yard.give_on, yard.take, yard.dtype_of, device)
     world.together(yard.close)
-    return Traffic(
-        sent_bytes=traffic.sent_bytes + onward.sent_bytes,
-        received_bytes=traffic.received_bytes + onward.received_bytes,
-        kept_bytes=traffic.kept_bytes,
-        staging_bytes=max(traffic.staging_bytes, onward.staging_bytes),
-        rounds=traffic.rounds + onward.rounds,
-    )
+    return traffic + onward
 
 
 class _Yard:

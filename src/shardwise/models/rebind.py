@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.models.view import local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
 """What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
@@ -28,8 +30,18 @@ class Key:
     parameter: str
     entry: str
 
+    @property
+    def label(self) -> str:
+        """Told from all others, as long as a parameter is in one optimizer only."""
+        return label(self.parameter, self.entry)
+
     def __str__(self) -> str:
-        return f"{self.parameter}: {self.entry} of optimizer {self.optimizer}"
+        return f"{self.label} of optimizer {self.optimizer}"
+
+
+def label(parameter: str, entry: str) -> str:
+    """What a value of state is called."""
+    return f"{parameter}: {entry}"
 
 
 @dataclass(slots=True)
@@ -38,7 +50,7 @@ class Bound:
 
     Attributes:
         groups: FQNs, by parameter group.
-        tensors: state of a parameter's shape.
+        tensors: state of a parameter's shape, and DTensors of any.
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -94,8 +106,30 @@ class Bound:
         return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
 
 
-def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[Bound]:
+def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for state of a parameter's shape, sharded as the parameter is."""
+    local = torch.empty_like(local_tensor(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+BEFORE_ITS_FIRST_STEP = "make the optimizer after sharding, or before its first step"
+
+
+def look_at(
+    optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], way_out: str = BEFORE_ITS_FIRST_STEP
+) -> list[Bound]:
     """What optimizers hold of a model, whose parameters have these names.
+
+    ``way_out`` is what to do about state of which nobody knows how it is sharded, for the error.
 
     Raises:
         ConfigError: for what is no optimizer.
@@ -107,14 +141,23 @@ def look_at(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) 
         raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
     faults: list[str] = []
     seen: dict[str, str] = {}
-    bounds = [_look_at(optimizer, index, names, seen, faults) for index, optimizer in enumerate(optimizers)]
+    strange: list[str] = []
+    bounds = [
+        _look_at(optimizer, index, names, seen, faults, strange) for index, optimizer in enumerate(optimizers)
+    ]
+    faults += [f"{sentence}; {way_out}" for sentence in strange]
     if faults:
-        raise PlacementError("the optimizers cannot be bound to the sharded model:\n  " + "\n  ".join(faults[:20]))
+        raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
 
 
 def _look_at(
-    optimizer: Optimizer, index: int, names: Mapping[nn.Parameter, str], seen: dict[str, str], faults: list[str]
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[nn.Parameter, str],
+    seen: dict[str, str],
+    faults: list[str],
+    strange: list[str],
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
     for number, group in enumerate(optimizer.param_groups):
@@ -143,28 +186,25 @@ def _look_at(
         if not state:
             bound.unused.append(name)
         for entry, value in state.items():
-            _sort_in(bound, Key(index, name, str(entry)), value, parameter, faults)
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange)
     return bound
 
 
-def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, faults: list[str]) -> None:
+def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
     if isinstance(value, torch.Tensor):
-        if value.shape == parameter.shape and value.ndim:
+        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value
         else:
-            faults.append(
+            strange.append(
                 f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards "
-                "that follow the parameter's; make the optimizer after sharding, or before its first step"
+                "that follow the parameter's"
             )
     elif value is None or isinstance(value, (int, float, str)):
         bound.scalars[key] = value
     else:
-        faults.append(
-            f"{key} is a {type(value).__name__}, and nobody knows how that is sharded; make the optimizer after "
-            "sharding, or before its first step"
-        )
+        strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
 
 
 def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:

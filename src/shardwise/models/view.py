@@ -114,6 +114,16 @@ def look_inside(model: nn.Module) -> list[Held]:
     return list(held.values())
 
 
+def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
+    """Every name that ``model.state_dict()`` has, as the modules have it (not canonical), in its order."""
+    of = {id(item.tensor): item for item in held}
+    return {
+        f"{prefix}.{name}" if prefix else name: of[id(tensor)]
+        for _, tensor, name, kind, prefix in _registered(model)
+        if kind.is_saved
+    }
+
+
 def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in parameters_of(module).items():

@@ -37,7 +37,7 @@ class Initialize(_Globs):
 
 @dataclass(frozen=True, slots=True)
 class Ignore(_Globs):
-    """Leave unread the checkpoint keys that match one of the globs ``only`` (default: all)."""
+    """Leave what matches one of the globs ``only`` (default: all): keys unread, tensors with their values."""
 
     only: tuple[str, ...] = ("*",)
 

@@ -1,9 +1,10 @@
 """Who hands which box to whom, and in which rounds: the plan of an exchange between ranks.
 
-A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of two questions: from
-ranks that have them already (:func:`from_sources`), or from ranks that fetch them, each a part of what a group of
-ranks needs (:func:`dealt`). Both answer with parcels. :func:`rounds` then cuts these into rounds, none of which
-takes more staging memory on any rank than it may. All of it is the same on every rank.
+A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of three questions: from
+ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`), or
+from ranks that fetch it, each a part of what a group of ranks needs (:func:`dealt`). All answer with parcels.
+:func:`rounds` then cuts these into rounds, none of which takes more staging memory on any rank than it may. All of
+it is the same on every rank.
 
 [Note: Spreading] Where several ranks want the same box from one source, sending it to each would cost the source
 as many times the bytes. Instead it deals them even parts, once in all, and they hand them to each other: twice the
@@ -13,8 +14,12 @@ way, but at the rate of all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.tensors import Box, numel
 
@@ -27,13 +32,17 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target."""
+    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target.
+
+    ``block`` is what the source fetches at once, where this is a part of it.
+    """
 
     tensor: str
     source: int
     targets: tuple[int, ...]
     box: Box
     itemsize: int
+    block: Box | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +75,23 @@ class Spread:
 Round = tuple[Parcel, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Agenda:
+    """The rounds of an exchange, with the parcels of all ranks, or with those that one rank gives or gets.
+
+    ``moves`` says of each round whether any rank hands anything to another in it.
+    """
+
+    rounds: tuple[Round, ...]
+    moves: tuple[bool, ...]
+
+    @classmethod
+    def of_all(cls, rounds: Sequence[Round]) -> Agenda:
+        """Of rounds that have the parcels of all ranks."""
+        moves = (any(target != parcel.source for parcel in items for target in parcel.targets) for items in rounds)
+        return cls(tuple(rounds), tuple(moves))
+
+
 def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> Spread:
     """Every rank's boxes from a rank that has the tensor whole: ``sources[tensor][rank]``, perhaps the rank itself.
 
@@ -84,12 +110,79 @@ def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> 
             if source in ranks:
                 first.append(Parcel(item.tensor, source, (source,), box, item.itemsize))
             others = [rank for rank in ranks if rank != source]
-            for reader, share in _shares(box, item.itemsize, others, load):
-                first.append(Parcel(item.tensor, source, (reader,), share, item.itemsize))
-                rest = tuple(rank for rank in others if rank != reader)
-                if rest:
-                    then.append(Parcel(item.tensor, reader, rest, share, item.itemsize))
+            for given, onward in _spread(item, source, box, others, load):
+                first.append(given)
+                then += onward
     return Spread(tuple(first), tuple(then))
+
+
+def _spread(
+    item: Wanted, source: int, box: Box, others: Sequence[int], load: dict[int, int]
+) -> Iterator[tuple[Parcel, list[Parcel]]]:
+    """What the source gives to each of the others, and what that one then hands on. See [Note: Spreading]."""
+    for reader, share in _shares(box, item.itemsize, others, load):
+        rest = tuple(rank for rank in others if rank != reader)
+        onward = [Parcel(item.tensor, reader, rest, share, item.itemsize)] if rest else []
+        yield Parcel(item.tensor, source, (reader,), share, item.itemsize), onward
+
+
+def from_holders(wanted: Sequence[Wanted], held: Sequence[Sequence[Sequence[Box]]]) -> Spread:
+    """Every rank's boxes from ranks that hold them: ``held[tensor][rank]`` are boxes, which cover the tensor.
+
+    Boxes that ranks hold are equal or have nothing in common. What a rank holds it takes from itself; of several
+    holders, the one gives that has given least. What all of the tensor's holders have whole is spread (see
+    [Note: Spreading]); where each has a part, all of them give at once, and straight.
+    """
+    first: list[Parcel] = []
+    then: list[Parcel] = []
+    load: dict[int, int] = {}
+    given: dict[int, int] = {}
+    for item, by_rank in zip(wanted, held, strict=True):
+        holders, takers = _ranks_of(by_rank), _ranks_of(item.boxes)
+        for box, ranks in takers.items():
+            for whole, part in _parts(box, holders):
+                having = holders[whole]
+                others = [rank for rank in ranks if rank not in having]
+                for rank in ranks:
+                    if rank in having:
+                        first.append(Parcel(item.tensor, rank, (rank,), part, item.itemsize))
+                if not others:
+                    continue
+                source = min(having, key=lambda rank: (given.get(rank, 0), rank))
+                given[source] = given.get(source, 0) + part.numel * item.itemsize
+                if len(holders) > 1:
+                    first.append(Parcel(item.tensor, source, tuple(others), part, item.itemsize))
+                    continue
+                for parcel, onward in _spread(item, source, part, others, load):
+                    first.append(parcel)
+                    then += onward
+    return Spread(tuple(first), tuple(then))
+
+
+def covers(shape: Sequence[int], held: Sequence[Sequence[Box]]) -> bool:
+    """Whether boxes by rank, equal or with nothing in common, are all of a tensor of this shape."""
+    return sum(box.numel for box in _ranks_of(held)) == numel(shape)
+
+
+def _ranks_of(boxes: Sequence[Sequence[Box]]) -> dict[Box, list[int]]:
+    """The ranks of every box that has elements."""
+    found: dict[Box, list[int]] = {}
+    for rank, items in enumerate(boxes):
+        for box in items:
+            if box.numel:
+                found.setdefault(box, []).append(rank)
+    return found
+
+
+def _parts(box: Box, holders: Mapping[Box, Sequence[int]]) -> Iterator[tuple[Box, Box]]:
+    """(a box that is held, its part of this one)."""
+    if box in holders:
+        yield box, box
+        return
+    for whole in holders:
+        common = whole.intersect(box)
+        if common is not None:
+            yield whole, common
 
 
 def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) -> tuple[Parcel, ...]:
@@ -102,24 +195,63 @@ def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) ->
     parcels: list[Parcel] = []
     load: dict[int, int] = {}
     for item in wanted:
+        holders = Holders(item.boxes, readers)
         needed = {box for rank in readers for box in item.boxes[rank] if box.numel}
         for band in _bands(sorted(needed, key=lambda box: (box.offsets, box.sizes))):
             for reader, share in _shares(band, item.itemsize, readers, load):
                 for block in cut(share, max(1, block_bytes // item.itemsize)):
-                    parcels += _to_holders(item, reader, block, readers)
+                    parcels += holders.parcels(item, reader, block)
     return tuple(parcels)
 
 
-def _to_holders(item: Wanted, source: int, block: Box, readers: Sequence[int]) -> Iterator[Parcel]:
-    """A block, from who fetches it to all who hold some of it."""
-    targets: dict[Box, list[int]] = {}
-    for rank in readers:
-        for box in item.boxes[rank]:
-            common = box.intersect(block) if box.numel else None
-            if common is not None:
-                targets.setdefault(common, []).append(rank)
-    for box, ranks in targets.items():
-        yield Parcel(item.tensor, source, tuple(ranks), box, item.itemsize)
+class Holders:
+    """Which of some ranks hold what of a tensor, to be asked block by block.
+
+    Args:
+        boxes: that each rank holds, as of :class:`Wanted`.
+        ranks: those that count.
+    """
+
+    def __init__(self, boxes: Sequence[Sequence[Box]], ranks: Iterable[int]) -> None:
+        held = [(box, rank) for rank in ranks for box in boxes[rank] if box.numel]
+        held.sort(key=lambda item: (item[0].offsets, item[1]))
+        shape = (len(held), len(held[0][0].sizes) if held else 0)
+        self._ranks = np.asarray([rank for _, rank in held], np.int64)
+        self._starts = np.asarray([box.offsets for box, _ in held], np.int64).reshape(shape)
+        self._stops = self._starts + np.asarray([box.sizes for box, _ in held], np.int64).reshape(shape)
+        self.replicas = max(Counter(box for box, _ in held).values(), default=1)
+        """The most ranks that hold the same box."""
+
+    def parcels(self, item: Wanted, source: int, block: Box, target: int | None = None) -> Iterator[Parcel]:
+        """A block of the tensor, from who fetches it to all who hold some of it, or to one of these."""
+        targets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        ranks, starts, sizes = self._common(block, target)
+        for rank, offset, size in zip(ranks.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            targets.setdefault((tuple(offset), tuple(size)), []).append(rank)
+        # Whoever asks gets those of one target in one order.
+        for (offsets, extent), found in sorted(targets.items()):
+            yield Parcel(item.tensor, source, tuple(sorted(found)), Box(offsets, extent), item.itemsize, block)
+
+    def staging_of(self, item: Wanted, source: int, block: Box, size: int) -> npt.NDArray[np.int64]:
+        """As :func:`staging_of` of all parcels of a block together, for each of ``size`` ranks."""
+        ranks, _, sizes = self._common(block)
+        staged = -(-sizes.prod(axis=1) * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        costs = np.zeros(size, np.int64)
+        np.add.at(costs, ranks, staged)
+        costs[source] += staged[ranks != source].sum()
+        return costs
+
+    def _common(self, block: Box, target: int | None = None) -> tuple[npt.NDArray[np.int64], ...]:
+        """(ranks, offsets, sizes) of what is held of a block, by ``target`` or by all."""
+        if not len(self._ranks):
+            return self._ranks, self._starts, self._stops
+        offsets = np.asarray(block.offsets, np.int64)
+        starts = np.maximum(self._starts, offsets)
+        sizes = np.minimum(self._stops, offsets + np.asarray(block.sizes, np.int64)) - starts
+        is_held = (sizes > 0).all(axis=1)
+        if target is not None:
+            is_held &= self._ranks == target
+        return self._ranks[is_held], starts[is_held], sizes[is_held]
 
 
 def hull(boxes: Sequence[Box]) -> Box:

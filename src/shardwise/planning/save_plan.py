@@ -49,7 +49,9 @@ class SavePlan:
         return sum(entry.nbytes for file in self.files for entry in file.entries)
 
 
-def plan_save(tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int, token: str) -> SavePlan:
+def plan_save(
+    tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int, token: str, can_rename: bool = True
+) -> SavePlan:
     """Assign tensors to files as the hub's library does, in their order, and lay the files out.
 
     Args:
@@ -57,13 +59,14 @@ def plan_save(tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int
         max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
         parameters: of the model, for the index.
         token: what sets the names of this save's files apart from those of any other.
+        can_rename: a file can take another's place in one step; otherwise one file has an index too.
 
     Raises:
         FormatError: something that no safetensors file can hold.
     """
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
-    if len(groups) == 1:
+    if len(groups) == 1 and can_rename:
         file = lay_out(f"model.{token}.incomplete", groups[0], metadata)
         return SavePlan(token, (file,), (SINGLE_FILE,), None)
     count = len(groups)

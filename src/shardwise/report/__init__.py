@@ -6,6 +6,16 @@ from shardwise.report.names import collapse
 from shardwise.report.reopen_report import ReopenReport
 from shardwise.report.save_report import SaveReport
 from shardwise.report.shard_report import ShardReport
+from shardwise.report.state_report import StateReport
 from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["Forecast", "LoadReport", "ReopenReport", "SaveReport", "ShardReport", "VerifyReport", "collapse"]
+__all__ = [
+    "Forecast",
+    "LoadReport",
+    "ReopenReport",
+    "SaveReport",
+    "ShardReport",
+    "StateReport",
+    "VerifyReport",
+    "collapse",
+]

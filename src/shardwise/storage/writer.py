@@ -49,7 +49,7 @@ class WritePolicy:
 # takes a file as a whole, from one writer, and shows it once it is complete; it knows no rename that is one step.
 
 LOCAL_WRITES: Final = WritePolicy(
-    has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=2
+    has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
 )
 """A disk of this machine."""
 

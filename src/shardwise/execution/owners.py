@@ -1,0 +1,179 @@
+"""Files that one rank each writes, from the first byte to the last, with what all ranks give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from shardwise.conversion import Expression
+from shardwise.errors import ConfigError
+from shardwise.execution.assemble import Giver, assemble
+from shardwise.execution.landing import memory_of
+from shardwise.execution.progress import Progress
+from shardwise.execution.world import World
+from shardwise.formats import NewFile
+from shardwise.models.dtypes import to_torch
+from shardwise.planning.assembly import Block, Round, plan_assembly
+from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.owners import choose_owners, wanted_by_owners
+from shardwise.planning.shares import Boxes
+from shardwise.storage import StorageWriter
+from shardwise.tensors import numel
+from shardwise.tensors.fingerprint import MODULUS, fingerprint
+
+_BUCKETS = 4
+"""Sent, received, put together, and a copy of that on the host where it is put together on an accelerator."""
+
+
+@dataclass
+class Written:
+    """What this rank wrote: bytes of tensors by file, and fingerprints of what it wrote by key."""
+
+    bytes_by_file: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
+
+
+def write_by_owners(
+    world: World,
+    writer: StorageWriter,
+    files: Sequence[NewFile],
+    expressions: Mapping[str, Expression],
+    giver: Giver,
+    shares: Mapping[str, Sequence[Boxes]],
+    *,
+    budget_bytes: int,
+    device: torch.device,
+    progress: Progress,
+) -> Written:
+    """Create, write and sync every file, each by one rank that gets what the others hold of it.
+
+    For storages that take a file from one writer only. A file is written without a gap, its header first, and is
+    complete when it has been synced. Files of different ranks are written side by side.
+
+    Args:
+        world: the ranks.
+        writer: this rank's own, of the same folder on every rank.
+        files: as laid out; the same on every rank. None of them is there yet.
+        expressions: by key, over the model's tensors.
+        giver: this rank's shares.
+        shares: those of all ranks, by name of the model's tensors.
+        budget_bytes: of memory that a rank may use.
+        device: where buffers lie that are sent: of the kind that the process group's backend moves.
+        progress: told of the bytes that this rank writes.
+
+    Collective: yes.
+    Memory: ``budget_bytes``.
+
+    Raises:
+        ConfigError: the budget is too small for so many ranks.
+        StorageError: bytes could not be written; files may have been left in part.
+        CheckpointError: (or a subclass) what befell one rank.
+
+    Every error is the same on every rank.
+    """
+    bucket_bytes = budget_bytes // _BUCKETS - 2 * ALIGNMENT_BYTES * world.size
+    if bucket_bytes < ALIGNMENT_BYTES:
+        needed = _BUCKETS * ALIGNMENT_BYTES * (2 * world.size + 1)
+        raise ConfigError(f"budget_bytes={budget_bytes} is too little for {world.size} ranks: {needed} at least")
+    owners = choose_owners(files, world.size)
+    streams = wanted_by_owners(files, owners, expressions, world.size)
+    rounds = world.together(lambda: plan_assembly(streams, shares, world.size, bucket_bytes))
+    own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
+    dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
+    desk = _Desk(rounds, world.rank, dtypes, device)
+    pen = _Pen(world, writer, own, progress)
+    arrivals = assemble(world, rounds, giver, desk.room, dtypes, device)
+    with contextlib.closing(arrivals):
+        for items in arrivals:
+            world.together(partial(pen.write, desk.filled(items)))
+    world.together(pen.finish)
+    return pen.written
+
+
+class _Desk:
+    """The memory in which this rank's blocks of a round are put together."""
+
+    def __init__(
+        self, rounds: Sequence[Round], rank: int, dtypes: Mapping[str, torch.dtype], device: torch.device
+    ) -> None:
+        self._rank = rank
+        self._dtypes = dtypes
+        largest = max((sum(map(_staged, self._own(items))) for items in rounds), default=0)
+        self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def room(self, block: Block) -> torch.Tensor:
+        start = self._used
+        self._used += _staged(block)
+        return self._memory[start : start + block.nbytes].view(self._dtypes[block.key])
+
+    def filled(self, items: Round) -> list[tuple[Block, memoryview]]:
+        """This rank's blocks of a complete round with their bytes. The memory is used again for the next."""
+        host = memory_of(self._memory[: self._used].cpu())
+        self._used = 0
+        found: list[tuple[Block, memoryview]] = []
+        start = 0
+        for block in self._own(items):
+            found.append((block, host[start : start + block.nbytes]))
+            start += _staged(block)
+        return found
+
+    def _own(self, items: Round) -> Iterator[Block]:
+        return (block for block in items.blocks if block.targets == (self._rank,))
+
+
+def _staged(block: Block) -> int:
+    return -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class _Pen:
+    """Writes this rank's files, one after the other."""
+
+    def __init__(self, world: World, writer: StorageWriter, files: Sequence[NewFile], progress: Progress) -> None:
+        self.written = Written()
+        self._world = world
+        self._writer = writer
+        self._waiting = list(reversed(files))
+        self._entries = {entry.key: entry for file in files for entry in file.entries}
+        self._file: NewFile | None = None
+        self._progress = progress
+
+    def write(self, blocks: Sequence[tuple[Block, memoryview]]) -> None:
+        """Blocks that follow what has been written."""
+        for block, data in blocks:
+            entry = self._entries[block.key]
+            while self._file is None or self._file.name != entry.file:
+                self._turn_to_next()
+            start = sum(
+                at * numel(entry.shape[dim + 1 :]) * block.itemsize for dim, at in enumerate(block.box.offsets)
+            )
+            step = self._writer.policy.request_bytes
+            for first in range(0, len(data), step):
+                self._world.check()
+                part = data[first : first + step]
+                self._writer.write(entry.file, entry.start + start + first, [part])
+                sums, done = self.written.sums, self.written.bytes_by_file
+                sums[entry.key] = (sums.get(entry.key, 0) + fingerprint(part, start + first)) % MODULUS
+                done[entry.file] = done.get(entry.file, 0) + len(part)
+                self._progress.advance(len(part))
+
+    def finish(self) -> None:
+        """Complete the last file, and those that hold no elements."""
+        while self._waiting:
+            self._turn_to_next()
+        self._complete()
+
+    def _turn_to_next(self) -> None:
+        self._complete()
+        self._file = file = self._waiting.pop()
+        self._writer.create(file.name, file.nbytes)
+        self._writer.write(file.name, 0, [memoryview(file.header)])
+
+    def _complete(self) -> None:
+        if self._file is not None:
+            self._writer.sync(self._file.name)
+            self._file = None

@@ -1,0 +1,48 @@
+"""In which form the state of a model or of an optimizer is handed out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from shardwise.errors import ConfigError
+from shardwise.planning.sources import EveryRank, FirstRank
+
+Receivers: TypeAlias = FirstRank | EveryRank
+"""Who gets what is gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Whole tensors on the CPU, on the ranks ``on``: ``FirstRank()`` or ``EveryRank()``. Others get nothing."""
+
+    on: Receivers = field(default_factory=FirstRank)
+
+    def __post_init__(self) -> None:
+        on: object = self.on
+        if not isinstance(on, (FirstRank, EveryRank)):
+            raise ConfigError(f"Full(on={on!r}): on is FirstRank() or EveryRank()")
+
+    def receivers(self, size: int) -> range:
+        """The ranks that get the tensors, of so many."""
+        return range(1 if isinstance(self.on, FirstRank) else size)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What each rank has: DTensors where tensors are sharded, in the model's own memory. Nothing is moved."""
+
+
+Form: TypeAlias = Full | Sharded
+
+
+def require_form(form: object) -> None:
+    """Raise for what is no form.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not isinstance(form, (Full, Sharded)):
+        raise ConfigError(
+            f"the form {form!r} is none; pass Full(on=FirstRank()), Full(on=EveryRank()) or Sharded()"
+        )

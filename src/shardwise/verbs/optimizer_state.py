@@ -1,0 +1,322 @@
+"""``optimizer_state``, ``set_optimizer_state``: what optimizers hold, by the names of the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.errors import DisagreementError
+from shardwise.execution.handover import gather
+from shardwise.execution.materialize import home_of
+from shardwise.execution.states import StateOptions, bring, brought, refuse_meta, require_same_call
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.models.dtypes import in_memory, to_torch
+from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
+from shardwise.models.rebind import Bound, Key, Scalar, look_at, state_like
+from shardwise.models.view import Held, local_tensor, look_inside, without_compile
+from shardwise.planning.consent import Refuse
+from shardwise.planning.forms import Form, Full, require_form
+from shardwise.planning.groups import GroupMatch, match_groups
+from shardwise.planning.matching import Brought, Match, OnFault, Place, Tolerance, few, match
+from shardwise.planning.sources import digest
+from shardwise.report import StateReport
+from shardwise.tensors import DType
+from shardwise.verbs.load import Clock
+
+
+@torch.no_grad()
+def optimizer_state(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    form: Form = Full(),  # noqa: B008 - frozen
+    *,
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> dict[str, Any]:
+    """The state of a model's optimizers, by the names of the plain model's parameters.
+
+    ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``, as
+    ``torch.distributed.checkpoint.state_dict`` has it. A tied parameter has its first name. Parameters that have
+    not been stepped have no state: no step is taken here.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for ``Full``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the CPU. For
+    ``Sharded`` none: the tensors are the optimizers' own.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        form: ``Full(on=FirstRank())``, ``Full(on=EveryRank())``, or ``Sharded()``.
+        options: budget, process group, patience.
+
+    Returns:
+        The state; an empty dict on a rank that ``form`` leaves out.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
+            shape, nor a DTensor, nor a number.
+        DisagreementError: ranks have different models or optimizers.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, options=options)
+        held, bounds = _looked_at(world, model, optimizers)
+        tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+        scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+        world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+        world.together(lambda: refuse_meta(tensors, "the optimizers"))
+        if not isinstance(form, Full):
+            return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
+        home = _home(held, list(tensors.values()))
+        found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
+        if world.rank not in form.receivers(world.size):
+            return {}
+        return written_out(bounds, found | {name: copied(value) for name, value in scalars.items()})
+
+
+@torch.no_grad()
+def set_optimizer_state(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    state: Mapping[str, Any] | None,
+    *,
+    on_missing: OnFault = Refuse(),  # noqa: B008
+    on_unexpected: OnFault = Refuse(),  # noqa: B008
+    on_mismatched: OnFault = Refuse(),  # noqa: B008
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give a model's optimizers the settings and the state that they had, by the names of parameters.
+
+    The layout is that of :func:`optimizer_state`, with whole tensors or DTensors of any sharding, on every rank, or
+    on some and ``None`` (or nothing) on the others. A parameter may have any of its names. Groups are told by the
+    parameters in them, whatever their order, and get all settings that the state has, learning rates included.
+
+    State is made where there is none, without a step, sharded as its parameter is, in the dtype given or in the
+    parameter's if that is wider; where there is some, it keeps its dtype. Parameters that neither the state nor the
+    optimizer has any of start afresh (``report.afresh``).
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: the new state, and ``options.budget_bytes``.
+
+    Args:
+        model: whose parameters the optimizers hold.
+        optimizers: one, or several in the same order on every rank.
+        state: as above.
+        on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
+            optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
+        on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
+        DisagreementError: ranks have different models or optimizers, or bring different states.
+        PlacementError: as of :func:`optimizer_state`; the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            require_same_call(world, tolerance, options=options)
+            held, bounds = _looked_at(world, model, optimizers)
+            ours = _Ours.of(held, bounds)
+            given = world.together(lambda: read(state, ours.first_names, ours.shapes))
+            told = world.each(lambda: brought(given.tensors))
+            agreed = _agreed(world, given)
+            groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
+            matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
+        with clock.phase("exchange"):
+            targets = world.together(lambda: _targets(ours, agreed, matched))
+            by_label = {key.label: target for key, target in targets.items()}
+            home = _home(held, list(targets.values()))
+            traffic = bring(world, matched, given.tensors, by_label, budget_bytes=options.budget_bytes, device=home)
+        with clock.phase("finish"):
+            afresh = world.together(lambda: _bind(ours, agreed, groups, targets))
+        return StateReport(
+            rank=world.rank,
+            world_size=world.size,
+            set_names=tuple(by_label),
+            missing=groups.missing + matched.missing,
+            unexpected=groups.unexpected,
+            mismatched=matched.mismatched,
+            cast=matched.cast,
+            afresh=tuple(afresh),
+            brought_by=agreed.brought_by,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            kept_bytes=traffic.kept_bytes,
+            seconds=clock.seconds,
+        )
+
+
+def _looked_at(
+    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> tuple[list[Held], list[Bound]]:
+    """The model and its optimizers, which are the same on all ranks. Collective: yes."""
+    several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    held = world.together(lambda: look_inside(model))
+    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
+    bounds = world.together(lambda: look_at(several, names, _KEEP_IT_APART))
+    require_alike_models(world, held, bounds)
+    return held, bounds
+
+
+_KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """What there is to be set, on this rank."""
+
+    bounds: list[Bound]
+    parameters: dict[str, nn.Parameter]
+    first_names: dict[str, str]
+    keys: dict[str, Key]
+    """What the optimizers hold now, by label."""
+
+    @classmethod
+    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> _Ours:
+        return cls(
+            bounds,
+            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
+            {name: item.fqn for item in held for name in item.names},
+            labelled(bounds),
+        )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Of all optimizers, one after the other."""
+        return [names for bound in self.bounds for names in bound.groups]
+
+    @property
+    def optimizer_of(self) -> dict[str, int]:
+        return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """What an optimizer holds under this label, if it is a tensor with shards."""
+        key = self.keys.get(name)
+        return None if key is None else self.bounds[key.optimizer].tensors.get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the ranks that bring a state have alike: all but the tensors, of which each has its own."""
+
+    groups: list[list[str]]
+    settings: list[dict[str, Any]]
+    scalars: dict[str, Scalar]
+    keys: dict[str, tuple[str, str]]
+    brought_by: tuple[int, ...]
+
+    @property
+    def stateful(self) -> list[str]:
+        return list(dict.fromkeys(parameter for parameter, _ in self.keys.values()))
+
+
+def _agreed(world: World, given: Given) -> _Agreed:
+    """The first bringing rank's groups and numbers. Collective: yes.
+
+    Raises:
+        DisagreementError: ranks bring state of other parameters, or other groups.
+    """
+    told = world.gather((given.groups, given.settings, given.scalars, given.keys))
+    bringing = [rank for rank, (groups, _, _, keys) in enumerate(told) if groups or keys]
+    if not bringing:
+        return _Agreed([], [], {}, {}, ())
+    groups, settings, scalars, keys = told[bringing[0]]
+    for rank in bringing[1:]:
+        its_groups, _, its_scalars, its_keys = told[rank]
+        if (groups, keys, set(scalars)) != (its_groups, its_keys, set(its_scalars)):
+            names = [name for name in dict.fromkeys([*keys, *its_keys]) if (name in keys) != (name in its_keys)]
+            what = ", ".join(few(names)) or "the parameter groups differ"
+            raise DisagreementError(
+                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
+                "every rank, or all of it on some and nothing on the others"
+            )
+    return _Agreed(groups, settings, scalars, keys, tuple(bringing))
+
+
+def _match(
+    ours: _Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+) -> Match:
+    """The state that is set. Numbers need no match: only what is there now must not get lost."""
+    unexpected, missing = set(groups.unexpected), set(groups.missing)
+    known = [
+        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
+    ]
+    places = [
+        Place((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
+        for name, item in next((found for found in known if found), {}).items()
+    ]
+    places += [
+        Place((name,), (), DType.OTHER)
+        for name, key in ours.keys.items()
+        if name not in agreed.keys and key.parameter not in missing
+    ]
+    return match(places, known, tolerance)
+
+
+def _shape_and_dtype(ours: _Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
+    present = ours.tensor(name)
+    if present is not None:
+        return tuple(present.shape), in_memory(present.dtype)
+    own = ours.parameters[parameter]
+    if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
+        return tuple(own.shape), item.dtype
+    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
+    return tuple(own.shape), in_memory(wider) if wider.is_floating_point else item.dtype
+
+
+def _targets(ours: _Ours, agreed: _Agreed, matched: Match) -> dict[Key, torch.Tensor]:
+    """Where the state arrives: what the optimizers have already, else new memory."""
+    optimizer_of = ours.optimizer_of
+    targets: dict[Key, torch.Tensor] = {}
+    for item in matched.taken:
+        parameter, entry = agreed.keys[item.name]
+        target = ours.tensor(item.name)
+        if target is None:
+            target = state_like(ours.parameters[parameter], to_torch(item.place.dtype))
+        targets[Key(optimizer_of[parameter], parameter, entry)] = target
+    return targets
+
+
+def _bind(ours: _Ours, agreed: _Agreed, groups: GroupMatch, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+    """Give the optimizers their settings and state; the trained parameters that have no state then."""
+    optimizer_of = ours.optimizer_of
+    scalars = {
+        Key(optimizer_of[parameter], parameter, entry): agreed.scalars[name]
+        for name, (parameter, entry) in agreed.keys.items()
+        if name in agreed.scalars and parameter in optimizer_of
+    }
+    present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
+    for group, giver in zip(present, groups.giver_of, strict=True):
+        if giver is not None:
+            set_group(group, agreed.settings[giver])
+    for bound in ours.bounds:
+        bound.rebind(ours.parameters, targets, scalars)
+    stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
+    return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
+
+
+def _home(held: list[Held], tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where staging lies: on the mesh's device, else where the state is."""
+    return home_of(held, local_tensor(tensors[0]).device if tensors else None)

@@ -1,0 +1,184 @@
+"""``model_state``, ``set_model_state``: a model's tensors handed out, whole or as shards, and taken in again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.execution.handover import gather
+from shardwise.execution.materialize import home_of, materialize
+from shardwise.execution.states import (
+    StateOptions,
+    bring,
+    brought,
+    by_canonical_names,
+    refuse_meta,
+    require_same_call,
+    require_ties,
+)
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.models.dtypes import in_memory
+from shardwise.models.selection import Everything, Selection, names_outside
+from shardwise.models.view import Held, local_tensor, look_inside, without_compile
+from shardwise.planning.consent import Refuse
+from shardwise.planning.forms import Form, Full, require_form
+from shardwise.planning.matching import OnFault, Place, Tolerance, match
+from shardwise.report import StateReport
+from shardwise.verbs.load import Clock
+
+
+@torch.no_grad()
+def model_state(
+    model: nn.Module,
+    form: Form = Full(),  # noqa: B008 - frozen
+    *,
+    only: Selection = Everything(),  # noqa: B008
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model, by the names of the plain model.
+
+    They are those of ``model.state_dict()`` before the model was compiled, checkpoint-wrapped or sharded, in this
+    order. Tied parameters are there under each of their names, as one tensor.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: for ``Full``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the CPU. For
+    ``Sharded`` none: the tensors share the memory of the model.
+
+    Args:
+        model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
+        form: ``Full(on=FirstRank())``, ``Full(on=EveryRank())``, or ``Sharded()``.
+        only: ``Everything()``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
+        options: budget, process group, patience.
+
+    Returns:
+        The tensors, without autograd; nothing on a rank that ``form`` leaves out.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
+        DisagreementError: ranks have different models.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank.
+    """
+    model = without_compile(model)
+    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        world.together(lambda: require_form(form))
+        require_same_call(world, form, only, options=options)
+        held = world.together(lambda: look_inside(model))
+        require_alike_models(world, held, [])
+        names = world.from_first(lambda: names_outside(model, held, only))
+        tensors = _chosen(held, names.values())
+        world.together(lambda: refuse_meta(tensors, "the model"))
+        if isinstance(form, Full):
+            home = _home(held, tensors.values())
+            found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
+        else:
+            found = {name: tensor.detach() for name, tensor in tensors.items()}
+        first_of = {name: item.fqn for item in held for name in item.names}
+        return {name: found[first_of[fqn]] for name, fqn in names.items() if first_of[fqn] in found}
+
+
+@torch.no_grad()
+def set_model_state(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor] | None,
+    *,
+    only: Selection = Everything(),  # noqa: B008
+    on_missing: OnFault = Refuse(),  # noqa: B008
+    on_unexpected: OnFault = Refuse(),  # noqa: B008
+    on_mismatched: OnFault = Refuse(),  # noqa: B008
+    options: StateOptions = StateOptions(),  # noqa: B008
+) -> StateReport:
+    """Give the parameters and persistent buffers of a model the values of a state, in place.
+
+    A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
+    others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
+    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``), never a float to an
+    integer. Of tied parameters one name is enough. Tensors on meta get memory.
+
+    Collective: yes, over ``options.process_group`` (default: all ranks).
+    Memory: ``options.budget_bytes``.
+
+    Args:
+        model: any module, sharded or not.
+        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files.
+        only: what the state is of.
+        on_missing: ``Refuse()``, or ``Ignore(only=...)`` for tensors that may keep their values.
+        on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
+        on_mismatched: ``Ignore(only=...)`` for tensors that may keep their values where the shape differs.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: missing, unexpected or mismatched tensors, all at once; ties that come with two values.
+        DisagreementError: ranks have different models, or bring different states.
+        PlacementError: the state has tensors on meta.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. All but the last come before anything is changed.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+        with clock.phase("agree"):
+            require_same_call(world, only, tolerance, options=options)
+            held = world.together(lambda: look_inside(model))
+            require_alike_models(world, held, [])
+            names = world.from_first(lambda: names_outside(model, held, only))
+            given = world.together(lambda: by_canonical_names(state, "state"))
+            told = world.each(lambda: brought(given))
+            places = _places(held, names)
+            matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+            world.together(lambda: require_ties(given, [item.place.names for item in matched.taken]))
+        with clock.phase("exchange"):
+            of = {place.names[0]: item for place, item in places}
+            taking = [of[item.place.names[0]] for item in matched.taken]
+            home = _home(held, [item.tensor for item in held])
+            world.together(lambda: materialize(model, taking, home))
+            targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
+            traffic = bring(world, matched, given, targets, budget_bytes=options.budget_bytes, device=home)
+        return StateReport(
+            rank=world.rank,
+            world_size=world.size,
+            set_names=tuple(targets),
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+            mismatched=matched.mismatched,
+            cast=matched.cast,
+            on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+            brought_by=tuple(rank for rank, found in enumerate(told) if found),
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            kept_bytes=traffic.kept_bytes,
+            seconds=clock.seconds,
+        )
+
+
+def _chosen(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of these names, tied ones once."""
+    wanted = set(names)
+    return {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+
+
+def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[Place, Held]]:
+    """Tensors that take values, tied ones once, with all their names outside."""
+    outside: dict[str, list[str]] = {}
+    for name, fqn in names.items():
+        outside.setdefault(fqn, []).append(name)
+    found: list[tuple[Place, Held]] = []
+    for item in held:
+        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+        if own:
+            found.append((Place(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+    return found
+
+
+def _home(held: list[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
+    live = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    return home_of(held, None if live is None else local_tensor(live).device)

@@ -1,0 +1,224 @@
+"""``iter_hf_tensors``: a sharded model's tensors, whole, one after the other, as its checkpoint has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.conversion import Stored
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.execution.assemble import Giver, assemble
+from shardwise.execution.line import Patience
+from shardwise.execution.materialize import home_of
+from shardwise.execution.shares import agree_on_shares
+from shardwise.execution.world import World
+from shardwise.layout import Origin
+from shardwise.models.dtypes import to_torch
+from shardwise.models.revert import Output, revert
+from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
+from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.planning.assembly import Block, Wanted, plan_assembly
+from shardwise.planning.sources import EveryRank, FirstRank
+from shardwise.report import collapse
+from shardwise.verbs.save import HubNames, InternalNames, Names
+
+_SMALLEST_BUCKET_BYTES = 4096
+
+
+Targets: TypeAlias = EveryRank | FirstRank
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How tensors are brought together; none of it changes their values.
+
+    Attributes:
+        bucket_bytes: what a rank sends or gets at once. Larger tensors travel in several parts.
+        device: where the tensors are to be; None is where the model computes.
+        process_group: the ranks that go through the tensors together: all that hold a part of the model.
+        patience: how long ranks wait for each other.
+    """
+
+    bucket_bytes: int = 64 << 20
+    device: torch.device | None = None
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is less than {_SMALLEST_BUCKET_BYTES}")
+
+
+def iter_hf_tensors(
+    model: nn.Module,
+    *,
+    to: Targets = EveryRank(),  # noqa: B008 - frozen
+    names: Names = HubNames(),  # noqa: B008
+    only: Selection = Everything(),  # noqa: B008
+    dtype: torch.dtype | None = None,
+    options: StreamOptions = StreamOptions(),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Go through a model's tensors, whole, in the order in which transformers saves them.
+
+    ::
+
+        for key, tensor in shardwise.iter_hf_tensors(model):
+            engine.load_weight(key, tensor)
+
+    All ranks go through the tensors together: each must take the next one as often as the others, and may leave
+    the loop early where all do so after the same tensor. A loop that ends early on one rank alone, by an exception
+    perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
+
+    Collective: yes, from the first tensor to the last.
+    Memory: two buckets, and the tensors that are put together from one of them, or one tensor that is larger.
+
+    Args:
+        model: sharded or not, of transformers or not, with values on every rank; in the same state on every rank.
+        to: ``EveryRank()``; or ``FirstRank()``: the others go through the same keys, and get tensors on meta.
+        names: as the checkpoint has them, ``HubNames()``, or the model's own, ``InternalNames()``.
+        only: ``Everything()``; or, of a PEFT model, ``AdapterOnly()``: an adapter under the names that PEFT's files
+            have. The names of a whole PEFT model are its own, ``InternalNames()``: no hub has it like that.
+        dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
+        options: bucket, device, process group, patience.
+
+    Raises:
+        ConfigError: the arguments cannot be honoured.
+        PlacementError: tensors have no values, or the ranks do not hold all of the model.
+        CoverageError: the checkpoint has tensors that are computed from the model's.
+        CheckpointError: (or a subclass) what befell one rank.
+        DisagreementError: the ranks have different models or arguments.
+        RankLostError: a rank has been lost, or has left its loop.
+
+    Every error is the same on every rank.
+    """
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    return _walk(without_compile(model), to, names, only, dtype, options)
+
+
+def _walk(
+    model: nn.Module,
+    to: Targets,
+    names: Names,
+    only: Selection,
+    dtype: torch.dtype | None,
+    options: StreamOptions,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with World.current(options.process_group, options.patience) as world:
+        held = world.together(lambda: look_inside(model))
+        arguments = (to, names, only, str(dtype), options.bucket_bytes)
+        world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+        shares = agree_on_shares(world, held)
+        targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
+        outputs = world.together(lambda: _outputs(model, held, names, only))
+        world.require_equal(list(outputs), "the list of keys")
+        dtypes = {key: _dtype_of(output, dtype) for key, output in outputs.items()}
+        wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
+        rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
+        home = home_of(held, None)
+        hall = _Hall(outputs, dtypes, options.device or home, is_target=world.rank in targets)
+        giver = Giver(held, shares, world.rank)
+        arrivals = assemble(world, rounds, giver, hall.room, dtypes, home)
+        with contextlib.closing(arrivals), _told_when_left():
+            for items in arrivals:
+                yield from hall.complete(items.blocks)
+            yield from hall.rest()
+
+
+def _outputs(model: nn.Module, held: list[Held], names: Names, only: Selection) -> Mapping[str, Output]:
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    if isinstance(only, AdapterOnly):
+        chosen = {key: layout.by_name[name] for key, name in names_outside(model, held, only).items()}
+        return {
+            key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+            for key, tensor in chosen.items()
+        }
+    if isinstance(names, HubNames) and hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
+            "only=AdapterOnly() for an adapter, or names=InternalNames() for all tensors as the model names them"
+        )
+    made = revert(model, layout, internal_names=isinstance(names, InternalNames))
+    if made.computed:
+        keys = [key for item in made.computed for key, _, _ in item.outputs]
+        raise CoverageError(
+            f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
+            "tensors of the model when it saves it; they cannot be put together in parts. Pass "
+            "names=InternalNames() for the model's own tensors"
+        )
+    return {key: made.outputs[key] for key in made.order}
+
+
+def _dtype_of(output: Output, dtype: torch.dtype | None) -> torch.dtype:
+    """Numbers of at least 16 bits follow ``dtype``; narrower floats, integers and bools stay what they are."""
+    is_cast = dtype is not None and output.dtype.kind == "float" and output.dtype.bits >= 16
+    return dtype if is_cast and dtype is not None else to_torch(output.dtype)
+
+
+@contextlib.contextmanager
+def _told_when_left() -> Iterator[None]:
+    """Others, who may wait for this rank, are told why it has left."""
+    try:
+        yield
+    except GeneratorExit:
+        raise GeneratorExit("its loop over the tensors ended before the last one") from None
+
+
+class _Hall:
+    """Tensors that are being put together, and those that are complete, in order."""
+
+    def __init__(
+        self,
+        outputs: Mapping[str, Output],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        *,
+        is_target: bool,
+    ) -> None:
+        self._outputs = outputs
+        self._dtypes = dtypes
+        self._device = device if is_target else torch.device("meta")
+        self._waiting = list(outputs)[::-1]
+        self._begun: dict[str, torch.Tensor] = {}
+
+    def room(self, block: Block) -> torch.Tensor:
+        """The elements of a block in its tensor."""
+        if block.key not in self._begun:
+            self._begun[block.key] = self._new(block.key)
+        start = sum(
+            at * stride for at, stride in zip(block.box.offsets, self._begun[block.key].stride(), strict=True)
+        )
+        return self._begun[block.key].view(-1)[start : start + block.box.numel]
+
+    def complete(self, blocks: tuple[Block, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of which these are the last blocks, and those without elements before them."""
+        for block in blocks:
+            shape = self._outputs[block.key].shape
+            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
+            if tuple(ends) == shape:
+                yield from self._until(block.key)
+
+    def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors without elements, behind all others."""
+        while self._waiting:
+            yield self._next()
+
+    def _until(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            found, tensor = self._next()
+            yield found, tensor
+            if found == key:
+                return
+
+    def _next(self) -> tuple[str, torch.Tensor]:
+        key = self._waiting.pop()
+        return key, self._begun.pop(key) if key in self._begun else self._new(key)
+
+    def _new(self, key: str) -> torch.Tensor:
+        return torch.empty(self._outputs[key].shape, dtype=self._dtypes[key], device=self._device)

@@ -1,0 +1,114 @@
+"""A state and its places: every fault at once, and what is tolerated is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import CoverageError, DisagreementError
+from shardwise.planning.consent import Ignore
+from shardwise.planning.groups import match_groups
+from shardwise.planning.matching import Brought, Place, Tolerance, match
+from shardwise.tensors import Box, DType
+
+WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))
+HALVES = [Brought((4, 2), DType.F32, (Box((start, 0), (2, 2)),)) for start in (0, 2)]
+STRICT = Tolerance()
+
+
+def place(*names, shape=(4, 2), dtype=DType.F32):
+    return Place(names, shape, dtype)
+
+
+def test_any_of_a_place_s_names_will_do():
+    (taken,) = match([place("a", "b")], [{"b": WHOLE}, {}], STRICT).taken
+    assert (taken.name, taken.place.names[0]) == ("b", "a")
+    assert taken.held == ((Box.whole((4, 2)),), ())
+
+
+def test_shards_are_a_whole_together():
+    (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
+    assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    "brought", [[{"a": HALVES[0]}, {}], [{"a": WHOLE}, {"a": HALVES[1]}], [{"a": HALVES[1]}, {"a": HALVES[1]}]]
+)
+def test_parts_that_are_not_each_element_once_are_refused(brought):
+    with pytest.raises(DisagreementError, match="each element once"):
+        match([place("a")], brought, STRICT)
+
+
+def test_ranks_bring_the_same_names_or_nothing():
+    with pytest.raises(DisagreementError, match="b is not on rank 0") as caught:
+        match([place("a")], [{"a": WHOLE}, {}, {"a": WHOLE, "b": WHOLE}], STRICT)
+    assert "ranks 0 and 2" in str(caught.value)
+
+
+def test_all_faults_come_at_once():
+    places = [place("a"), place("b"), place("c", shape=(3, 2)), place("d", dtype=DType.I32)]
+    with pytest.raises(CoverageError) as caught:
+        match(places, [{"a": WHOLE, "c": WHOLE, "d": WHOLE, "e": WHOLE}], STRICT)
+    *lines, ways = str(caught.value).splitlines()
+    assert lines == [
+        "the state does not fit:",
+        "  mismatched 2     c: brought (4, 2) F32 by rank 0, wanted (3, 2) F32",
+        "                   d: brought (4, 2) F32 by rank 0, wanted (4, 2) I32",
+        "  missing 1        b",
+        "  unexpected 1     e",
+    ]
+    assert ways.startswith("Pass on_mismatched=Ignore(only=...) for what may keep its values; on_missing=Ignore(")
+
+
+def test_what_is_tolerated_is_told():
+    tolerance = Tolerance(Ignore(only=("b",)), Ignore(), Ignore(only=("c",)))
+    places = [place("a", dtype=DType.BF16), place("b"), place("c", shape=(3, 2))]
+    found = match(places, [{"a": WHOLE, "c": WHOLE, "e": WHOLE}], tolerance)
+    assert [item.name for item in found.taken] == ["a"]
+    assert (found.missing, found.unexpected, found.mismatched) == (("b",), ("e",), ("c",))
+    assert found.cast == {"a": ("F32", "BF16")}
+
+
+def test_a_tied_name_with_another_shape_is_a_fault_of_its_own():
+    other = Brought((2, 2), DType.F32, (Box.whole((2, 2)),))
+    with pytest.raises(CoverageError, match=r"b: brought \(2, 2\)"):
+        match([place("a", "b")], [{"a": WHOLE, "b": other}], STRICT)
+
+
+# Groups
+
+
+def test_groups_are_told_by_their_parameters():
+    found = match_groups([["a", "b"], [], ["c"]], [["c"], ["b", "a"], []], [], STRICT)
+    assert found.giver_of == (1, 2, 0)
+
+
+def test_empty_groups_are_paired_in_order():
+    assert match_groups([[], ["a"], []], [[], ["a"], []], [], STRICT).giver_of == (0, 1, 2)
+
+
+def test_what_may_be_missing_or_unexpected_does_not_set_groups_apart():
+    tolerance = Tolerance(Ignore(only=("b",)), Ignore(only=("old*",)))
+    found = match_groups([["a", "b"], ["b2"], ["c"]], [["c", "old"], ["a"], ["b2"]], ["old2"], tolerance)
+    assert found.giver_of == (1, 2, 0)
+    assert (found.missing, found.unexpected) == (("b",), ("old", "old2"))
+
+
+def test_a_group_of_which_nothing_is_known_keeps_its_settings():
+    found = match_groups([["a"], ["b"], []], [["a"], ["old"]], [], Tolerance(Ignore(), Ignore()))
+    assert found.giver_of == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "stateful", "text"),
+    [
+        ([["a"], ["b", "c"]], [], r"no group of the state has the parameters of group 0 \(a, b\)"),
+        ([["a", "b", "c"]], [], "there they are in group 0"),
+        ([["a", "b"]], [], "missing 1        c"),
+        ([["a", "b"], ["c", "d"]], [], "unexpected 1     d"),
+        ([["a", "b"], ["c"]], ["e"], "unexpected 1     e"),
+        ([["a", "b"], ["c", "a"]], [], "twice 1          a"),
+    ],
+)
+def test_groups_without_their_like_are_refused(given, stateful, text):
+    with pytest.raises(CoverageError, match=text):
+        match_groups([["a", "b"], ["c"]], given, stateful, STRICT)

@@ -1,0 +1,188 @@
+"""What ranks do in the tests of going through a model's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tests import ways, zoo
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+import shardwise
+from shardwise.execution.assemble import Giver
+from shardwise.execution.line import Patience
+from shardwise.models.view import raw_bytes
+from shardwise.planning.sources import FirstRank
+from shardwise.verbs.save import InternalNames
+from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+
+
+def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
+    """A model with values on every rank, sharded where there are several."""
+    model = zoo.build(specimen)
+    if dist.is_initialized():
+        ways.MESHES[mesh](model)
+    return model
+
+
+def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str] | None:
+    """What is not as in the files that transformers has saved; None where the mesh does not apply."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    saved = {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
+    whole = zoo.build(specimen)
+    order = [key for key in revert_weight_conversion(whole, whole.state_dict()) if key in saved]
+    try:
+        model = sharded(specimen, mesh)
+    except ways.NotApplicable:
+        return None
+    options = StreamOptions(bucket_bytes=bucket_bytes)
+    target = FirstRank() if to == "first" else shardwise.EveryRank()
+    keys: list[str] = []
+    faults: list[str] = []
+    is_target = to == "every" or not dist.is_initialized() or dist.get_rank() == 0
+    for key, tensor in iter_hf_tensors(model, to=target, options=options):
+        keys.append(key)
+        wanted = saved[key]
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            faults.append(f"{key} is {tensor.dtype} {tuple(tensor.shape)}")
+        elif not is_target:
+            faults += [] if tensor.is_meta else [f"{key} has values"]
+        elif not torch.equal(raw_bytes(tensor), raw_bytes(wanted)):
+            faults.append(f"{key} has other values")
+    if keys != order:
+        faults.append(f"{len(keys)} keys are not in order, or not those of {len(order)}")
+    return faults
+
+
+def options_of(name: str, mesh: str, what: str) -> list[str]:
+    """What is wrong about the tensors when something is asked for them."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    whole = zoo.build(specimen)
+    model = sharded(specimen, mesh)
+    options = StreamOptions(bucket_bytes=1 << 15)
+    faults: list[str] = []
+    if what == "dtype":
+        plain = dict(iter_hf_tensors(model, options=options))
+        for key, tensor in iter_hf_tensors(model, dtype=torch.bfloat16, options=options):
+            wanted = plain[key].to(torch.bfloat16) if plain[key].is_floating_point() else plain[key]
+            if tensor.dtype != wanted.dtype or not torch.equal(raw_bytes(tensor), raw_bytes(wanted)):
+                faults.append(key)
+    elif what == "internal":
+        values = {key: tensor.clone() for key, tensor in whole.state_dict().items()}
+        found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
+        faults += [key for key, tensor in found.items() if not torch.equal(tensor, values[key])]
+        faults += [f"{key} is missing" for key in values.keys() - found.keys()]
+    elif what == "own":
+        kept = list(iter_hf_tensors(model, options=options))
+        again = dict(iter_hf_tensors(model, options=options))
+        faults += [key for key, tensor in kept if not torch.equal(tensor, again[key])]
+    return faults
+
+
+class Odd(nn.Module):
+    """Tensors without elements first, between and last; a scalar; columns held transposed; shared names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.turned = nn.Parameter(torch.arange(35.0).view(5, 7).t())
+        self.between = nn.Parameter(torch.empty(4, 0))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.last = nn.Parameter(torch.empty(0))
+
+
+def odd() -> tuple[list[str], list[str]]:
+    """(keys in order, those with other values)."""
+    model = Odd()
+    wanted = model.state_dict()
+    found = list(iter_hf_tensors(model))
+    faults = [key for key, tensor in found if not torch.equal(tensor, wanted[key]) or not tensor.is_contiguous()]
+    return [key for key, _ in found], faults
+
+
+def leave_after(name: str, counts: list[int | None], how: str) -> tuple[str, str, int]:
+    """A loop that every rank leaves, by a break or an exception, after so many tensors; how the call ended."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    model = sharded(specimen, "flat")
+    count = counts[dist.get_rank()]
+    options = StreamOptions(bucket_bytes=1 << 14, patience=Patience(beat_s=0.1, silence_s=30, join_s=60))
+    seen = 0
+    try:
+        for _, _ in iter_hf_tensors(model, options=options):
+            seen += 1
+            if seen == count:
+                if how == "break":
+                    break
+                raise LookupError("the engine does not know this tensor")
+    except Exception as error:
+        return type(error).__name__, str(error), seen
+    # All is in order again: the tensors can be gone through another time.
+    whole = sum(1 for _ in iter_hf_tensors(model, options=options)) if counts[0] == counts[1] else 0
+    return "", "", whole
+
+
+def fail_while_packing(name: str, failing: int, after: int) -> tuple[str, str]:
+    """One rank cannot give what it is to give."""
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
+    model = sharded(specimen, "flat")
+    original = Giver.share
+    calls = 0
+
+    def share(self: Giver, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == failing and calls > after:
+            raise MemoryError("no memory is left")
+        return original(self, *args)
+
+    Giver.share = share  # type: ignore[method-assign]
+    try:
+        for _ in iter_hf_tensors(model, options=StreamOptions(bucket_bytes=1 << 14)):
+            pass
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    finally:
+        Giver.share = original  # type: ignore[method-assign]
+    return "", ""
+
+
+def disagree() -> tuple[str, str]:
+    """The ranks ask for different things."""
+    model = Odd()
+    try:
+        list(iter_hf_tensors(model, dtype=torch.bfloat16 if dist.get_rank() else None))
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def adapter(what: str) -> list[str]:
+    """A LoRA of a sharded model, against PEFT's own state of the same model before it was sharded."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    specimen = next(item for item in zoo.causal_lm_specimens() if item.name == "llama")
+    torch.manual_seed(0)
+    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_()
+    wanted = {key: value.clone() for key, value in get_peft_model_state_dict(model).items()}
+    everything = {key: value.clone() for key, value in model.state_dict().items()}
+    if dist.is_initialized():
+        ways.shard(model, ways._mesh("cpu", (dist.get_world_size(),)), ways.by_rows)
+    if what == "adapter":
+        found = dict(iter_hf_tensors(model, only=shardwise.AdapterOnly()))
+    elif what == "internal":
+        found, wanted = dict(iter_hf_tensors(model, names=InternalNames())), everything
+    else:
+        try:
+            list(iter_hf_tensors(model))
+        except shardwise.ConfigError as error:
+            return [str(error)]
+        return []
+    return [key for key in found.keys() | wanted.keys() if not torch.equal(found[key], wanted[key])]

@@ -1,0 +1,128 @@
+"""Going through a model's tensors: those that transformers saves, on every mesh; and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import zoo
+from tests.verbs import streaming
+
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.models.revert import Computed, Reverted
+from shardwise.tensors import DType
+from shardwise.verbs import stream
+from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+
+NAMES = ("llama", "gpt2", "gpt_neox", "phi3", "qwen3_moe")
+"""Plain; transposed and tied; fused qkv; fused gate and up; experts that are split."""
+
+WAYS = [
+    ("flat", 2, 4096, "every"),
+    ("flat", 3, 1 << 14, "first"),
+    ("hsdp", 4, 1 << 15, "every"),
+    ("tp", 4, 1 << 26, "first"),
+    ("ep", 4, 1 << 14, "every"),
+    ("shard1", 2, 1 << 14, "every"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streams")
+    for specimen in zoo.causal_lm_specimens():
+        if specimen.name in NAMES:
+            zoo.save_original(zoo.build(specimen), folder / specimen.name)
+    return {name: str(folder / name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_gives_what_transformers_saves(saved, name):
+    assert streaming.compare(name, saved[name], "flat", 4096, "every") == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size", "bucket", "to"), WAYS)
+def test_ranks_give_what_transformers_saves(worlds, saved, mesh, size, bucket, to):
+    faults, applied = {}, 0
+    for name in NAMES:
+        found = worlds(size).run(streaming.compare, name, saved[name], mesh, bucket, to)
+        applied += None not in found
+        if any(found):
+            faults[name] = found
+    assert faults == {}
+    assert applied >= (1 if mesh == "ep" else 3)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["dtype", "internal", "own"])
+def test_what_is_asked_for_the_tensors_is_so(worlds, what):
+    assert worlds(2).run(streaming.options_of, "qwen3_moe", "flat", what) == [[], []]
+
+
+def test_tensors_without_elements_keep_their_places():
+    keys, faults = streaming.odd()
+    assert keys == ["first", "scale", "turned", "between", "last", "flags"]
+    assert faults == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["adapter", "internal"])
+def test_tensors_of_a_peft_model_have_the_names_of_its_files(worlds, what):
+    pytest.importorskip("peft")
+    assert worlds(2).run(streaming.adapter, what) == [[], []]
+
+
+def test_a_peft_model_has_no_names_on_the_hub():
+    pytest.importorskip("peft")
+    (message,) = streaming.adapter("hub")
+    assert "pass only=AdapterOnly()" in message
+
+
+# What ends it
+
+
+@pytest.mark.distributed
+def test_all_ranks_may_leave_after_the_same_tensor(worlds):
+    ends = worlds(2).run(streaming.leave_after, "llama", [3, 3], "break")
+    assert ends[0] == ends[1]
+    assert ends[0][:2] == ("", "")
+    assert ends[0][2] > 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["break", "raise"])
+def test_a_loop_that_ends_on_one_rank_makes_the_others_raise(worlds, how):
+    one, other = worlds(2).run(streaming.leave_after, "llama", [None, 3], how)
+    assert other == (("", "", 0) if how == "break" else ("LookupError", "the engine does not know this tensor", 3))
+    assert one[0] == "RankLostError"
+    assert "rank 1" in one[1]
+    assert "its loop over the tensors ended before the last one" in one[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("failing", "after"), [(0, 0), (1, 5)])
+def test_all_ranks_raise_when_one_cannot_give(worlds, failing, after):
+    ends = worlds(2).run(streaming.fail_while_packing, "llama", failing, after)
+    assert ends[0] == ends[1] == ("CheckpointError", f"rank {failing}: MemoryError: no memory is left")
+
+
+@pytest.mark.distributed
+def test_ranks_must_ask_for_the_same(worlds):
+    ends = worlds(2).run(streaming.disagree)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "DisagreementError"
+    assert "arguments" in ends[0][1]
+
+
+def test_what_cannot_be_is_refused_at_once():
+    with pytest.raises(ConfigError, match="torch.int8 is not a floating dtype"):
+        iter_hf_tensors(streaming.Odd(), dtype=torch.int8)
+    with pytest.raises(ConfigError, match="bucket_bytes=1 "):
+        StreamOptions(bucket_bytes=1)
+
+
+def test_a_conversion_that_computes_is_refused(monkeypatch):
+    computed = Computed(("scale",), (("scale_twice", DType.F32, ()),), lambda values: values)
+    monkeypatch.setattr(stream, "revert", lambda *args, **keywords: Reverted({}, (computed,), ("scale_twice",)))
+    with pytest.raises(CoverageError, match="scale_twice: transformers computes"):
+        next(iter_hf_tensors(streaming.Odd()))
