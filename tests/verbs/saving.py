@@ -35,7 +35,7 @@ class Odd(nn.Module):
         self.scalar = nn.Parameter(torch.randn(()))
         self.tiny = nn.Parameter(torch.randn(1))  # on two ranks or more, most have none of it
         self.empty = nn.Parameter(torch.empty(0, 4))
-        self.half = nn.Parameter(torch.randn(3, 3).half())
+        self.short = nn.Parameter(torch.randn(3, 3).half())
         self.narrow = nn.Parameter(torch.randn(6, 4).to(torch.float8_e4m3fn), requires_grad=False)
         self.register_buffer("scale", torch.randn(4).to(torch.float8_e5m2))
         self.register_buffer("steps", torch.tensor(2**40 + seed))
