@@ -27,7 +27,7 @@ def test_every_dtype_and_shape_is_saved_by_one_process(tmp_path, size, dtype):
     assert shardwise.verify(tmp_path).compared == len(expected(model, dtype))
     again = Odd(1)
     if dtype is None:
-        shardwise.load(again, tmp_path, buffers={"passing": lambda module: torch.ones(2)})
+        shardwise.load(again, tmp_path)
         assert unlike(expected(again, None), expected(model, None)) == []
 
 
@@ -45,7 +45,7 @@ def test_every_dtype_and_shape_is_saved_by_ranks(worlds, tmp_path, ranks, dtype)
 
 def with_odd_tensors(model):
     odd = Odd()
-    for name in ("scalar", "tiny", "empty", "half", "narrow"):
+    for name in ("scalar", "tiny", "empty", "short", "narrow"):
         model.register_parameter(name, getattr(odd, name))
     for name in ("scale", "steps", "flags", "codes", "precise", "nothing"):
         model.register_buffer(name, getattr(odd, name))

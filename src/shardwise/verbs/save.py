@@ -408,6 +408,7 @@ def _undo(writer: StorageWriter, plan: SavePlan) -> None:
         if plan.index is None or writer.read(INDEX_FILE) != plan.index:
             for file in plan.files:
                 writer.remove(file.name)
+    with contextlib.suppress(StorageError):
         release_lock(writer, plan.token)
         writer.sync_names()
 

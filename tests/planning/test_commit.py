@@ -1,0 +1,86 @@
+"""What of a folder counts, by which steps a save does, and what is removed afterwards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.planning.commit import Remove, Rename, Replace, commit_steps, look_at_folder, obsolete
+from shardwise.planning.save_plan import plan_save
+from shardwise.tensors import DType
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKEN = "0123abcd"
+
+
+def planned(max_shard_bytes):
+    tensors = [(f"w{number}", DType.F32, (8,)) for number in range(4)]
+    return plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=32, token=TOKEN)
+
+
+def index_of(*names):
+    return json.dumps({"weight_map": {f"k{number}": name for number, name in enumerate(names)}}).encode()
+
+
+ONE, SEVERAL = planned(1 << 20), planned(64)
+
+
+def test_one_file_is_renamed_and_several_are_named_by_an_index():
+    empty = look_at_folder([], None)
+    assert commit_steps(ONE, empty) == [Rename(f"model.{TOKEN}.incomplete", SINGLE)]
+    assert commit_steps(SEVERAL, empty) == [Replace(INDEX, SEVERAL.index)]
+    assert commit_steps(SEVERAL, look_at_folder([SINGLE], None))[1:] == [Remove(SINGLE)]
+
+
+def test_a_single_file_counts_whatever_an_index_says():
+    standing = look_at_folder([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
+    assert standing.weights == {SINGLE}
+    assert obsolete(ONE, standing) == [INDEX]
+    assert obsolete(SEVERAL, standing) == [SINGLE]
+
+
+@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
+def test_what_the_index_names_is_removed_where_it_is_a_weight_file_of_the_folder(plan):
+    index = index_of("a.safetensors", "../b.safetensors", "notes.txt", "gone.safetensors", INDEX, "")
+    standing = look_at_folder(["a.safetensors", "c.safetensors", "notes.txt", INDEX], index)
+    removed = obsolete(plan, standing)
+    assert removed == (["a.safetensors"] if plan is SEVERAL else ["a.safetensors", INDEX])
+
+
+LEFT = [
+    "model.89abcdef.incomplete",
+    "model-89abcdef-00001-of-00003.safetensors",
+    "model-89abcdef-100001-of-100003.safetensors",
+    ".config.json.89abcdef.incomplete",
+    ".tokenizer_config.json.89abcdef.incomplete",
+    ".modeling_mine.py.89abcdef.incomplete",
+    ".model.fingerprints.json.89abcdef.incomplete",
+    ".shardwise.saving.89abcdef.incomplete",
+]
+
+OTHERS = [
+    "model-00001-of-00003.safetensors",  # of nobody's index: who knows
+    "model-89ABCDEF-00001-of-00003.safetensors",
+    "model-89abcdef-1-of-3.safetensors",
+    "model.89abcdef.incomplete.old",
+    "adapter_model.safetensors",
+    "config.json",
+    ".hidden",
+    ".download.incomplete",
+    "notes.89abcdef.incomplete",
+    "shardwise.saving",
+    "model.fingerprints.json",
+]
+
+
+@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
+def test_what_unfinished_saves_left_is_removed_and_nothing_else(plan):
+    assert obsolete(plan, look_at_folder([*LEFT, *OTHERS], None)) == sorted(LEFT)
+
+
+@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
+def test_what_was_just_saved_is_never_removed(plan):
+    new = {*plan.names, *([] if plan.index is None else [INDEX])}
+    standing = look_at_folder(sorted(new), plan.index)
+    assert not new & set(obsolete(plan, standing))

@@ -1,0 +1,216 @@
+"""``verify``: what is found in a checkpoint that is opened again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tests.verbs.conftest import small_qwen3
+from torch import nn
+
+import shardwise
+from shardwise.cli import main
+from shardwise.formats import open_checkpoint
+
+SIDECAR = "model.fingerprints.json"
+
+
+@pytest.fixture(params=["1GB", "30KB"], ids=["one file", "several files"])
+def saved(request, tmp_path):
+    shardwise.save(small_qwen3(), tmp_path, max_shard_size=request.param)
+    return tmp_path
+
+
+def command(folder, *options):
+    return CliRunner().invoke(main, ["verify", str(folder), *options])
+
+
+def test_a_sound_checkpoint(saved):
+    report = shardwise.verify(saved)
+    assert report.is_sound
+    assert report.model_class == "Qwen3ForCausalLM"
+    assert report.compared == report.tensors == len(small_qwen3().state_dict())
+    assert report.nbytes == sum(tensor.nbytes for tensor in small_qwen3().state_dict().values())
+    result = command(saved)
+    assert result.exit_code == 0, result.output
+    assert f"{report.tensors} of {report.tensors} fingerprints equal to what was saved" in result.output
+    assert "all that Qwen3ForCausalLM needs" in result.output
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "stop"])
+def test_one_flipped_bit_is_found_and_named(saved, place):
+    for entry in list(open_checkpoint(saved).entries.values())[::7]:
+        position = {"start": entry.start, "middle": (entry.start + entry.stop) // 2, "stop": entry.stop - 1}[place]
+        with (saved / entry.file).open("r+b") as file:
+            flip(file, position)
+            assert shardwise.verify(saved).damaged == (entry.key,)
+            flip(file, position)
+    assert shardwise.verify(saved).is_sound
+
+
+def flip(file, position):
+    file.seek(position)
+    byte = file.read(1)[0]
+    file.seek(position)
+    file.write(bytes([byte ^ 0x10]))
+    file.flush()
+
+
+def test_damage_is_told_on_the_command_line(saved):
+    entry = open_checkpoint(saved).entries["model.norm.weight"]
+    with (saved / entry.file).open("r+b") as file:
+        flip(file, entry.start)
+    result = command(saved)
+    assert result.exit_code == 1
+    assert "DAMAGED" in result.output
+    assert "model.norm.weight" in result.output
+    result = command(saved, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert (report["is_sound"], report["damaged"]) == (False, ["model.norm.weight"])
+
+
+def test_swapped_tensors_are_found(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shardwise.save(model, tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    values["0.weight"], values["1.weight"] = values["1.weight"], values["0.weight"]
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert set(shardwise.verify(tmp_path).damaged) == {"0.weight", "1.weight"}
+
+
+def test_a_truncated_file_cannot_be_opened(saved):
+    file = max(saved.glob("*.safetensors"))
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 5)
+    with pytest.raises(shardwise.FormatError, match=file.name):
+        shardwise.verify(saved)
+    result = command(saved)
+    assert result.exit_code == 2
+    assert file.name in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_gone(tmp_path):
+    shardwise.save(small_qwen3(), tmp_path, max_shard_size="30KB")
+    file = max(tmp_path.glob("*.safetensors"))
+    file.unlink()
+    result = command(tmp_path)
+    assert result.exit_code == 2
+    assert file.name in result.output
+
+
+def test_a_tensor_that_the_model_needs_is_missing(tmp_path):
+    shardwise.save(small_qwen3(), tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    del values["model.norm.weight"]
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(shardwise.CoverageError, match=r"model\.norm\.weight"):
+        shardwise.verify(tmp_path)
+    result = command(tmp_path)
+    assert result.exit_code == 2
+    assert "model.norm.weight" in result.output
+
+
+def test_nothing_there(tmp_path):
+    result = command(tmp_path)
+    assert result.exit_code == 2
+    assert command(tmp_path / "not there").exit_code == 2
+
+
+def test_without_config_coverage_is_not_known(tmp_path):
+    shardwise.save(nn.Linear(3, 3), tmp_path)
+    report = shardwise.verify(tmp_path)
+    assert (report.model_class, report.compared) == ("", 2)
+    assert "coverage    not known" in str(report)
+
+
+def test_what_somebody_else_wrote_is_not_compared(saved):
+    """The fingerprints are of other files: nothing is known of these."""
+    content = json.loads((saved / SIDECAR).read_text())
+    (record,) = content["saves"]
+    record["files"] = {name: nbytes + 8 for name, nbytes in record["files"].items()}
+    (saved / SIDECAR).write_text(json.dumps(content))
+    report = shardwise.verify(saved)
+    assert (report.compared, report.is_sound) == (0, True)
+    assert "not compared" in str(report)
+
+
+def record_of(saved):
+    return json.loads((saved / SIDECAR).read_text())["saves"][0]
+
+
+def test_during_a_commit_two_saves_are_on_record(saved):
+    """Equal sizes, other values: the one that fits better is meant."""
+    record = record_of(saved)
+    other = {"files": record["files"], "tensors": dict.fromkeys(record["tensors"], "0" * 15 + "1")}
+    for saves in ([record, other], [other, record]):
+        (saved / SIDECAR).write_text(json.dumps({"format": "shardwise fingerprints 1", "saves": saves}))
+        assert shardwise.verify(saved).is_sound
+    entry = open_checkpoint(saved).entries["model.norm.weight"]
+    with (saved / entry.file).open("r+b") as file:
+        flip(file, entry.start)
+    assert shardwise.verify(saved).damaged == ("model.norm.weight",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "5",
+        "{}",
+        "null",
+        "\x80",
+        "[" * 5000,
+        '{"format": "another"}',
+        '{"format": "shardwise fingerprints 1"}',
+        '{"format": "shardwise fingerprints 1", "saves": 5}',
+        '{"format": "shardwise fingerprints 1", "saves": [5]}',
+        '{"format": "shardwise fingerprints 1", "saves": [{"files": [], "tensors": {}}]}',
+        '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1e999}, "tensors": {}}]}',
+        '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1}, "tensors": {"b": "xyz"}}]}',
+        '{"format": "shardwise fingerprints 1", "saves": [{"files": {"a": 1}, "tensors": {"b": 7}}]}',
+        '{"format": "shardwise fingerprints 1", "saves": [{"files": {"../a": 1}, "tensors": {}}]}',
+    ],
+)
+def test_a_record_that_makes_no_sense_is_passed_over(tmp_path, text):
+    shardwise.save(nn.Linear(3, 3), tmp_path)
+    (tmp_path / SIDECAR).write_text(text, encoding="latin-1")
+    report = shardwise.verify(tmp_path)
+    assert (report.compared, report.is_sound) == (0, True)
+    shardwise.save(nn.Linear(3, 3), tmp_path)  # and stands in nobody's way
+    assert shardwise.verify(tmp_path).compared == 2
+
+
+def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
+    shardwise.save(nn.Linear(3, 3), tmp_path)
+    with (tmp_path / SIDECAR).open("r+b") as file:
+        file.truncate(300_000_000)
+    with pytest.raises(shardwise.FormatError, match=r"model\.fingerprints\.json .*more than any save writes"):
+        shardwise.verify(tmp_path)
+
+
+def test_a_record_that_leaves_tensors_out_is_damage(tmp_path):
+    shardwise.save(nn.Linear(3, 3), tmp_path)
+    content = json.loads((tmp_path / SIDECAR).read_text())
+    del content["saves"][0]["tensors"]["bias"]
+    content["saves"][0]["tensors"]["more"] = "0" * 16
+    (tmp_path / SIDECAR).write_text(json.dumps(content))
+    assert shardwise.verify(tmp_path).damaged == ("bias", "more")
+
+
+def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
+    """Ranges of one tensor are added up."""
+    monkeypatch.setattr("shardwise.verbs.reopen._BLOCK_BYTES", 4096)
+    model = nn.Linear(130, 77)
+    shardwise.save(model, tmp_path, dtype=torch.float16)
+    assert shardwise.verify(tmp_path).is_sound
+    entry = open_checkpoint(tmp_path).entries["weight"]
+    with (tmp_path / entry.file).open("r+b") as file:
+        flip(file, entry.start + 4095)
+    assert shardwise.verify(tmp_path).damaged == ("weight",)

@@ -1,0 +1,411 @@
+"""Folders that cannot be saved to, marks of other saves, and indexes that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tests.verbs import saving
+from tests.verbs.saving import Odd, expected, full_disk, stored, unlike
+from torch import nn
+
+import shardwise
+import shardwise.verbs.save
+from shardwise.errors import StorageError
+from shardwise.execution import saving_lock
+from shardwise.planning import fingerprints
+from shardwise.storage import LocalWriter
+
+MARK = "shardwise.saving"
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
+
+
+def holds(folder, seed):
+    return (
+        unlike(stored(folder), {name: tensor.detach() for name, tensor in linear(seed).state_dict().items()}) == []
+    )
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(params=["1GB", "6KB"], ids=["one file", "several files"])
+def saved(request, tmp_path):
+    """A folder with a save of ``linear(1)``."""
+    folder = tmp_path / "saved"
+    shardwise.save(linear(1), folder, max_shard_size=request.param)
+    return folder
+
+
+class TestDisk:
+    @pytest.mark.parametrize(("size", "after"), [("1GB", 0), ("1GB", 1), ("1GB", 2), ("6KB", 3), ("6KB", 4)])
+    def test_that_is_full_half_way(self, saved, size, after):
+        """At the mark, at a header, at the first tensors or at the last."""
+        before = content(saved)
+        with full_disk(after=after), pytest.raises(StorageError, match="the disk is full.*make room"):
+            shardwise.save(linear(2), saved, max_shard_size=size)
+        assert content(saved) == before
+        shardwise.save(linear(2), saved, max_shard_size=size)
+        assert holds(saved, 2)
+
+    @pytest.mark.distributed
+    @pytest.mark.parametrize("full", [0, 1])
+    def test_that_is_full_for_one_rank(self, worlds, tmp_path, full):
+        shardwise.save(Odd(1), tmp_path)
+        before = content(tmp_path)
+        found = worlds(2).run(saving.save_on_a_full_disk, str(tmp_path), full, 3)
+        assert len(set(found)) == 1
+        kind, text = found[0]
+        assert kind == "StorageError"
+        assert "the disk is full" in text
+        assert content(tmp_path) == before
+        worlds(2).run(saving.save_odd, str(tmp_path), "100B", None)
+        assert unlike(stored(tmp_path), expected(Odd(), None)) == []
+
+    def test_that_is_full_at_the_commit(self, saved, monkeypatch):
+        """The config is in place, and then there is no room for the fingerprints."""
+        (saved / "config.json").write_text("the older config")
+        before = content(saved)
+        original = LocalWriter.replace
+
+        def replace(self, file, content):
+            if file == fingerprints.FINGERPRINTS_FILE:
+                raise StorageError("the disk is full")
+            original(self, file, content)
+
+        beside = {"config.json": b"the newer config", "extra.json": b"{}"}
+        monkeypatch.setattr(shardwise.verbs.save, "_small_files", lambda *_: beside)
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalWriter, "replace", replace)
+            with pytest.raises(StorageError, match="the disk is full"):
+                shardwise.save(linear(2), saved)
+        assert content(saved) == before
+        shardwise.save(linear(2), saved)
+        assert (saved / "config.json").read_text() == "the newer config"
+
+    def test_that_is_really_full(self, tmp_path):
+        """A file system of 256 KiB: the older save and the newer one do not fit into it together, unless cast."""
+        with small_file_system(tmp_path / "disk", "size=256k") as disk:
+            model = nn.Linear(200, 160)  # 125 KiB
+            shardwise.save(model, disk)
+            (disk / "other").write_bytes(bytes(30_000))
+            before = content(disk)
+            for size in ("1GB", "64KB"):
+                with pytest.raises(StorageError, match="the disk is full, .* are free; make room"):
+                    shardwise.save(nn.Linear(200, 160), disk, max_shard_size=size)
+                assert content(disk) == before
+            shardwise.save(model, disk, dtype="bfloat16")
+            assert unlike(stored(disk), expected(model, torch.bfloat16)) == []
+
+    def test_that_is_read_only(self, tmp_path):
+        with small_file_system(tmp_path / "disk", "size=256k") as disk:
+            shardwise.save(linear(1), disk)
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            with pytest.raises(StorageError, match="the file system is read-only; mount it for writing"):
+                shardwise.save(linear(2), disk)
+            assert holds(disk, 1)
+
+
+@contextlib.contextmanager
+def small_file_system(folder, options):
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class TestFolder:
+    def test_that_cannot_be_written(self, tmp_path):
+        """Nobody may write there; as a user who is not allowed everything."""
+        shardwise.save(linear(), tmp_path)  # everything is imported that such a user may not read
+        folder = Path(tempfile.mkdtemp())
+        user = os.geteuid()
+        try:
+            folder.chmod(0o555)
+            if user == 0:
+                os.seteuid(65534)
+            with pytest.raises(StorageError, match="permission denied; make the folder writable for user id"):
+                shardwise.save(linear(), folder)
+        finally:
+            os.seteuid(user)
+            assert list(folder.iterdir()) == []
+            shutil.rmtree(folder)
+
+    def test_that_is_a_file(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(StorageError, match="is there and is no folder; pass a folder to write to"):
+            shardwise.save(linear(), tmp_path / "file")
+        with pytest.raises(StorageError, match="a file is where a folder should be; check the path"):
+            shardwise.save(linear(), tmp_path / "file" / "below")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_whose_files_are_folders(self, tmp_path):
+        (tmp_path / "model.safetensors").mkdir()
+        with pytest.raises(StorageError, match="model.safetensors"):
+            shardwise.save(linear(), tmp_path)
+        assert [path.name for path in tmp_path.iterdir() if path.name != fingerprints.FINGERPRINTS_FILE] == [
+            "model.safetensors"
+        ]
+
+    def test_whose_files_are_links(self, saved, tmp_path):
+        """As in the hub's cache: what they lead to stays as it is."""
+        elsewhere = tmp_path / "blobs"
+        elsewhere.mkdir()
+        for path in list(saved.iterdir()):
+            path.rename(elsewhere / path.name)
+            path.symlink_to(elsewhere / path.name)
+        before = content(elsewhere)
+        shardwise.save(linear(2), saved)
+        assert holds(saved, 2)
+        assert content(elsewhere) == before
+
+    @pytest.mark.parametrize("size", ["1GB", "6KB"])
+    def test_from_which_the_model_was_loaded(self, saved, size):
+        model = linear(7)
+        shardwise.load(model, saved)
+        with torch.no_grad():
+            model[0].bias += 1
+        shardwise.save(model, saved, max_shard_size=size)
+        assert unlike(stored(saved), {name: tensor.detach() for name, tensor in model.state_dict().items()}) == []
+        again = linear(8)
+        shardwise.load(again, saved)
+        assert torch.equal(again[0].bias, model[0].bias)
+
+
+def mark(**changes):
+    found = {"host": socket.gethostname(), "process": os.getpid(), "born": "1", "token": "other", "since": 0.0}
+    return json.dumps(found | changes)
+
+
+def dead_process():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+class TestMark:
+    @pytest.mark.parametrize("size", ["1GB", "6KB"])
+    def test_of_a_save_that_is_going_on(self, saved, size, monkeypatch):
+        """The second is refused by name, the first is not harmed."""
+        original = shardwise.verbs.save._add_up
+        refused = []
+
+        def meanwhile(*arguments):
+            monkeypatch.setattr(shardwise.verbs.save, "_add_up", original)
+            with pytest.raises(StorageError, match=f"another save is writing here .process {os.getpid()} on"):
+                shardwise.save(linear(3), saved)
+            refused.append(True)
+            return original(*arguments)
+
+        monkeypatch.setattr(shardwise.verbs.save, "_add_up", meanwhile)
+        shardwise.save(linear(2), saved, max_shard_size=size)
+        assert refused
+        assert holds(saved, 2)
+        assert MARK not in content(saved)
+
+    @pytest.mark.parametrize("size", ["1GB", "6KB"])
+    def test_that_somebody_removed_too_early(self, saved, size, monkeypatch):
+        """Of two saves that write at once, the one whose mark is there commits, and the other one is told."""
+        original = shardwise.verbs.save._add_up
+
+        def meanwhile(*arguments):
+            monkeypatch.setattr(shardwise.verbs.save, "_add_up", original)
+            (saved / MARK).unlink()
+            shardwise.save(linear(3), saved, max_shard_size="6KB")
+            return original(*arguments)
+
+        monkeypatch.setattr(shardwise.verbs.save, "_add_up", meanwhile)
+        with pytest.raises(StorageError, match=f"{MARK}, which the first rank made there, is not to be seen"):
+            shardwise.save(linear(2), saved, max_shard_size=size)
+        assert holds(saved, 3)
+        assert shardwise.verify(saved).compared
+
+    def test_of_a_process_that_is_gone(self, saved):
+        for gone in (mark(process=dead_process()), mark(born="long ago"), mark(process=2**40)):
+            (saved / MARK).write_text(gone)
+            shardwise.save(linear(2), saved)
+            assert MARK not in content(saved)
+
+    def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        born = saving_lock._born(child.pid)
+        assert born
+        (saved / MARK).write_text(mark(process=child.pid, born=born))
+        with pytest.raises(StorageError, match=f"process {child.pid} on"):
+            shardwise.save(linear(2), saved)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        shardwise.save(linear(2), saved)
+        child.communicate()
+
+    def test_of_another_machine(self, saved):
+        (saved / MARK).write_text(mark(host="elsewhere"))
+        before = content(saved)
+        with pytest.raises(StorageError, match=f"process {os.getpid()} on elsewhere.*remove {MARK}"):
+            shardwise.save(linear(2), saved)
+        assert content(saved) == before
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "\0\0\0\0", "{", "[]", "{}", "null", '{"host": 1e999, "process": 1e999}', "[" * 5000, "\x80"],
+    )
+    def test_that_says_nothing(self, saved, text, monkeypatch):
+        """Left between its creation and its filling."""
+        monkeypatch.setattr(saving_lock, "_FILLED_S", 0.01)
+        (saved / MARK).write_text(text, encoding="latin-1")
+        shardwise.save(linear(2), saved)
+        assert holds(saved, 2)
+        assert MARK not in content(saved)
+
+    def test_that_is_filled_just_now(self, tmp_path, monkeypatch):
+        (tmp_path / MARK).write_text("")
+        looks = []
+
+        def sleep(seconds):
+            looks.append(seconds)
+            (tmp_path / MARK).write_text(mark(host="elsewhere"))
+
+        monkeypatch.setattr(saving_lock.time, "sleep", sleep)
+        with pytest.raises(StorageError, match="on elsewhere"):
+            shardwise.save(linear(2), tmp_path)
+        assert len(looks) == 1
+
+    def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
+        """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
+        (tmp_path / MARK).write_text(mark(born="long ago"))
+        born = saving_lock._born
+        quick = LocalWriter(tmp_path)
+
+        def slow(process):
+            monkeypatch.setattr(saving_lock, "_born", born)
+            saving_lock.take_lock(quick, "quick")
+            return born(process)
+
+        monkeypatch.setattr(saving_lock, "_born", slow)
+        with pytest.raises(StorageError, match="another save is writing here"):
+            saving_lock.take_lock(LocalWriter(tmp_path), "slow")
+        saving_lock.require_lock(quick, "quick")
+        assert list(content(tmp_path)) == [MARK]
+        saving_lock.release_lock(quick, "slow")
+        saving_lock.require_lock(quick, "quick")
+        saving_lock.release_lock(quick, "quick")
+        assert content(tmp_path) == {}
+
+    def test_for_which_there_is_no_room(self, saved, monkeypatch):
+        before = content(saved)
+
+        def write(*arguments):
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwritev", write)
+            with pytest.raises(StorageError, match=f"{MARK} .*the disk is full"):
+                shardwise.save(linear(2), saved)
+        assert content(saved) == before
+
+
+HOSTILE = [
+    "../outside.safetensors",
+    "/etc/hostname",
+    "below/inner.safetensors",
+    "notes.txt",
+    "config.json",
+    "model.fingerprints.json",
+    "..",
+    ".",
+    "",
+    "\0",
+    5,
+    None,
+    [],
+    {"model.safetensors": 1},
+]
+
+
+class TestIndex:
+    def put_around(self, folder):
+        (folder.parent / "outside.safetensors").write_text("outside")
+        (folder / "below").mkdir(parents=True)
+        (folder / "below" / "inner.safetensors").write_text("below")
+        (folder / "notes.txt").write_text("notes")
+        (folder / "config.json").write_text("{}")
+        (folder / "other.safetensors").write_text("of nobody's index")
+
+    def around(self, folder):
+        return [
+            (folder.parent / "outside.safetensors").read_text(),
+            (folder / "below" / "inner.safetensors").read_text(),
+            (folder / "notes.txt").read_text(),
+            (folder / "config.json").read_text(),
+            (folder / "other.safetensors").read_text(),
+        ]
+
+    @pytest.mark.parametrize("size", ["1GB", "6KB"])
+    def test_that_names_what_is_not_its_own(self, tmp_path, size):
+        folder = tmp_path / "saved"
+        self.put_around(folder)
+        before = self.around(folder)
+        (folder / "old.safetensors").write_text("older weights")
+        names = {f"w{number}": name for number, name in enumerate([*HOSTILE, "old.safetensors"])}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        report = shardwise.save(linear(2), folder, max_shard_size=size)
+        assert self.around(folder) == before
+        assert set(report.removed) <= {"old.safetensors", "model.safetensors.index.json"}
+        assert "old.safetensors" in report.removed
+        again = linear(3)
+        shardwise.load(again, folder)
+        assert torch.equal(again[0].weight, linear(2)[0].weight)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[]", "5", "null", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 5000, "\x80", "\0" * 64],
+    )
+    def test_that_is_damaged(self, tmp_path, text):
+        folder = tmp_path / "saved"
+        self.put_around(folder)
+        before = self.around(folder)
+        (folder / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+        report = shardwise.save(linear(2), folder, max_shard_size="6KB")
+        assert self.around(folder) == before
+        assert report.removed == ()
+        assert unlike(stored(folder, "model-*"), dict(linear(2).state_dict())) == []
+
+
+def test_a_save_that_failed_at_its_last_steps_can_be_repeated(saved, monkeypatch):
+    """Named already, but not tidied up: the new save counts, and nothing stands in the way of the next one."""
+    original = LocalWriter.remove
+
+    def remove(self, file):
+        if file != MARK:
+            raise StorageError("cannot remove anything")
+        original(self, file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalWriter, "remove", remove)
+        with contextlib.suppress(StorageError):  # where there is something to remove
+            shardwise.save(linear(2), saved)
+    model = linear(7)
+    shardwise.load(model, saved)
+    assert torch.equal(model[0].weight, linear(2)[0].weight)
+    shardwise.save(linear(3), saved)
+    assert holds(saved, 3)
+    assert MARK not in content(saved)
