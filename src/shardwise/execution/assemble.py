@@ -22,6 +22,9 @@ from shardwise.planning.assembly import Block, Gift, Piece, Round
 from shardwise.planning.shares import Boxes
 from shardwise.tensors import Box
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""From torch 2.13 on it has the first name, and warns of the second."""
+
 Room = Callable[[Block], torch.Tensor]
 """Flat memory for a block's elements, in the dtype in which they are wanted."""
 
@@ -143,7 +146,7 @@ class _Transport:
         elif items.is_padded:
             parts = self._incoming[: items.received_bytes(world.rank)]
             own = parts[world.rank * items.part_bytes :][: items.part_bytes]
-            self._begin(dist.all_gather_into_tensor(parts, own, group=group, async_op=True))
+            self._begin(_all_gather(parts, own, group=group, async_op=True))
         else:
             for lane, start in self._starts(items).items():
                 part = self._incoming[start : start + items.lanes[lane]]
