@@ -423,6 +423,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", default=None, help=f"comma-separated, of shardwise, {', '.join(PEERS)}, roof")
     parser.add_argument("--repeats", type=int, default=None, help="of each arm; default 5, with --quick 3")
     parser.add_argument("--quick", action="store_true", help="qwen3-0.6b; shardwise, transformers and the roof")
+    parser.add_argument("--others", action="store_true", help="no rows, but what comes after them")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--out", type=Path, default=None, help="results, as .json and .md beside it")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmarks")
@@ -447,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(run["profile"])
         return 0
     began = time.monotonic()
-    rows = [row for row in rows_of(models, arms, quick=given.quick) if given.rows in row.name]
+    rows = [row for row in rows_of(models, arms, quick=given.quick) if given.rows in row.name and not given.others]
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python -m benchmarks.load {' '.join(argv if argv is not None else sys.argv[1:])}".strip(),
@@ -460,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         say(row.name)
         results["rows"].append(run_row(row, given.dir, repeats, given.timeout, given.patience))
-    if not given.quick and not given.rows:
+    if given.others or (not given.quick and not given.rows):
         largest = max((SHAPES[model] for model in models), key=lambda shape: shape.nbytes)
         wanted = [arm for arm in ("shardwise", "transformers", "accelerate") if arm in arms]
         results["capped"] = capped(largest, given.dir, wanted, given.timeout)

@@ -125,6 +125,12 @@ def back_memory(nbytes: int, barrier: Callable[[], object]) -> None:
     barrier()
 
 
+def free_bytes() -> int:
+    """Memory that nobody uses, not even the page cache (MemFree)."""
+    text = Path("/proc/meminfo").read_text()
+    return 1024 * int(text.partition("MemFree:")[2].split(None, 1)[0])
+
+
 def available_bytes() -> int:
     """Memory that can be had without swapping (MemAvailable)."""
     text = Path("/proc/meminfo").read_text()

@@ -47,7 +47,6 @@ class Job:
     folder: str
     warm_up: str
     out: str
-    backed_bytes: int
     patience_s: float
 
 
@@ -74,7 +73,7 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = meter.take_priority()
     dist.barrier()
-    meter.back_memory(job.backed_bytes, dist.barrier)
+    meter.back_memory(_free_share(), dist.barrier)
     watch = meter.MemoryWatch()
     dist.barrier()
     with watch as memory:
@@ -99,6 +98,14 @@ def measure(job: Job) -> dict[str, Any]:
         "growth_bytes": memory.growth,
         "facts": facts,
     }
+
+
+def _free_share() -> int:
+    """Bytes that a rank has to touch twice so that all have touched most of what is free.
+
+    The page cache takes any of it, so that all of it must exist; see :func:`benchmarks.meter.back_memory`.
+    """
+    return meter.free_bytes() * 2 // 5 // RANKS
 
 
 def _sync(folder: Path) -> None:
@@ -141,23 +148,21 @@ _SAVES: dict[str, Callable[[Any, Path], Mapping[str, Any]]] = {
 # ── the roof ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def roof(nbytes: int, out: Path, backed_bytes: int, patience_s: float) -> list[dict[str, Any]]:
+def roof(nbytes: int, out: Path, patience_s: float) -> list[dict[str, Any]]:
     """As many processes write as many bytes, each to its part of a file."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(RANKS)
     pipes = []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
-        arguments = (barrier, rank, nbytes, str(out), backed_bytes, patience_s, theirs)
+        arguments = (barrier, rank, nbytes, str(out), patience_s, theirs)
         context.Process(target=_pour, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
     return [pipe.recv() for pipe in pipes]
 
 
-def _pour(
-    barrier: Any, rank: int, nbytes: int, out: str, backed_bytes: int, patience_s: float, pipe: Connection
-) -> None:
+def _pour(barrier: Any, rank: int, nbytes: int, out: str, patience_s: float, pipe: Connection) -> None:
     start, stop = nbytes * rank // RANKS, nbytes * (rank + 1) // RANKS
     memory = bytearray(os.urandom(1 << 20)) * ((stop - start >> 20) + 1)
     if rank == 0:
@@ -165,7 +170,7 @@ def _pour(
         meter.wait_for_quiet(patience_s)
     priority = meter.take_priority()
     barrier.wait()
-    meter.back_memory(backed_bytes, barrier.wait)
+    meter.back_memory(_free_share(), barrier.wait)
     before, busy = Usage.now(), meter.machine_busy_s()
     began = meter.timestamp()
     if rank == 0:
@@ -217,8 +222,6 @@ def main() -> int:
     folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
     arms = [arm for arm in given.arms.split(",") if arm in ARMS]
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    # Of small pages and of huge ones; for the page cache, and for the arms that gather.
-    backed_bytes = min(shape.nbytes * 5 // 4, meter.available_bytes() // 3) // RANKS
     out = given.dir / "saved"
     kept: dict[str, Path] = {}
     same = "not compared"
@@ -226,9 +229,9 @@ def main() -> int:
         for arm in arms:
             shutil.rmtree(out, ignore_errors=True)
             if arm == "roof":
-                found = roof(shape.nbytes, out, backed_bytes, given.patience)
+                found = roof(shape.nbytes, out, given.patience)
             else:
-                job = Job(arm, str(folder), str(warm_up), str(out), backed_bytes, given.patience)
+                job = Job(arm, str(folder), str(warm_up), str(out), given.patience)
                 with LocalRanks(RANKS, timeout_s=given.timeout) as ranks:
                     found = ranks.run(measure, job)
             runs[arm].append(_summary(found))

@@ -9,9 +9,11 @@ registry no model exercised, and runs a hundred thousand random expressions agai
     make sweep ARGS="--worlds 2,8 --only qwen3,mixtral"
     make sweep ARGS="--mesh hsdp,tp,ep,shard1 --storage local,http --layouts original,half"
     make sweep ARGS="--mesh none --plan-ranks 16"
+    make sweep ARGS="--saves --worlds 1,2,3,5"
 
 ``--mesh`` and ``--storage`` take the ways of ``tests/ways.py``: hybrid sharding, FSDP over tensor or expert
 parallel parameters, column shards; files on disk, in memory, over HTTP from this machine, through fsspec.
+``--saves`` also saves what was loaded, and compares the files with those of transformers (``tests/taken.py``).
 ``--plan-ranks`` foresees the plans of so many ranks and carries them out in this process, rank after rank.
 """
 
@@ -24,7 +26,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests import truth, ways, zoo
+from tests import taken, truth, ways, zoo
 from tests.conversion.random_expressions import check_expression
 from tests.quiet import quieten
 from tests.ways import Way
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--storage", default="local", help="with commas: local, memory, http, fsspec")
     parser.add_argument("--layouts", default="", help="of checkpoints, with commas; default: all")
     parser.add_argument("--plan-ranks", type=int, default=0, help="carry out the plans of so many ranks")
+    parser.add_argument("--saves", action="store_true", help="save what was loaded, and compare the files")
     parser.add_argument("--only", default="", help="names of specimens, with commas; default: all")
     parser.add_argument("--families", default="", help="families of specimens, with commas; default: all")
     parser.add_argument("--expressions", type=int, default=100_000, help="random expressions to check")
@@ -62,7 +65,7 @@ def main() -> int:
         for mesh in filter(lambda mesh: mesh != "none", options.mesh.split(",")):
             for size in sizes_for(mesh, options.worlds):
                 chosen = [Way(mesh, storage, store.url) for storage in options.storage.split(",")]
-                failures += run_world_size(size, cases, chosen)
+                failures += run_world_size(size, cases, chosen, Path(folder, "saves") if options.saves else None)
     report_registry(specimens, skipped)
     start = time.perf_counter()
     for seed in range(options.expressions):
@@ -105,8 +108,8 @@ def prepare(
     return cases, skipped
 
 
-def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way]) -> int:
-    """Load every case in these ways on one world of this size; how many were not equal."""
+def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way], saves: Path | None) -> int:
+    """Load every case in these ways on one world of this size, and save it below ``saves``; how many were not equal."""
     failures = 0
     ranks = LocalRanks(size, timeout_s=300)
     ranks.run(quieten)
@@ -115,7 +118,10 @@ def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way]) ->
         failed = others = 0
         for case in cases:
             try:
-                faults = ranks.run(ways.load_and_compare, case, way)
+                if saves is None:
+                    faults = ranks.run(ways.load_and_compare, case, way)
+                else:
+                    faults = ranks.run(taken.save_and_compare, case, way, str(saves))
             except RankError as error:
                 faults = [[str(error)]]
                 ranks.close()
@@ -130,7 +136,8 @@ def run_world_size(size: int, cases: list[truth.Case], chosen: Sequence[Way]) ->
                 say(f"  FAILED {case} on {size}, {way}: {len(found)} faults, such as {found[0]}")
         tried = len(cases) - others
         seconds = time.perf_counter() - start
-        say(f"{size} ranks, {way}: {tried - failed} of {tried} loads are bitwise equal ({seconds:.0f} s)")
+        what = "loads" if saves is None else "saves"
+        say(f"{size} ranks, {way}: {tried - failed} of {tried} {what} are bitwise equal ({seconds:.0f} s)")
         failures += failed
     ranks.close()
     return failures

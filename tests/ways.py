@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shardwise.layout import MeshShape
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import look_inside, strided_view
 from shardwise.models.wrap import Automatic, group_parameters
-from shardwise.planning.sharing import OncePerGroup, Weighed
+from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport
 from shardwise.storage import LocalReader, MemoryReader, StorageReader
 from shardwise.verbs.outline import config_of, outline
@@ -43,16 +43,16 @@ class Way:
         mesh: one of ``MESHES``.
         storage: local, memory, http or fsspec.
         url: of the folder of all cases, for http.
-        shares: what several ranks need is read once, whatever the storage.
+        shared_reads: as of a load.
     """
 
     mesh: str = "flat"
     storage: str = "local"
     url: str = ""
-    shares: bool = False
+    shared_reads: SharedReads = field(default_factory=Weighed)
 
     def __str__(self) -> str:
-        return f"{self.mesh} {self.storage}{' once' if self.shares else ''}"
+        return f"{self.mesh} {self.storage} {type(self.shared_reads).__name__}"
 
 
 STORAGES = ("local", "memory", "http", "fsspec")
@@ -185,7 +185,7 @@ def load_and_compare(case: truth.Case, way: Way) -> list[str] | None:
 def bring_up(case: truth.Case, way: Way) -> tuple[nn.Module, LoadReport]:
     source = source_of(case, way)
     options = shardwise.LoadOptions(
-        shared_reads=OncePerGroup() if way.shares else Weighed(),
+        shared_reads=way.shared_reads,
         budget_bytes=1 << 20,
         patience=Patience(silence_s=120),  # a sweep may share its machine
     )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import Full, Sharded
-    from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
+    from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
@@ -75,6 +75,7 @@ _HOMES = {
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
+    "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
@@ -141,6 +142,7 @@ __all__ = [
     "HubNames",
     "HubOptions",
     "Ignore",
+    "InIntervals",
     "Initialize",
     "InternalNames",
     "LoadOptions",

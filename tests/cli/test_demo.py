@@ -11,11 +11,12 @@ from click.testing import CliRunner, Result
 
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
-from shardwise.report import LoadReport
+from shardwise.report import LoadReport, SaveReport
 from shardwise.report.forecast import RankForecast
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
 from shardwise.training.rows import Chat, read_rows
+from shardwise.verbs.reopen import verify
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters
@@ -34,9 +35,14 @@ def test_a_demo_cut_short_proves_the_weights_and_says_what_it_did_not_learn(
     on_ranks = capfd.readouterr().out
     assert result.exit_code == 1, result.output + on_ranks
     parts = [line[:5] for line in (result.stdout + on_ranks).splitlines() if line.startswith("[")]
-    assert parts == [f"[{number}/5]" for number in range(1, 6)]
+    assert parts == [f"[{number}/6]" for number in range(1, 7)]
     assert "49 tensors (47 parameters, 2 buffers), 7.51 MiB: not one bit differs" in on_ranks
     assert "rank 0 of 2: read 3.38 MiB of 6.76 MiB" in on_ranks
+    assert (
+        "loaded by transformers: 49 tensors (47 parameters, 2 buffers), 7.51 MiB: not one bit differs" in on_ranks
+    )
+    assert verify(tmp_path / "out" / "trained").compared == 46
+    assert (tmp_path / "out" / "trained" / "tokenizer.json").is_file()
     assert "it should have fallen below 2.0" in result.stdout
     assert len(list((tmp_path / "out" / "checkpoint").glob("*.safetensors"))) == 3
     assert (tmp_path / "out" / "checkpoint" / "model.safetensors.index.json").is_file()
@@ -60,6 +66,8 @@ def test_the_corpus() -> None:
 def test_a_folder_of_an_earlier_demo_is_used_again(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "out")
     (tmp_path / "out" / "checkpoint" / "old.safetensors").touch()
+    (tmp_path / "out" / "trained").mkdir()
+    (tmp_path / "out" / "trained" / "model.safetensors").touch()
     (tmp_path / "out" / "truth.pt").touch()
     (tmp_path / "out" / "notes.txt").touch()
     prepare_folder(tmp_path / "out")
@@ -105,7 +113,7 @@ def test_under_torchrun_there_would_be_several(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out").exists()
 
 
-def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome:
+def made_outcome(*losses: float, differing: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> DemoOutcome:
     load = LoadReport(
         checkpoint="out",
         rank=0,
@@ -122,7 +130,15 @@ def made_outcome(*losses: float, differing: tuple[str, ...] = ()) -> DemoOutcome
         files=("model.safetensors",),
     )
     steps = tuple(StepFacts(number, loss, 1e-3, 1.0, 1, 1, 1.0, 1) for number, loss in enumerate(losses, start=1))
-    return DemoOutcome(load, Comparison(1, 1, 0, 4, differing), TrainReport(0, 1, 1, steps), ())
+    saved = SaveReport(0, 1, "trained", ("model.safetensors",), 1, 1, 4, 4, {"F32": 1})
+    return DemoOutcome(
+        loaded=load,
+        comparison=Comparison(1, 1, 0, 4, differing),
+        trained=TrainReport(0, 1, 1, steps),
+        answers=(),
+        saved=saved,
+        reloaded=Comparison(1, 1, 0, 4, lost),
+    )
 
 
 def test_what_is_wrong_with_a_demo() -> None:
@@ -132,4 +148,6 @@ def test_what_is_wrong_with_a_demo() -> None:
     assert find_faults([good, bad]) == [
         "rank 0: 1 tensors are not bitwise those that transformers loads: lm_head.weight"
     ]
+    fault, *_ = find_faults([made_outcome(7.0, 0.5, lost=("lm_head.weight",))])
+    assert fault.endswith("of the saved model are not those that were trained: lm_head.weight")
     assert find_faults([made_outcome(float("nan"))]) == ["the loss ended at nan; it should have fallen below 2.0"]

@@ -12,8 +12,10 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from tests.training import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch
 from shardwise.cli.train import train_command
@@ -48,8 +50,13 @@ def refusal(*arguments: object) -> str:
 
 
 @pytest.mark.distributed
-def test_training_on_two_ranks(checkpoint: Path, chats: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = run("--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--json", *FAST)
+def test_training_on_two_ranks(
+    checkpoint: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    result = run(
+        "--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--json", "--output-dir", out, *FAST
+    )
     told = capfd.readouterr().err
     assert result.exit_code == 0, result.stderr + told
     ranks = json.loads(result.stdout)["ranks"]
@@ -58,6 +65,11 @@ def test_training_on_two_ranks(checkpoint: Path, chats: Path, capfd: pytest.Capt
     losses = [[step["loss"] for step in rank["train"]["steps"]] for rank in ranks]
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] / 2
+    assert [rank["save"]["is_verified"] for rank in ranks] == [True, True]
+    trained, untrained = (AutoModelForCausalLM.from_pretrained(place) for place in (out, checkpoint))
+    assert trained.dtype == untrained.dtype
+    assert not torch.equal(trained.get_input_embeddings().weight, untrained.get_input_embeddings().weight)
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(checkpoint))
     assert "training: 25 steps on 2 ranks" in told
     assert [line.split()[1] for line in told.splitlines() if line.startswith("step")] == [
         "1/25",
@@ -78,7 +90,7 @@ def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
     assert "training: 25 steps on 1 rank" in lines
     assert any(line.startswith("step 25/25  loss") for line in lines)
     assert lines[-3].startswith("trained 23,904 parameters in 25 steps: loss ")
-    assert lines[-1] == "The trained weights were not written: this version of shardwise cannot save yet."
+    assert lines[-1] == "The trained weights were not saved: pass --output-dir to have them."
 
 
 @pytest.mark.parametrize(
@@ -92,6 +104,22 @@ def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
 )
 def test_an_option_that_cannot_be(chats: Path, arguments: tuple[object, ...], message: str) -> None:
     assert message in refusal("--model", "nowhere", "--data", chats, *arguments)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(checkpoint, chats, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    result = run("--model", checkpoint, "--data", chats, "--output-dir", tmp_path / "file", *FAST)
+    assert result.exit_code == 2
+    assert "is there and is no folder" in result.stderr
+    assert "step" not in result.stdout
+
+
+def test_what_is_saved_may_have_another_dtype(checkpoint, chats, tmp_path) -> None:
+    arguments = ("--output-dir", tmp_path / "out", "--save-dtype", "bfloat16", "--max-steps", 1)
+    result = run("--model", checkpoint, "--data", chats, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "F32→BF16" in result.stdout
 
 
 def test_an_option_of_no_number() -> None:

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "transformers", "shardwise.verbs.pretrained", "tests.faults.on_ranks"]
+_PRELOADED = ["torch", "transformers", "shardwise.verbs.pretrained", "shardwise.verbs.save"]
+_PRELOADED += ["tests.faults.on_ranks", "tests.faults.saving"]
 
 _IN_MEMORY = Path("/dev/shm")
 
@@ -155,6 +156,12 @@ class Doomed:
                 else:
                     self.outcome.struck_at_s = value
         return self.outcome
+
+    def wait_for_blow(self) -> None:
+        """Until every rank has told that it is about to be struck."""
+        for pipe in self._pipes:
+            kind, self.outcome.struck_at_s = pipe.recv()
+            assert kind == "struck"
 
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 40.0) -> Outcome:
         self.start(function, *args)

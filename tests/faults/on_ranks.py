@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import shardwise
 from shardwise.execution import world as world_module
 from shardwise.execution.line import Patience
-from shardwise.planning.sharing import OncePerGroup, Weighed
+from shardwise.planning.sharing import InIntervals, OncePerGroup, Weighed
 from shardwise.report import LoadReport
 from shardwise.storage import LocalReader
 
@@ -36,6 +36,7 @@ STAGES = {
     "read": ("shardwise.storage.local", "LocalReader.read_vectored"),
     "join": ("shardwise.execution.sharing", "boxes_of_ranks"),
     "share": ("shardwise.execution.place", "Placer.values_of"),
+    "interval": ("shardwise.execution.place", "Placer.values_of"),
     "send": ("torch.distributed", "all_to_all_single"),
     "large": ("torch.distributed", "broadcast"),
     "fill": ("shardwise.verbs.load", "fill"),
@@ -44,6 +45,18 @@ STAGES = {
     "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
     "take": ("shardwise.execution.distribute", "_Yard.take"),
     "pack": ("shardwise.execution.assemble", "Giver.share"),
+    "arrange": ("shardwise.verbs.save", "_prepare"),
+    "create": ("shardwise.storage.local_writer", "LocalWriter.create"),
+    "mark": ("shardwise.verbs.save", "require_lock"),
+    "write": ("shardwise.execution.write", "Emitter._buffers"),
+    "sync": ("shardwise.storage.local_writer", "LocalWriter.sync"),
+    "compare": ("shardwise.execution.write", "Emitter.require_same"),
+    "add up": ("torch.distributed", "all_reduce"),
+    "commit": ("shardwise.verbs.save", "_commit"),
+    "beside": ("shardwise.verbs.save", "fingerprints.to_bytes"),
+    "name": ("shardwise.storage.local_writer", "LocalWriter.rename"),
+    "remove": ("shardwise.storage.local_writer", "LocalWriter.remove"),
+    "tidy": ("shardwise.verbs.save", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
@@ -110,7 +123,7 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
     """Bring a model up in a certain way while the blow falls."""
     if blow is not None:
         lay(blow, seat)
-    if way in ("flat", "hsdp"):
+    if way in ("flat", "hsdp", "intervals"):
         bring_up(seat, directory, way, patience)
     elif way in ("reader", "whole"):
         with torch.device("meta"):
@@ -154,9 +167,9 @@ def load_with_large_messages(
 
 
 def bring_up(seat: Seat, directory: str, way: str, patience: Patience) -> tuple[PreTrainedModel, LoadReport]:
-    sizes = (seat.size,) if way == "flat" else (2, seat.size // 2)
+    sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    shared = Weighed() if way == "flat" else OncePerGroup()
+    shared = {"flat": Weighed(), "hsdp": OncePerGroup(), "intervals": InIntervals()}[way]
     options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
     return shardwise.from_pretrained(
         directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import PlacementError
 from shardwise.models.wrap import ModuleListBlocks, Sharding, wrap
+from shardwise.planning.sharing import InIntervals, OncePerGroup
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,9 @@ def test_a_budget_smaller_than_a_row_is_enough(worlds, wide, dim, dtype):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim):
-    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 16) == [[]] * 4
+@pytest.mark.parametrize("mode", [OncePerGroup(), InIntervals()])
+def test_a_budget_smaller_than_a_row_is_enough_for_what_is_read_once_for_all(worlds, wide, dim, mode):
+    assert worlds(4).run(bad_input.load_wide_replicas, wide, dim, 1 << 16, mode) == [[]] * 4
 
 
 def on_meta():

@@ -40,6 +40,7 @@ WAYS = {
     "look": ("shard", 3, 0),
     "give": ("shard", 3, 3),
     "take": ("shard", 3, 3),
+    "interval": ("intervals", 3, 2),
     "pack": ("stream", 3, 1),
 }
 """By stage: how a model is brought up, on how many ranks, and after how many calls the blow falls."""

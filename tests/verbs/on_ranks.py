@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import shardwise
 from shardwise.execution.world import World
 from shardwise.models.wrap import wrap
-from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
+from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.storage import LocalReader
 
 
@@ -377,16 +377,25 @@ def column_shards(directory: str, way: str) -> list[str]:
 
 
 def shared_load(
-    directory: str, mesh_shape: tuple[int, ...], mode: str
+    directory: str, mesh_shape: tuple[int, ...], mode: str, budget_bytes: int = 1 << 16
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Whole values of a model on a mesh, and the report."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    modes = {"once": OncePerGroup(), "alone": Alone(), "weighed": Weighed()}
+    modes = {"once": OncePerGroup(), "alone": Alone(), "weighed": Weighed(), "intervals": InIntervals()}
     model, report = shardwise.from_pretrained(
         directory,
         sharding=shardwise.Sharding(mesh=mesh),
-        options=shardwise.LoadOptions(shared_reads=modes[mode], budget_bytes=1 << 16),
+        options=shardwise.LoadOptions(shared_reads=modes[mode], budget_bytes=budget_bytes),
         output_loading_info=True,
     )
     return truth.snapshot(model)["values"], report.to_dict()
+
+
+def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
+    """The error of a load in which every rank asks for its own way of sharing."""
+    try:
+        shared_load(directory, (len(modes),), modes[dist.get_rank()])
+    except shardwise.ShardwiseError as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -6,6 +6,7 @@ import pytest
 from tests import truth, ways, zoo
 from tests.ways import WORLDS, Way
 
+from shardwise.planning.sharing import InIntervals, OncePerGroup
 from shardwise.testing.http_store import HttpStore
 
 # They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.
@@ -13,7 +14,11 @@ NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zam
 
 WAYS = [
     Way("hsdp"),
-    Way("hsdp", shares=True),
+    Way("hsdp", shared_reads=OncePerGroup()),
+    Way("hsdp", shared_reads=InIntervals()),
+    Way("flat", shared_reads=InIntervals()),
+    Way("ep", shared_reads=InIntervals()),
+    Way("shard1", "http", shared_reads=InIntervals()),
     Way("hsdp", "memory"),
     Way("hsdp", "http"),
     Way("tp"),
@@ -53,7 +58,7 @@ def url(folder):
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_is_bitwise_equal(worlds, cases, url, way):
-    way = Way(way.mesh, way.storage, url, shares=way.shares)
+    way = Way(way.mesh, way.storage, url, way.shared_reads)
     faults, tried = {}, 0
     for case in cases:
         found = worlds(WORLDS[way.mesh]).run(ways.load_and_compare, case, way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
+from shardwise.models.view import raw_bytes
 from shardwise.models.wrap import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
-from shardwise.planning.sharing import Alone, OncePerGroup
+from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup
 from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.testing.http_store import HttpStore
 from shardwise.verbs.plan import sharding_named, wrap_named
@@ -239,6 +241,41 @@ def test_what_replicas_share_is_foretold(worlds, qwen3, mode):
     assert set(made.read_once) == set(facts[0]["read_once"])
     assert made.read_bytes == pytest.approx(sum(fact["read_bytes"] for fact in facts), rel=0.02)
     assert made.read_ratio == pytest.approx(1 if made.read_once else 2, rel=0.02)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["flat", "hybrid"])
+def test_intervals_open_few_files_and_read_every_byte_once(worlds, moe, shape):
+    mesh = dict(zip(("replicate", "shard")[-len(shape) :], shape, strict=True))
+    ranks = math.prod(shape)
+    made = shardwise.plan(
+        moe, ranks=ranks, device="cpu", mesh=mesh, shared_reads=InIntervals(), budget_bytes=1 << 20
+    )
+    assert made.checkpoint_files > 2 * ranks
+    assert made.file_opens <= made.checkpoint_files + ranks - 1
+    assert made.read_bytes == made.checkpoint_bytes
+    assert made.read_imbalance < 1.05
+    found = worlds(ranks).run(on_ranks.shared_load, str(moe), shape, "intervals", 1 << 20)
+    facts = [report for _, report in found]
+    for rank, fact in zip(made.ranks, facts, strict=True):  # small gaps to what another round hands over
+        assert rank.read_bytes <= fact["read_bytes"] < 1.005 * rank.read_bytes
+    assert set(facts[0]["read_once"]) == set(made.read_once)
+    # The first rank has opened all files for their headers, and the index; they stay open.
+    assert [fact["files_opened"] for fact in facts[1:]] == [rank.files for rank in made.ranks[1:]]
+    assert facts[0]["files_opened"] == made.checkpoint_files + 1
+    alone = worlds(ranks).run(on_ranks.shared_load, str(moe), shape, "alone")
+    for (values, _), (expected, _) in zip(found, alone, strict=True):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(raw_bytes(values[name]), raw_bytes(expected[name])) for name in expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("modes", [("intervals", "alone"), ("alone", "intervals")])
+def test_intervals_on_some_ranks_only_are_refused(worlds, qwen3, modes):
+    """Rather than that one rank waits to be handed what the other does not read."""
+    said = "shared_reads is InIntervals() on some ranks only: on rank 1 it is not as on rank 0"
+    (first, second) = worlds(2).run(on_ranks.shared_as_told, str(qwen3), modes)
+    assert first == second == ("DisagreementError", f"{said}; give every rank the same")
 
 
 def test_replicas_on_a_network_file_system_read_once(qwen3):

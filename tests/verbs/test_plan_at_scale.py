@@ -18,8 +18,11 @@ from shardwise.models.foresee import foresee
 from shardwise.models.view import look_inside
 from shardwise.models.wrap import Automatic
 from shardwise.planning import Consent, ModelRules, plan_load
+from shardwise.planning.exchange import Wanted
 from shardwise.planning.footprint import Footprints, Reading
 from shardwise.planning.forecast import Homes, forecast_rank
+from shardwise.planning.intervals import handed_over, intervals
+from shardwise.planning.sharing import InIntervals
 from shardwise.storage import LOCAL
 from shardwise.verbs.outline import Outline, outline
 from shardwise.verbs.plan import forecast
@@ -27,8 +30,8 @@ from shardwise.verbs.plan import forecast
 NOWHERE = Path("/nowhere")
 
 
-def forecast_of(shapes, mesh):
-    options = {"model_class": shapes.model_class, "dtype": "bfloat16"}
+def forecast_of(shapes, mesh, **more):
+    options = {"model_class": shapes.model_class, "dtype": "bfloat16", **more}
     return forecast(NOWHERE, shapes.config, shapes.index(), mesh, LOCAL, options)
 
 
@@ -62,6 +65,58 @@ def test_whole_models_on_a_thousand_ranks(shapes, seconds):
     assert_sound(made, shapes, mesh)
     # Fewer experts than ranks: each has rows of every matrix, so it opens every file.
     assert made.file_opens > 0.99 * shapes.files * mesh.ranks
+
+
+@pytest.mark.parametrize("ranks", [16, 96])
+@pytest.mark.parametrize("shapes", [qwen3_235b(4), deepseek_v3(5)], ids=["qwen3", "deepseek"])
+def test_intervals_of_a_few_layers(shapes, ranks):
+    assert_read_in_intervals(shapes, MeshShape.flat(ranks))
+
+
+def test_intervals_where_there_are_replicas():
+    assert_read_in_intervals(qwen3_235b(4), MeshShape(("replicate", "shard"), (4, 8)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shapes", "seconds"), [(qwen3_235b(), 60), (deepseek_v3(), 60)], ids=["qwen3-235b", "deepseek-v3"]
+)
+def test_intervals_of_whole_models_on_a_thousand_ranks(shapes, seconds):
+    start = time.process_time()
+    assert_read_in_intervals(shapes, MeshShape.flat(1024))
+    assert time.process_time() - start < seconds
+
+
+def assert_read_in_intervals(shapes, mesh):
+    made = forecast_of(shapes, mesh, shared_reads=InIntervals())
+    assert made.file_opens <= shapes.files + mesh.ranks - 1
+    assert made.read_bytes == made.checkpoint_bytes
+    assert made.read_imbalance < 1.02
+    assert not any("ranges of" in note for note in made.notes)
+    assert set(made.read_once) == set(built_of(shapes, shapes.index()).model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_of_a_thousand_ranks_knows_soon_what_it_hands_over():
+    """Of tens of millions of parcels it writes down its own, and the rounds are nearly full."""
+    shapes, mesh, budget = qwen3_235b(), MeshShape.flat(1024), 64 << 20
+    index = shapes.index()
+    plan, world = plan_of(built_of(shapes, index), index, mesh)
+    reads = {name: read.expression for name, read in plan.reads().items()}
+    boxes = {
+        spread: tuple(tuple(part.box for part in held) for held in spread.boxes)
+        for spread in world.spreads.values()
+    }
+    wanted = [Wanted(name, 2, boxes[world.spreads[name]]) for name in reads]
+    start = time.process_time()
+    agenda = handed_over(wanted, intervals(reads, index, mesh.ranks), budget, rank=511)
+    assert time.process_time() - start < 30
+    assert sum(map(len, agenda.rounds)) < 100_000
+    taken = sum(p.nbytes for items in agenda.rounds for p in items if p.targets == (511,) or p.source != 511)
+    assert taken == pytest.approx(index.nbytes / mesh.ranks, rel=0.02)
+    assert len(agenda.rounds) < 1.3 * 2 * index.nbytes / (mesh.ranks * budget)
 
 
 @pytest.mark.parametrize(("shapes", "ranks"), [(qwen3_235b(2), 96), (qwen3_235b(2), 8), (deepseek_v3(4), 48)])

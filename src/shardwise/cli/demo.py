@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Ratio, Steps, TrainOptions
 
 if TYPE_CHECKING:
-    from shardwise.report import LoadReport
+    from shardwise.report import LoadReport, SaveReport
     from shardwise.training.example import Comparison
     from shardwise.training.report import StepFacts, TrainReport
 
@@ -46,16 +46,20 @@ class DemoRequest:
     corpus: str
     options: TrainOptions
     started: float
+    saved: str
+    """A folder for the trained model, which need not be there yet."""
 
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """What one rank has seen."""
+    """What one rank has seen. ``reloaded`` compares the trained model with what transformers loads of its files."""
 
     loaded: LoadReport
     comparison: Comparison
     trained: TrainReport
     answers: tuple[str, ...]
+    saved: SaveReport
+    reloaded: Comparison
 
 
 @click.command("demo")
@@ -65,7 +69,7 @@ class DemoOutcome:
 )
 @click.option("--steps", default=_STEPS, show_default=True, type=click.IntRange(min=1), help="Of the training.")
 def demo_command(*, out: Path, nproc_per_node: int, steps: int) -> None:
-    """Make a small model, load it on several processes, prove every weight, and train it.
+    """Make a small model, load it on several processes, prove every weight, train it, and save it.
 
     Needs no network, no GPU and no model: everything is made in the folder OUT, in about a minute.
     """
@@ -84,7 +88,7 @@ def demo_command(*, out: Path, nproc_per_node: int, steps: int) -> None:
 
 
 def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
-    """All five parts of the demo; what each rank has seen.
+    """All six parts of the demo; what each rank has seen.
 
     Raises:
         ConfigError: the folder is not for a demo, or a launcher has started several of these.
@@ -93,7 +97,7 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
         raise ConfigError("the demo starts its ranks itself: run it without torchrun")
     click.echo(
         "shardwise demo: a small language model is made, loaded by several processes of which each reads\n"
-        "only its own part, compared bit by bit with what transformers loads, and trained."
+        "only its own part, compared bit by bit with what transformers loads, trained, and saved."
     )
     prepare_folder(out)
     checkpoint, truth = out / "checkpoint", out / "truth.pt"
@@ -125,6 +129,7 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
             seed=_SEED,
         ),
         started=time.time(),
+        saved=str(out / "trained"),
     )
     return run_ranks(nproc_per_node, demo_on_rank, request)
 
@@ -135,7 +140,7 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     from shardwise.training import example
     from shardwise.training.data import read_data, step_loader
     from shardwise.training.loop import train
-    from shardwise.training.prepare import load_model, load_tokenizer
+    from shardwise.training.prepare import keep, load_model, load_tokenizer
 
     rank, size = this_place()
     processes = "one process" if size == 1 else f"{size} processes, each reading its own part"
@@ -163,7 +168,14 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     trained = train(model, steps, request.options, tell)
     part.end(f"{trained.tokens:,} tokens, {trained.tokens_per_second:,.0f} in a second")
     answers = tuple(example.answer(model, tokenizer, question) for question in QUESTIONS)
-    return DemoOutcome(loaded, comparison, trained, answers)
+
+    part = Part(
+        6, f"Save it to {request.saved}, each process its own bytes, and load that by transformers", rank=rank
+    )
+    saved = keep(model, tokenizer, request.saved, max_shard_size="3MB")
+    reloaded = example.compare_with_transformers(model, Path(request.saved), Path(request.truth))
+    part.end(*str(saved).splitlines(), f"loaded by transformers: {_describe(reloaded)}")
+    return DemoOutcome(loaded, comparison, trained, answers, saved, reloaded)
 
 
 class Part:
@@ -173,7 +185,7 @@ class Part:
         self.tells = rank == 0
         self.started = time.time() if started is None else started
         if self.tells:
-            click.echo(f"\n[{number}/5] {heading}")
+            click.echo(f"\n[{number}/6] {heading}")
 
     def say(self, line: str) -> None:
         if self.tells:
@@ -202,6 +214,7 @@ def prepare_folder(out: Path) -> None:
         if (out / "checkpoint").is_symlink():
             (out / "checkpoint").unlink()
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
+        shutil.rmtree(out / "trained", ignore_errors=True)
         (out / "truth.pt").unlink(missing_ok=True)
         (out / "checkpoint").mkdir()
     except OSError as error:
@@ -215,6 +228,13 @@ def find_faults(outcomes: Sequence[DemoOutcome]) -> list[str]:
         f"transformers loads: {', '.join(outcome.comparison.differing[:4])}"
         for outcome in outcomes
         if outcome.comparison.differing
+    ]
+    faults += [
+        f"rank {outcome.loaded.rank}: {len(outcome.reloaded.differing)} tensors that transformers "
+        "loads of the saved "
+        f"model are not those that were trained: {', '.join(outcome.reloaded.differing[:4])}"
+        for outcome in outcomes
+        if outcome.reloaded.differing
     ]
     final = final_loss(outcomes[0].trained)
     if not final < LEARNED_LOSS:
@@ -256,4 +276,5 @@ def _print_verdict(outcomes: Sequence[DemoOutcome], faults: Sequence[str], secon
     click.echo(f"  - reading: {read} MiB {of_all}, rank by rank")
     click.echo(f"  - loading: all {first.comparison.tensors} tensors bitwise those of transformers{everywhere}")
     click.echo(f"  - training: loss {losses[0]:.2f} -> {final_loss(first.trained):.2f} in {len(losses)} steps")
-    click.echo("The trained weights were not written: this version of shardwise cannot save yet.")
+    click.echo(f"  - saving: all {first.saved.tensors} tensors, by all ranks at once, are those transformers loads")
+    click.echo(f"The trained model is in {first.saved.directory}.")

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
 
 if TYPE_CHECKING:
-    from shardwise.report import LoadReport
+    from shardwise.report import LoadReport, SaveReport
     from shardwise.training.data import TrainData
     from shardwise.training.report import StepFacts, TrainReport
 
@@ -29,6 +29,8 @@ class TrainRequest:
     data: str
     options: TrainOptions
     told: Literal["stdout", "stderr"]
+    output_dir: str | None = None
+    save_dtype: str | None = None
 
 
 @click.command("train")
@@ -57,6 +59,8 @@ class TrainRequest:
     show_default=True,
     help="float32, or bfloat16 for mixed precision. Weights are float32 either way.",
 )
+@click.option("--output-dir", metavar="DIR", help="Where the trained model and its tokenizer are saved.")
+@click.option("--save-dtype", help="Of what is saved: float32, bfloat16, ...  [default: that of the model's files]")
 @click.option("--log-every", default=_DEFAULTS.log_every, show_default=True, help="Steps between two lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
 def train_command(
@@ -67,6 +71,8 @@ def train_command(
     epochs: int | None,
     max_steps: int | None,
     warmup_ratio: float,
+    output_dir: str | None,
+    save_dtype: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -84,6 +90,8 @@ def train_command(
             data=data,
             options=TrainOptions(duration=duration, warmup=Ratio(warmup_ratio), **options),
             told="stderr" if as_json else "stdout",
+            output_dir=output_dir,
+            save_dtype=save_dtype,
         )
         reports = run_ranks(nproc_per_node, train_on_rank, request)
     except ShardwiseError as error:
@@ -93,21 +101,33 @@ def train_command(
         sys.exit(130)
     if not reports:
         return
-    _, trained = reports[0]
+    _, trained, saved = reports[0]
     if as_json:
-        printed = [{"load": load.to_dict(), "train": train.to_dict()} for load, train in reports]
+        printed = [
+            {"load": load.to_dict(), "train": train.to_dict(), "save": save.to_dict() if save else None}
+            for load, train, save in reports
+        ]
         click.echo(json.dumps({"ranks": printed}, indent=2))
         return
     print_summary(trained)
-    click.echo("The trained weights were not written: this version of shardwise cannot save yet.")
+    click.echo(str(saved) if saved else "The trained weights were not saved: pass --output-dir to have them.")
 
 
-def train_on_rank(request: TrainRequest) -> tuple[LoadReport, TrainReport]:
+def train_on_rank(request: TrainRequest) -> tuple[LoadReport, TrainReport, SaveReport | None]:
     """What every rank does; the first one tells. Collective: yes."""
     from shardwise.training.data import read_data, step_loader
     from shardwise.training.loop import train
-    from shardwise.training.prepare import load_model, load_tokenizer, require_embeddings
+    from shardwise.training.prepare import (
+        keep,
+        load_model,
+        load_tokenizer,
+        require_embeddings,
+        require_place,
+        stored_dtype,
+    )
 
+    if request.output_dir is not None:
+        require_place(request.output_dir)
     log = StepLog(request.options.log_every, request.told)
     tokenizer = load_tokenizer(request.model)
     data = read_data(request.data, tokenizer, max_length=request.options.max_length)
@@ -115,7 +135,11 @@ def train_on_rank(request: TrainRequest) -> tuple[LoadReport, TrainReport]:
     require_embeddings(model, data)
     steps = step_loader(data, request.options)
     log.begin(loaded, data, len(steps))
-    return loaded, train(model, steps, request.options, log.tell)
+    trained = train(model, steps, request.options, log.tell)
+    if request.output_dir is None:
+        return loaded, trained, None
+    dtype = request.save_dtype or stored_dtype(loaded)
+    return loaded, trained, keep(model, tokenizer, request.output_dir, dtype=dtype)
 
 
 class StepLog:

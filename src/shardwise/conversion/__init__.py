@@ -17,8 +17,10 @@ from shardwise.conversion.expression import (
     skeleton,
     slice_dim,
     stack,
+    stored_dtype,
     stored_leaves,
     substitute,
+    view,
 )
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "skeleton",
     "slice_dim",
     "stack",
+    "stored_dtype",
     "stored_leaves",
     "substitute",
+    "view",
 ]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Parcel, Round
+from shardwise.planning.exchange import Agenda, Parcel, Round
 
 Give = Callable[[Parcel], torch.Tensor]
 """The values of a parcel's box, of the box's sizes; any strides, any device. It is asked once for each parcel."""
@@ -56,11 +56,14 @@ def exchange(
     take: Take,
     dtype_of: DtypeOf,
     device: torch.device,
+    moves: Sequence[bool] | None = None,
 ) -> Traffic:
     """Hand over all parcels: each rank calls ``give`` for what it is the source of, ``take`` for what it gets.
 
     Bytes are moved: every dtype arrives bitwise. What a rank gives to itself goes straight from ``give`` to
-    ``take``. ``device`` is where staging lies: of the kind that the process group's backend moves.
+    ``take``. ``device`` is where staging lies: of the kind that the process group's backend moves. ``rounds`` have
+    the parcels of all ranks; or those of this rank only, and then ``moves`` is that of the
+    :class:`~shardwise.planning.exchange.Agenda`.
 
     Collective: yes.
     Memory: one staging block, as large as the largest round of this rank: at most the budget of the rounds.
@@ -69,7 +72,9 @@ def exchange(
         CheckpointError: (or a subclass) the same on every rank, when ``give`` or ``take`` raised on any.
         RankLostError: a rank has been lost.
     """
-    cargos = [_Cargo.of(items, world) for items in rounds]
+    if moves is None:
+        moves = Agenda.of_all(rounds).moves
+    cargos = [_Cargo.of(items, world, is_shared=is_shared) for items, is_shared in zip(rounds, moves, strict=True)]
     traffic = Traffic(rounds=len(cargos), staging_bytes=max((cargo.staging_bytes for cargo in cargos), default=0))
     hold = _Hold(world, give, take, dtype_of, traffic)
     world.together(lambda: hold.allocate(device))
@@ -103,7 +108,7 @@ class _Cargo:
     """Whether any rank sends anything in this round."""
 
     @classmethod
-    def of(cls, items: Round, world: World) -> _Cargo:
+    def of(cls, items: Round, world: World, *, is_shared: bool) -> _Cargo:
         rank = world.rank
         sent, received = [0] * world.size, [0] * world.size
         outgoing: list[tuple[Parcel, int, int]] = []
@@ -129,7 +134,7 @@ class _Cargo:
             ),
             sent=tuple(sent),
             received=tuple(received),
-            is_shared=any(target != parcel.source for parcel in items for target in parcel.targets),
+            is_shared=is_shared,
         )
 
     @property

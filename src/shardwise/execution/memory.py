@@ -23,13 +23,15 @@ def available_memory(home: torch.device) -> Available:
     device_bytes = None
     if home.type == "cuda":
         device_bytes = int(torch.cuda.mem_get_info(home)[0])
-    return Available(device_bytes=device_bytes, host_bytes=host_bytes())
+    pools = host_pools()
+    return Available(device_bytes, min(pools.values(), default=None), pools)
 
 
-def host_bytes(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: Path = _GROUPS) -> int | None:
-    """Free host memory in bytes; None where the system does not tell."""
-    found = [room for room in (_system(meminfo), *_rooms(own_group, groups)) if room is not None]
-    return min(found, default=None)
+def host_pools(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: Path = _GROUPS) -> dict[str, int]:
+    """Free bytes of the machine, named "", and of the control groups that limit this process, by their folders."""
+    pools = _rooms(own_group, groups)
+    system = _system(meminfo)
+    return pools if system is None else {"": system, **pools}
 
 
 def _system(meminfo: Path) -> int | None:
@@ -40,9 +42,9 @@ def _system(meminfo: Path) -> int | None:
     return None
 
 
-def _rooms(own_group: Path, groups: Path) -> list[int | None]:
+def _rooms(own_group: Path, groups: Path) -> dict[str, int]:
     """What each control group that limits the memory of this process has left."""
-    rooms: list[int | None] = []
+    rooms: dict[str, int] = {}
     for line in _text(own_group).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
@@ -53,7 +55,9 @@ def _rooms(own_group: Path, groups: Path) -> list[int | None]:
             continue
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
-            rooms.append(_room(place, limit, usage))
+            room = _room(place, limit, usage)
+            if room is not None:
+                rooms[str(place)] = room
             if place == root:
                 break
     return rooms

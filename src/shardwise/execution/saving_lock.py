@@ -1,21 +1,37 @@
-"""At most one save at a time writes into a folder."""
+"""At most one save at a time writes into a folder.
+
+[Note: The mark of a save] A save marks its folder with a file that only one process can create. The mark says who
+made it, so that one left by a process that is gone can be told and taken over. A mark is filled just after it is
+created: one that cannot be read yet is looked at again for a moment, then it was left by whoever died in between.
+Taking over is a rename, of which only one of several succeeds. A mark may also be removed by hand, too early. So
+whoever made it looks before the commit whether it is still there: two saves may then write, but not both commit.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StorageError
 from shardwise.storage import StorageWriter
+from shardwise.storage.writer import INCOMPLETE
 
 LOCK_FILE = "shardwise.saving"
 
+_FILLED_S = 2.0
+"""After so long a mark that is not filled is that of a process that died."""
+
+_LOOK_S = 0.1
+
 
 def take_lock(writer: StorageWriter, token: str) -> None:
-    """Mark the folder as being saved to by this process.
+    """Mark the folder as being saved to by this process, for the save that ``token`` names.
 
     A mark left by a process of this machine that is gone is taken over. Object stores cannot tell who came first:
     nothing is marked there.
@@ -25,44 +41,126 @@ def take_lock(writer: StorageWriter, token: str) -> None:
     """
     if not writer.policy.has_random_writes:
         return
-    mark = {"host": socket.gethostname(), "process": os.getpid(), "born": _born(os.getpid()), "token": token}
-    if LOCK_FILE in writer.list():
-        _refuse_unless_dead(writer)
-        writer.remove(LOCK_FILE)
-    writer.create(LOCK_FILE, 0)  # an error when somebody else was faster
-    writer.replace(LOCK_FILE, json.dumps(mark | {"since": time.time()}).encode())
-
-
-def release_lock(writer: StorageWriter) -> None:
-    """Take the mark away."""
-    if writer.policy.has_random_writes:
-        writer.remove(LOCK_FILE)
-
-
-def _refuse_unless_dead(writer: StorageWriter) -> None:
+    _take_over(writer)
+    process = os.getpid()
+    mark = {"host": socket.gethostname(), "process": process, "born": _born(process), "token": token}
+    content = json.dumps(mark | {"since": time.time()}).encode()
     try:
-        mark = json.loads(writer.read(LOCK_FILE) or b"")
-        host, process, born = str(mark["host"]), int(mark["process"]), str(mark["born"])
-    except (ValueError, KeyError, TypeError):
-        host, process, born = "unknown", 0, ""
-    if host == socket.gethostname() and process and _born(process) != born:
+        writer.create(LOCK_FILE, len(content))
+    except StorageError as error:
+        found = writer.read(LOCK_FILE)
+        if found is not None:
+            raise _refusal(writer, _Mark.of(found)) from error
+        raise
+    try:
+        writer.write(LOCK_FILE, 0, [memoryview(content)])
+        writer.sync(LOCK_FILE)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            writer.remove(LOCK_FILE)
+        raise
+    require_lock(writer, token)
+
+
+def require_lock(writer: StorageWriter, token: str) -> None:
+    """Every rank can look whether it sees the mark of this save.
+
+    Raises:
+        StorageError: it is another one's, or not there.
+    """
+    if not writer.policy.has_random_writes:
         return
-    raise StorageError(
-        f"{writer.root}: another save is writing here (process {process} on {host}); wait for "
-        "it, or save to another "
-        f"directory. If that process is gone, remove {LOCK_FILE} from the directory"
+    found = writer.read(LOCK_FILE)
+    if found is None:
+        raise StorageError(
+            f"{writer.root}: {LOCK_FILE}, which the first rank made there, is not to be seen; save to a directory "
+            "that all ranks share, and leave that file alone meanwhile"
+        )
+    mark = _Mark.of(found)
+    if mark is None or mark.token != token:
+        raise _refusal(writer, mark)
+
+
+def release_lock(writer: StorageWriter, token: str) -> None:
+    """Take the mark of this save away, if it is there."""
+    if not writer.policy.has_random_writes:
+        return
+    mark = _Mark.of(writer.read(LOCK_FILE) or b"")
+    if mark is not None and mark.token == token:
+        writer.remove(LOCK_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Who saves: a process, when it was born, on a host; and which of its saves."""
+
+    host: str
+    process: int
+    born: str
+    token: str
+
+    @classmethod
+    def of(cls, content: bytes) -> _Mark | None:
+        """What a mark says; None when it says nothing."""
+        try:
+            found = json.loads(content)
+            return cls(*(str(found["host"]), int(found["process"]), str(found["born"]), str(found["token"])))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process is known to be gone."""
+        return self.host == socket.gethostname() and self.process > 0 and _born(self.process) != self.born
+
+
+def _take_over(writer: StorageWriter) -> None:
+    """Remove a mark that was left.
+
+    Raises:
+        StorageError: there is one that was not.
+    """
+    deadline = time.monotonic() + _FILLED_S
+    content = writer.read(LOCK_FILE)
+    while content is not None and _Mark.of(content) is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        content = writer.read(LOCK_FILE)
+    if content is None:
+        return
+    mark = _Mark.of(content)
+    if mark is not None and not mark.is_left:
+        raise _refusal(writer, mark)
+    aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
+    try:
+        writer.rename(LOCK_FILE, aside)
+    except StorageError as error:
+        if writer.read(LOCK_FILE) is not None:
+            raise
+        raise _refusal(writer, mark) from error  # somebody else was faster
+    if writer.read(aside) != content:
+        writer.rename(aside, LOCK_FILE)
+        raise _refusal(writer, None)
+    writer.remove(aside)
+
+
+def _refusal(writer: StorageWriter, mark: _Mark | None) -> StorageError:
+    who = "it has not said who it is" if mark is None else f"process {mark.process} on {mark.host}"
+    return StorageError(
+        f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
+        f"process is gone, remove {LOCK_FILE} from the directory"
     )
 
 
 def _born(process: int) -> str:
-    """When a process of this machine began, in ticks since the machine did; "" where there is none."""
+    """When a process of this machine began, in ticks since the machine did; "" where there is none that lives."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else numbers[18]
+    except (OSError, IndexError, ValueError):
         pass
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return ""
     except OSError:
         return "alive"

@@ -20,11 +20,13 @@ from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models._torch_private import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
-from shardwise.planning.exchange import Parcel, Round, Wanted, dealt, hull, rounds
+from shardwise.planning.exchange import Agenda, Parcel, Round, Wanted, dealt, hull, rounds
+from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.sharing import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
     Choice,
+    InIntervals,
     SharedReads,
     choose,
     times_read,
@@ -68,10 +70,23 @@ def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
     return Peers(axis, sizes[axis], sizes[axis] if axis in replicated else 1)
 
 
+def peers_in(mode: SharedReads, tensor: torch.Tensor, world: World) -> Peers | None:
+    """With whom this rank could share its reads of a tensor in such a way; None: with nobody."""
+    return _all_ranks(tensor, world) if isinstance(mode, InIntervals) else peers_of(tensor, world)
+
+
+def _all_ranks(tensor: torch.Tensor, world: World) -> Peers | None:
+    """All ranks, where all have a part in a tensor; None: it is sharded over some of them, or there is one only."""
+    if world.size == 1 or (isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size):
+        return None
+    return Peers(None, world.size, 1)
+
+
 @dataclass(frozen=True)
 class SharePlan:
-    """Which tensors are read together with which peers, and what was chosen for each tensor that has peers."""
+    """Which tensors are read together with which peers, in which way, and what was chosen for those with peers."""
 
+    mode: SharedReads
     shared: Mapping[str, Peers]
     choices: Mapping[str, Choice]
 
@@ -107,9 +122,9 @@ def plan_sharing(
         }
 
     if not peers:
-        return SharePlan({}, {})
+        return SharePlan(mode, {}, {})
     choices = world.from_first(decide)
-    return SharePlan({name: peers[name] for name, choice in choices.items() if choice.is_shared}, choices)
+    return SharePlan(mode, {name: peers[name] for name, choice in choices.items() if choice.is_shared}, choices)
 
 
 def _network(tensor: torch.Tensor) -> float:
@@ -140,19 +155,25 @@ def read_shared(
             together.setdefault((mesh, axis), []).append(item)
     for (mesh, axis), members in together.items():
         if mesh is None:
-            _Sharing(world, members, held, placer).run()
+            _Sharing(world, members, held, placer, plan.mode).run()
         else:
             with World.current(mesh.get_group(axis), patience, around=world) as peers:
-                world.together(_Sharing(peers, members, held, placer).run)
+                world.together(_Sharing(peers, members, held, placer, plan.mode).run)
 
 
 class _Sharing:
     """One exchange: tensors that the same peers need."""
 
     def __init__(
-        self, peers: World, members: Sequence[Destination], held: Mapping[str, Held], placer: Placer
+        self,
+        peers: World,
+        members: Sequence[Destination],
+        held: Mapping[str, Held],
+        placer: Placer,
+        mode: SharedReads,
     ) -> None:
         self._peers = peers
+        self._mode = mode
         self._members = {item.fqn: item for item in members}
         self._held = held
         self._placer = placer
@@ -160,18 +181,39 @@ class _Sharing:
         self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
+        agenda = self._agenda(self._placer.budget_bytes // 4)
+        self._ahead = self._one_ahead(agenda.rounds)
+        device = self._staging_device()
+        exchange(self._peers, agenda.rounds, self.give, self.take, self.dtype_of, device, agenda.moves)
+
+    def _agenda(self, budget_bytes: int) -> Agenda:
+        """What this rank hands to whom and gets from whom."""
+        wanted, peers = self._wanted(), self._peers
+        if isinstance(self._mode, InIntervals):
+            reads = {name: item.expression for name, item in self._members.items()}
+            read = intervals(reads, self._placer.index, peers.size)
+            return handed_over(wanted, read, budget_bytes, peers.rank)
+        parcels = dealt(wanted, range(peers.size), budget_bytes // (4 * peers.size))
+        return Agenda.of_all(rounds(parcels, budget_bytes))
+
+    def _wanted(self) -> list[Wanted]:
+        """The boxes of all ranks. Tensors of one shape that lie alike on a mesh have one value of these."""
         ranks = dist.get_process_group_ranks(self._peers.group)
-        wanted = [
-            Wanted(name, item.dtype.itemsize, boxes_of_ranks(self._held[name].tensor, name, ranks))
-            for name, item in self._members.items()
-        ]
-        budget_bytes = self._placer.budget_bytes // 4
-        ranks_of_group = range(self._peers.size)
-        block_bytes = budget_bytes // (4 * self._peers.size)
-        agenda = rounds(dealt(wanted, ranks_of_group, block_bytes), budget_bytes)
-        self._ahead = self._one_ahead(agenda)
-        device = next(iter(self._members.values())).device
-        exchange(self._peers, agenda, self.give, self.take, self.dtype_of, device)
+        alike: dict[object, tuple[tuple[Box, ...], ...]] = {}
+        found: list[Wanted] = []
+        for name, item in self._members.items():
+            tensor = self._held[name].tensor
+            lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+            form = (tuple(tensor.shape), lies)
+            if form not in alike:
+                alike[form] = boxes_of_ranks(tensor, name, ranks)
+            found.append(Wanted(name, item.dtype.itemsize, alike[form]))
+        return found
+
+    def _staging_device(self) -> torch.device:
+        """Where any of the tensors is that is not on the host: the group's backend moves what is there."""
+        devices = [item.device for item in self._members.values()]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def dtype_of(self, parcel: Parcel) -> torch.dtype:
         return self._members[parcel.tensor].dtype
@@ -194,13 +236,12 @@ class _Sharing:
     def _fetch(self, parcels: Round) -> dict[Parcel, torch.Tensor]:
         """Read what this rank gives in a round, all at once: the storage is asked for many ranges together.
 
-        Columns of the same rows are read as one box: each alone would be read over the others.
+        What is of one block is read as one box: each column of the same rows alone would be read over the others.
         """
-        alike: dict[tuple[object, ...], list[Parcel]] = {}
+        alike: dict[tuple[str, Box], list[Parcel]] = {}
         for parcel in parcels:
             if parcel.source == self._peers.rank:
-                rows = (parcel.box.offsets[:1], parcel.box.sizes[:1])
-                alike.setdefault((parcel.tensor, *rows), []).append(parcel)
+                alike.setdefault((parcel.tensor, parcel.block or parcel.box), []).append(parcel)
         together = [(hull([parcel.box for parcel in group]), group) for group in alike.values()]
         values = self._placer.values_of(
             [(self._members[group[0].tensor].expression, box, self.dtype_of(group[0])) for box, group in together]

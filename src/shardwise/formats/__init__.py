@@ -1,6 +1,6 @@
-"""What is stored: the headers of safetensors files, and the checkpoints that they make up. Without torch."""
+"""What is stored: what files say of their tensors, and the checkpoints that they make up. Without torch."""
 
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
 from shardwise.formats.safetensors import FileHeader, TensorEntry, parse_header, read_header
 from shardwise.formats.safetensors_header import NewFile, lay_out
 
@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointIndex",
     "FileHeader",
     "NewFile",
+    "StoredTensor",
     "TensorEntry",
     "lay_out",
     "open_checkpoint",

@@ -14,8 +14,12 @@ way, but at the rate of all of them.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.tensors import Box, numel
 
@@ -28,13 +32,17 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target."""
+    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target.
+
+    ``block`` is what the source fetches at once, where this is a part of it.
+    """
 
     tensor: str
     source: int
     targets: tuple[int, ...]
     box: Box
     itemsize: int
+    block: Box | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +73,23 @@ class Spread:
 
 
 Round = tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Agenda:
+    """The rounds of an exchange, with the parcels of all ranks, or with those that one rank gives or gets.
+
+    ``moves`` says of each round whether any rank hands anything to another in it.
+    """
+
+    rounds: tuple[Round, ...]
+    moves: tuple[bool, ...]
+
+    @classmethod
+    def of_all(cls, rounds: Sequence[Round]) -> Agenda:
+        """Of rounds that have the parcels of all ranks."""
+        moves = (any(target != parcel.source for parcel in items for target in parcel.targets) for items in rounds)
+        return cls(tuple(rounds), tuple(moves))
 
 
 def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> Spread:
@@ -170,24 +195,63 @@ def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) ->
     parcels: list[Parcel] = []
     load: dict[int, int] = {}
     for item in wanted:
+        holders = Holders(item.boxes, readers)
         needed = {box for rank in readers for box in item.boxes[rank] if box.numel}
         for band in _bands(sorted(needed, key=lambda box: (box.offsets, box.sizes))):
             for reader, share in _shares(band, item.itemsize, readers, load):
                 for block in cut(share, max(1, block_bytes // item.itemsize)):
-                    parcels += _to_holders(item, reader, block, readers)
+                    parcels += holders.parcels(item, reader, block)
     return tuple(parcels)
 
 
-def _to_holders(item: Wanted, source: int, block: Box, readers: Sequence[int]) -> Iterator[Parcel]:
-    """A block, from who fetches it to all who hold some of it."""
-    targets: dict[Box, list[int]] = {}
-    for rank in readers:
-        for box in item.boxes[rank]:
-            common = box.intersect(block) if box.numel else None
-            if common is not None:
-                targets.setdefault(common, []).append(rank)
-    for box, ranks in targets.items():
-        yield Parcel(item.tensor, source, tuple(ranks), box, item.itemsize)
+class Holders:
+    """Which of some ranks hold what of a tensor, to be asked block by block.
+
+    Args:
+        boxes: that each rank holds, as of :class:`Wanted`.
+        ranks: those that count.
+    """
+
+    def __init__(self, boxes: Sequence[Sequence[Box]], ranks: Iterable[int]) -> None:
+        held = [(box, rank) for rank in ranks for box in boxes[rank] if box.numel]
+        held.sort(key=lambda item: (item[0].offsets, item[1]))
+        shape = (len(held), len(held[0][0].sizes) if held else 0)
+        self._ranks = np.asarray([rank for _, rank in held], np.int64)
+        self._starts = np.asarray([box.offsets for box, _ in held], np.int64).reshape(shape)
+        self._stops = self._starts + np.asarray([box.sizes for box, _ in held], np.int64).reshape(shape)
+        self.replicas = max(Counter(box for box, _ in held).values(), default=1)
+        """The most ranks that hold the same box."""
+
+    def parcels(self, item: Wanted, source: int, block: Box, target: int | None = None) -> Iterator[Parcel]:
+        """A block of the tensor, from who fetches it to all who hold some of it, or to one of these."""
+        targets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        ranks, starts, sizes = self._common(block, target)
+        for rank, offset, size in zip(ranks.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            targets.setdefault((tuple(offset), tuple(size)), []).append(rank)
+        # Whoever asks gets those of one target in one order.
+        for (offsets, extent), found in sorted(targets.items()):
+            yield Parcel(item.tensor, source, tuple(sorted(found)), Box(offsets, extent), item.itemsize, block)
+
+    def staging_of(self, item: Wanted, source: int, block: Box, size: int) -> npt.NDArray[np.int64]:
+        """As :func:`staging_of` of all parcels of a block together, for each of ``size`` ranks."""
+        ranks, _, sizes = self._common(block)
+        staged = -(-sizes.prod(axis=1) * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        costs = np.zeros(size, np.int64)
+        np.add.at(costs, ranks, staged)
+        costs[source] += staged[ranks != source].sum()
+        return costs
+
+    def _common(self, block: Box, target: int | None = None) -> tuple[npt.NDArray[np.int64], ...]:
+        """(ranks, offsets, sizes) of what is held of a block, by ``target`` or by all."""
+        if not len(self._ranks):
+            return self._ranks, self._starts, self._stops
+        offsets = np.asarray(block.offsets, np.int64)
+        starts = np.maximum(self._starts, offsets)
+        sizes = np.minimum(self._stops, offsets + np.asarray(block.sizes, np.int64)) - starts
+        is_held = (sizes > 0).all(axis=1)
+        if target is not None:
+            is_held &= self._ranks == target
+        return self._ranks[is_held], starts[is_held], sizes[is_held]
 
 
 def hull(boxes: Sequence[Box]) -> Box:

@@ -2,7 +2,8 @@
 
 On the meshes that FSDP2 has, the peers of a tensor are its replicas, or all ranks. What they need in common is
 fetched in even parts; what is small, by one of them, in turn. An exchange balances the small ones by their sizes
-and cuts the parts to rounds: a rank's bytes may differ a little from this, and its requests are more.
+and cuts the parts to rounds: a rank's bytes may differ a little from this, and its requests are more. What is read
+in intervals is not fetched by tensors, see :mod:`shardwise.planning.intervals`.
 """
 
 from __future__ import annotations

@@ -50,5 +50,5 @@ def from_bytes(content: bytes | None) -> list[Recorded]:
             )
             for save in parsed["saves"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return []

@@ -9,7 +9,7 @@ The segments of all tensors are then joined to requests, by the rules of :mod:`s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -55,6 +55,15 @@ class Reading:
     fetched: Spread | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box that one rank reads of a tensor of this dtype, into host memory, whoever holds it."""
+
+    expression: Expression
+    dtype: DType
+    box: Box
+
+
 class Footprints:
     """The footprints of all ranks of a mesh.
 
@@ -64,6 +73,7 @@ class Footprints:
         wanted: the tensors that are read.
         policy: how the storage is asked.
         budget_bytes: for staging; see :func:`~shardwise.planning.staging.staging_within`.
+        parts: by rank, what each reads beside ``wanted``.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class Footprints:
         wanted: Iterable[Reading],
         policy: ReadPolicy,
         budget_bytes: int,
+        parts: Sequence[Sequence[Part]] = (),
     ) -> None:
         self._mesh = mesh
         self._map = _FileMap(index, policy.max_gap_bytes)
@@ -81,6 +92,7 @@ class Footprints:
             on_device: staging_within(budget_bytes, policy.concurrency, on_device=on_device).nbytes
             for on_device in (False, True)
         }
+        self._parts = parts
         self._computed: dict[int, _Computed] = {}
         kinds: dict[object, _Kind] = {}
         for item in wanted:
@@ -95,7 +107,7 @@ class Footprints:
             )
             kind.places.append([self._map.place_of(key) for key in keys])
         self._kinds = list(kinds.values())
-        self._is_shared = any(kind.wanted.fetched is not None for kind in self._kinds)
+        self._is_shared = bool(parts) or any(kind.wanted.fetched is not None for kind in self._kinds)
         self._by_position: dict[int, Footprint] = {}
 
     def at(self, rank: int) -> Footprint:
@@ -139,12 +151,26 @@ class Footprints:
             boxes = kind.wanted.spread.boxes[self._mesh.position(rank)] if fetched is None else fetched.boxes[rank]
             if boxes:
                 found.append(kind.segments(boxes))
+        if is_shared and self._parts:
+            found += [self._of_part(part) for part in self._parts[rank]]
+        return Segments.all_of(found)
+
+    def _of_part(self, part: Part) -> Segments:
+        found: list[Segments] = []
+        for copy in copies(part.expression, part.box):
+            leaf = copy.leaf
+            assert isinstance(leaf, Stored)
+            needs_staging = part.dtype != leaf.dtype
+            within = _within_leaf(copy, leaf, self._policy, self._staging_bytes[False], needs_staging=needs_staging)
+            found.append(within.moved(np.asarray([self._map.place_of(leaf.key)], np.int64)))
         return Segments.all_of(found)
 
     def _whole_inputs(self, leaf: Opaque) -> Segments:
         found: list[Segments] = []
-        for stored in leaf.inputs:
-            for copy in copies(stored, Box.whole(stored.shape)):
+        for source in leaf.inputs:
+            for copy in copies(source, Box.whole(source.shape)):
+                stored = copy.leaf
+                assert isinstance(stored, Stored)  # an opaque leaf is never below another node
                 within = _within_leaf(copy, stored, self._policy, self._policy.request_bytes, needs_staging=False)
                 found.append(within.moved(np.asarray([self._map.place_of(stored.key)], np.int64)))
         return Segments.all_of(found)

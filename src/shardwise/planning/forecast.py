@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton
+from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton, stored_dtype
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Spread, TensorLayout, WorldLayout
 from shardwise.planning.fetching import Fetching, Peers, peers_on
-from shardwise.planning.footprint import Footprint, Footprints, Reading
+from shardwise.planning.footprint import Footprint, Footprints, Part, Reading
+from shardwise.planning.intervals import intervals
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.planning.sharing import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
     Alone,
+    InIntervals,
     SharedReads,
     Weighed,
     choose,
@@ -72,20 +74,32 @@ def forecast_ranks(
     homes: Homes,
     policy: ReadPolicy,
     shared: Mapping[str, Peers] | None = None,
+    sharing: SharedReads = Alone(),  # noqa: B008 - frozen
 ) -> tuple[RankForecast, ...]:
     """What the load of ``plan`` will take, for every rank of the mesh.
 
     The boxes of ``plan.layout`` do not count, those of ``world`` do. ``shared`` are the tensors that ranks read
-    once, see :func:`shared_tensors`; what becomes of these is foreseen as far as :mod:`shardwise.planning.fetching`
-    says.
+    once, see :func:`shared_tensors`, in the way of ``sharing``. The intervals are those of a load; other ways are
+    foreseen as far as :mod:`shardwise.planning.fetching` says.
     """
     readings = _readings(plan, world.spreads, homes)
-    fetching = Fetching(world.mesh)
-    for name, peers in sorted((shared or {}).items()):
-        tensor = plan.layout.by_name[name]
-        fetched = fetching.spread(world.spreads[name], tensor.shape, tensor.dtype.itemsize, peers)
-        readings[name] = replace(readings[name], on_device=False, fetched=fetched)
-    footprints = Footprints(world.mesh, index, readings.values(), policy, homes.budget_bytes)
+    parts: list[list[Part]] = []
+    if isinstance(sharing, InIntervals):
+        nothing = Spread(((),) * world.mesh.ranks, 0)
+        for name in shared or {}:
+            readings[name] = replace(readings[name], on_device=False, fetched=nothing)
+        wanted = {name: readings[name].expression for name in shared or {}}
+        parts = [
+            [Part(wanted[part.tensor], readings[part.tensor].dtype, part.box) for part in interval]
+            for interval in intervals(wanted, index, world.mesh.ranks)
+        ]
+    else:
+        fetching = Fetching(world.mesh)
+        for name, peers in sorted((shared or {}).items()):
+            tensor = plan.layout.by_name[name]
+            fetched = fetching.spread(world.spreads[name], tensor.shape, tensor.dtype.itemsize, peers)
+            readings[name] = replace(readings[name], on_device=False, fetched=fetched)
+    footprints = Footprints(world.mesh, index, readings.values(), policy, homes.budget_bytes, parts)
     holdings = _Holdings(world.first, world.spreads)
     stacks = _Stacks(plan, world.first, world.spreads)
     positions = range(world.mesh.shard_size)
@@ -114,6 +128,10 @@ def shared_tensors(
     chosen: dict[object, bool] = {}
     for name, read in plan.reads().items():
         tensor, spread = plan.layout.by_name[name], world.spreads[name]
+        if isinstance(sharing, InIntervals):
+            if world.mesh.ranks > 1 and not isinstance(read.expression, Opaque):
+                found[name] = Peers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
+            continue
         peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=_is_sharded(tensor))
         if peers is None or isinstance(read.expression, Opaque):
             continue
@@ -189,7 +207,7 @@ def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
             made.setdefault(id(read.expression.operation), (read.expression, []))[1].append(name)
     found: list[ComputedForecast] = []
     for leaf, names in made.values():
-        nbytes = sum(numel(stored.shape) * stored.dtype.itemsize for stored in leaf.inputs)
+        nbytes = sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
         found.append(ComputedForecast(tuple(names), leaf.label, nbytes, _COMPUTING_FACTOR * nbytes))
     return tuple(found)
 
@@ -224,10 +242,20 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Free memory where a rank runs, in bytes; None for what nobody knows."""
+    """Free memory where a rank runs, in bytes; None for what nobody knows.
+
+    ``pools`` are what host memory is taken from at once, with what each has left: the machine (named "") and the
+    control groups with a limit. Ranks of one machine may share some of them. Empty, ``host_bytes`` is the
+    machine's.
+    """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+    pools: Mapping[str, int] = field(default_factory=dict)
+
+    def by_pool(self) -> Mapping[str, int | None]:
+        """What each pool has left; where none is known, the machine."""
+        return self.pools or {"": self.host_bytes}
 
 
 @dataclass(frozen=True, slots=True)

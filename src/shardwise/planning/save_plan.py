@@ -28,8 +28,12 @@ Saved = tuple[str, DType, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Files to be written and the name each is to have in the end; the index, where there is one."""
+    """Files to be written and the name each is to have in the end; the index, where there is one.
 
+    ``token`` sets this save apart from any other.
+    """
+
+    token: str
     files: tuple[NewFile, ...]
     names: tuple[str, ...]
     index: bytes | None
@@ -45,7 +49,9 @@ class SavePlan:
         return sum(entry.nbytes for file in self.files for entry in file.entries)
 
 
-def plan_save(tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int, token: str) -> SavePlan:
+def plan_save(
+    tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int, token: str, can_rename: bool = True
+) -> SavePlan:
     """Assign tensors to files as the hub's library does, in their order, and lay the files out.
 
     Args:
@@ -53,15 +59,16 @@ def plan_save(tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int
         max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
         parameters: of the model, for the index.
         token: what sets the names of this save's files apart from those of any other.
+        can_rename: a file can take another's place in one step; otherwise one file has an index too.
 
     Raises:
         FormatError: something that no safetensors file can hold.
     """
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
-    if len(groups) == 1:
+    if len(groups) == 1 and can_rename:
         file = lay_out(f"model.{token}.incomplete", groups[0], metadata)
-        return SavePlan((file,), (SINGLE_FILE,), None)
+        return SavePlan(token, (file,), (SINGLE_FILE,), None)
     count = len(groups)
     names = [f"model-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
@@ -69,7 +76,7 @@ def plan_save(tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
     index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    return SavePlan(files, tuple(names), index)
+    return SavePlan(token, files, tuple(names), index)
 
 
 def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:

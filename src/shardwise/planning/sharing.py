@@ -7,6 +7,9 @@ its copy takes ``M / B + replicas * M / N``. So sharing pays when ``(factor - 1)
 
 A local disk is not asked twice: what one rank of a machine has read is in its page cache, and other machines have
 disks of their own.
+
+Reading in intervals is weighed against nothing: what it saves is files opened, and what an open costs, a rank or
+the server that many ranks ask at once, is not known of a storage. Who wants it says so.
 """
 
 from __future__ import annotations
@@ -49,7 +52,16 @@ class OncePerGroup:
     """What several ranks need is read once and shared, whatever the storage."""
 
 
-SharedReads: TypeAlias = Weighed | Alone | OncePerGroup
+@dataclass(frozen=True, slots=True)
+class InIntervals:
+    """Every rank reads one interval of the checkpoint, and hands it to the ranks that hold it.
+
+    So the files that are opened, over all ranks, are at most files and ranks together, not files times ranks; but
+    nearly all that is read crosses the network. See :mod:`shardwise.planning.intervals`.
+    """
+
+
+SharedReads: TypeAlias = Weighed | Alone | OncePerGroup | InIntervals
 
 ETHERNET_BYTES_PER_S = 2.5e9
 """What is assumed of the network between machines without accelerators: 25 gigabit."""
@@ -107,7 +119,7 @@ def choose(
     match mode:
         case Alone():
             return Choice(is_shared=False, reason="as asked")
-        case OncePerGroup():
+        case OncePerGroup() | InIntervals():
             return Choice(is_shared=True, reason="as asked")
         case Weighed(given):
             if not policy.is_remote:

@@ -10,7 +10,15 @@ from shardwise.errors import StorageError
 from shardwise.storage.names import shown
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
-_CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")
+_CHECKPOINT_FILES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    "/.metadata",
+)
 _IN_TEXT = re.compile(
     r"(?P<start>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/?#'\"@]*@)?(?P<path>[^\s?#'\"<>]*)[^\s'\"<>)]*"
 )
@@ -37,13 +45,13 @@ def scheme_of(url: str) -> str:
 
 
 def split_file(url: str) -> tuple[str, str | None]:
-    """The folder's URL, and the name of the safetensors or index file if the URL ends in one.
+    """The folder's URL, and the name of the file of tensors, or of their index, if the URL ends in one.
 
     A query belongs to the folder: it is sent with every file.
     """
     before, mark, query = url.partition("?")
     folder, _, name = before.rpartition("/")
-    if not name.endswith(_CHECKPOINT_FILES) or folder.endswith(":/"):
+    if not before.endswith(_CHECKPOINT_FILES) or folder.endswith(":/"):
         return url, None
     return folder + mark + query, unquote(name) if scheme_of(url) in ("http", "https") else name
 

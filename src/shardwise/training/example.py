@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from shardwise.execution.world import World
 from shardwise.training.rows import Chat, read_rows
 
 CHAT_TEMPLATE = """\
@@ -140,6 +141,13 @@ def compare_with_truth(model: nn.Module, file: Path) -> Comparison:
                 differing.append(name)
     parameters = sum(isinstance(tensor, nn.Parameter) for tensor in found.values())
     return Comparison(len(found), parameters, len(found) - parameters, nbytes, tuple(differing))
+
+
+def compare_with_transformers(model: nn.Module, directory: Path, file: Path) -> Comparison:
+    """Compare a model with what transformers loads of a folder, which is kept in ``file``. Collective: yes."""
+    world = World.current()
+    world.together(lambda: write_truth(directory, file) if world.rank == 0 else None)
+    return compare_with_truth(model, file)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from shardwise.execution.materialize import devices_of, home_of, materialize, of
 from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Arrangement, Destination, Placer, arrange, identities_of, opaque_bytes
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sharing import Peers, SharePlan, peers_of, plan_sharing, read_shared
+from shardwise.execution.sharing import Peers, SharePlan, peers_in, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -60,7 +61,7 @@ from shardwise.planning.forecast import (
     forecast_rank,
     require_fits,
 )
-from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
@@ -84,7 +85,8 @@ class LoadOptions:
         process_group: the ranks that load together; None is the default group, or this process alone.
         patience: how long ranks wait for each other.
         shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
-            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``.
+            ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``. ``InIntervals()``: every rank
+            reads one interval of the checkpoint, and hands it to those that hold it, so that few files are opened.
         memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
             before anything is read, ``TryAnyway()`` goes on.
     """
@@ -115,7 +117,7 @@ def load(
     hub: HubOptions = HubOptions(),  # noqa: B008
     options: LoadOptions = LoadOptions(),
 ) -> LoadReport:
-    """Fill a model from a checkpoint of safetensors files, bitwise as transformers would.
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
 
     The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
     Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
@@ -126,7 +128,7 @@ def load(
 
     Args:
         model: the model, in the same state on every rank.
-        checkpoint: a directory, a safetensors file, an index file, a hub id, a URL, or a storage reader.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
@@ -369,7 +371,8 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     home = home_of(held, options.device)
     by_name = {item.fqn: item for item in held}
     items = destinations(plan, by_name, devices_of(model, held, home))
-    peers = {item.fqn: found for item in items if (found := peers_of(by_name[item.fqn].tensor, world)) is not None}
+    possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in items)
+    peers = {name: found for name, found in possible if found is not None}
     policy = source.reader.policy
     alone = [item for item in items if item.fqn not in peers]
     own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
@@ -387,7 +390,7 @@ def agree_on(world: World, ready: Prepared) -> int:
     Collective: yes.
 
     Raises:
-        DisagreementError: naming the tensors that ranks plan differently.
+        DisagreementError: naming the tensors that ranks plan differently, or the option that is not alike.
         PlacementError: naming a rank that has too little memory, what it needs and what there is.
     """
     plan, options = ready.plan, ready.request.options
@@ -398,16 +401,26 @@ def agree_on(world: World, ready: Prepared) -> int:
         socket.gethostname(),
         ready.forecast,
         ready.available,
+        isinstance(options.shared_reads, InIntervals),
     )
-    seeds, digests, sizes, hosts, forecasts, availables = zip(*world.gather(mine), strict=True)
+    seeds, digests, sizes, hosts, forecasts, availables, modes = zip(*world.gather(mine), strict=True)
     if others := [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]:
         raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
+    if others := [rank for rank, mode in enumerate(modes) if mode != modes[0]]:
+        raise DisagreementError(
+            f"shared_reads is InIntervals() on some ranks only: on rank {', '.join(map(str, others))} it is not "
+            "as on rank 0; give every rank the same"
+        )
     if len(set(digests)) > 1:
         raise DisagreementError(disagreement(world, plan))
+    # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
+    needed: Counter[tuple[str, str]] = Counter()
     for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
-        # The ranks of one machine share its memory, so what they need together counts.
-        neighbours = sum(other.host_bytes for place, other in zip(hosts, forecasts, strict=True) if place == host)
-        require_fits(replace(forecast, host_bytes=neighbours), available, options.memory_check)
+        needed.update({(host, pool): forecast.host_bytes for pool in available.by_pool()})
+    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
+        for pool, free in available.by_pool().items():
+            together = replace(forecast, host_bytes=needed[host, pool])
+            require_fits(together, Available(available.device_bytes, free), options.memory_check)
     return sum(sizes)
 
 
@@ -603,4 +616,6 @@ def make_report(
             for item in plan.layout.tensors
             if sharded and item.kind is Kind.PARAMETER and item.placement == "whole"
         ),
+        wrapper=index.wrapper,
+        not_loaded=index.ignored,
     )

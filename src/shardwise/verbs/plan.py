@@ -159,7 +159,8 @@ def forecast(
         budget_bytes=budget_bytes,
         offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
     )
-    shared = shared_tensors(load_plan, world, index, homes, policy, options.get("shared_reads", Weighed()))
+    sharing = options.get("shared_reads", Weighed())
+    shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
     made = Forecast(
@@ -171,11 +172,11 @@ def forecast(
         nodes=options.get("nodes", 1),
         parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is Kind.PARAMETER),
         checkpoint_bytes=index.nbytes,
-        checkpoint_tensors=len(index.entries),
+        checkpoint_tensors=len(index.tensors()),
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),
-        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared),
+        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared, sharing),
         read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},

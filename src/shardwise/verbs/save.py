@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import ConfigError, CoverageError, ShardwiseError, StorageError
+from shardwise.errors import ConfigError, CoverageError, StorageError
+from shardwise.execution.assemble import Giver
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
+from shardwise.execution.materialize import home_of
+from shardwise.execution.owners import write_by_owners
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.saving_lock import release_lock, take_lock
+from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
 from shardwise.execution.shares import agree_on_shares
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
@@ -123,9 +128,10 @@ def save(
 
     Raises:
         ConfigError: an argument cannot be honoured.
-        CoverageError: the model has tensors on meta.
-        DisagreementError: ranks hold different models.
+        CoverageError: tensors that would have to be computed from whole ones.
+        DisagreementError: ranks hold different models, or were called with different arguments.
         FormatError: something that no safetensors file can hold.
+        PlacementError: the model has tensors on meta, or the ranks do not hold all of one.
         StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
         RankLostError: a rank has been lost.
 
@@ -143,12 +149,25 @@ def save(
             with clock.phase("plan"):
                 held = world.together(lambda: look_inside(model))
                 shares = agree_on_shares(world, held)
-                own = {name: boxes[world.rank] for name, boxes in shares.items()}
                 ready = world.together(
-                    lambda: _prepare(model, held, own, target, limit, names, token, writer, options)
+                    lambda: _prepare(model, held, shares, world.rank, target, limit, names, token, writer, options)
                 )
-                world.require_equal(ready.digest, "the model that is to be saved (names, shapes, dtypes)")
+                world.require_equal(ready.digest, "what is to be saved (names, shapes, dtypes, and sizes of files)")
             return _carry_out(world, writer, ready, tokenizer, verify, options, clock)
+
+
+def require_writable(directory: str | os.PathLike[str]) -> None:
+    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind in it.
+
+    Collective: no.
+
+    Raises:
+        StorageError: the directory cannot be written to, or another save is writing to it.
+    """
+    with open_writer(directory) as writer:
+        token = _new_token()
+        take_lock(writer, token)
+        release_lock(writer, token)
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,8 @@ class _Prepared:
     """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
 
     model: nn.Module
+    held: Sequence[Held]
+    shares: Mapping[str, Sequence[Boxes]]
     layout: ModelLayout
     reverted: Reverted
     plan: SavePlan
@@ -170,7 +191,8 @@ class _Prepared:
 def _prepare(
     model: nn.Module,
     held: Sequence[Held],
-    own: Mapping[str, Boxes],
+    shares: Mapping[str, Sequence[Boxes]],
+    rank: int,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     names: Names,
@@ -178,7 +200,7 @@ def _prepare(
     writer: StorageWriter,
     options: SaveOptions,
 ) -> _Prepared:
-    """Decide, on this rank alone. ``own`` is what this rank gives."""
+    """Decide, on this rank alone. ``shares`` are what each rank gives."""
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     reverted = revert(model, layout, internal_names=isinstance(names, InternalNames))
     if reverted.computed:
@@ -193,7 +215,13 @@ def _prepare(
         for key in reverted.order
     }
     parameters = sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER)
-    plan = plan_save(list(saved.values()), max_shard_bytes=max_shard_bytes, parameters=parameters, token=token)
+    plan = plan_save(
+        list(saved.values()),
+        max_shard_bytes=max_shard_bytes,
+        parameters=parameters,
+        token=token,
+        can_rename=writer.policy.can_rename,
+    )
     by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
     policy = writer.policy
     is_on_host = all(item.local.device.type == "cpu" for item in held)
@@ -203,16 +231,21 @@ def _prepare(
         for key, output in reverted.outputs.items()
         if output.dtype != saved[key][1]
     }
+    own = {
+        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+        for name, boxes in shares.items()
+    }
     requests = arrange_writes(
         [(entry, reverted.outputs[key].expression) for key, entry in plan.entries.items()],
-        {name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes] for name, boxes in own.items()},
+        own,
         {name: number for name, (number, _) in by_name.items()},
         {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
         policy,
         staging.nbytes,
     )
-    digest = hashlib.sha256(repr((list(saved.values()), plan.names)).encode()).hexdigest()
-    return _Prepared(model, layout, reverted, plan, requests, [item.local for item in held], staging, cast, digest)
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
+    tensors = [item.local for item in held]
+    return _Prepared(model, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
@@ -246,7 +279,8 @@ def in_bytes_of(size: int | str) -> int:
     nbytes = 0
     if found is not None:
         base = 1024 if found[3] else 1000
-        nbytes = int(float(found[1]) * base ** " KMGT".index(found[2] or " "))
+        exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
+        nbytes = int(exact) if math.isfinite(exact) else 0
     if nbytes < 1:
         raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
     return nbytes
@@ -267,26 +301,32 @@ def _carry_out(
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
-    with clock.phase("create"):
-        begun = world.from_first(lambda: _begin(writer, ready, tokenizer))
     try:
+        with clock.phase("create"):
+            has_owners = _has_owners(world, writer)
+            begun = world.from_first(lambda: _begin(writer, ready, tokenizer, creates=not has_owners))
+            world.together(lambda: require_lock(writer, plan.token))
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
             with clock.phase("write"):
-                world.together(lambda: emitter.write(ready.requests))
+                if has_owners:
+                    _write_by_owners(world, emitter, ready, options, bar)
+                else:
+                    world.together(lambda: emitter.write(ready.requests))
             with clock.phase("sync"):
-                created = [file.name for file in plan.files] if world.rank == 0 else []
-                world.together(lambda: emitter.finish(ready.requests, created))
+                if not has_owners:
+                    created = [file.name for file in plan.files] if world.rank == 0 else []
+                    world.together(lambda: emitter.finish(ready.requests, created))
         with clock.phase("verify"):
             if isinstance(verify, CompareWithMemory):
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
-    except ShardwiseError:
+        with clock.phase("commit"):
+            removed = world.from_first(lambda: _commit(writer, plan, begun, sums))
+    except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         if world.rank == 0:
             _undo(writer, plan)
         raise
-    with clock.phase("commit"):
-        removed = world.from_first(lambda: _commit(writer, plan, begun, sums))
     layout = ready.layout
     return SaveReport(
         rank=world.rank,
@@ -306,6 +346,37 @@ def _carry_out(
     )
 
 
+def _has_owners(world: World, writer: StorageWriter) -> bool:
+    """Whether a file must be written by one rank alone; the same on every rank. Collective: yes.
+
+    So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
+    which would undo each other's bytes in the blocks that they share.
+    """
+    hosts = world.gather((writer.policy.has_random_writes, writer.policy.block_bytes, socket.gethostname()))
+    takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
+    is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
+    return not takes_ranges or is_shared
+
+
+def _write_by_owners(
+    world: World, emitter: Emitter, ready: _Prepared, options: SaveOptions, progress: ProgressBar
+) -> None:
+    """Collective: yes."""
+    written = write_by_owners(
+        world,
+        emitter.writer,
+        ready.plan.files,
+        {key: output.expression for key, output in ready.reverted.outputs.items()},
+        Giver(ready.held, ready.shares, world.rank),
+        ready.shares,
+        budget_bytes=options.budget_bytes,
+        device=home_of(ready.held, None),
+        progress=progress,
+    )
+    emitter.written_bytes.update(written.bytes_by_file)
+    emitter.sums.update(written.sums)
+
+
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """What the first rank found and made before anything was written."""
@@ -315,32 +386,29 @@ class _Begun:
     recorded: Sequence[fingerprints.Recorded]
 
 
-def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any) -> _Begun:
-    """Mark the folder, look at what is there, and create the files. On the first rank only."""
+def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any, *, creates: bool) -> _Begun:
+    """Mark the folder, look at what is there, and perhaps create the files. On the first rank only."""
     plan = ready.plan
     small_files = _small_files(ready, tokenizer)
-    take_lock(writer, plan.files[0].name)
-    try:
-        standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
-        recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
-        for name in obsolete(plan, Standing(standing.files, frozenset())):
-            if name != INDEX_FILE and name not in standing.weights:
-                writer.remove(name)  # of a save that was never committed: its space may be needed
-        for file in plan.files:
-            writer.create(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header)])
-    except ShardwiseError:
-        _undo(writer, plan)
-        raise
+    take_lock(writer, plan.token)
+    standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
+    recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
+    for name in obsolete(plan, Standing(standing.files, frozenset())):
+        if name != INDEX_FILE and name not in standing.weights:
+            writer.remove(name)  # of a save that was never committed: its space may be needed
+    for file in plan.files if creates else ():
+        writer.create(file.name, file.nbytes)
+        writer.write(file.name, 0, [memoryview(file.header)])
     return _Begun(standing, small_files, recorded)
 
 
 def _undo(writer: StorageWriter, plan: SavePlan) -> None:
-    """Remove what was made; the older save is as it was."""
+    """Remove what was made, save for what counts by now; the older save is as it was."""
     with contextlib.suppress(StorageError):
-        for file in plan.files:
-            writer.remove(file.name)
-        release_lock(writer)
+        if plan.index is None or writer.read(INDEX_FILE) != plan.index:
+            for file in plan.files:
+                writer.remove(file.name)
+        release_lock(writer, plan.token)
         writer.sync_names()
 
 
@@ -349,8 +417,17 @@ def _small_files(ready: _Prepared, tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         compat.save_small_files(ready.model, _main_dtype(ready.plan), Path(folder))
         if tokenizer is not None:
+            if not hasattr(tokenizer, "save_pretrained"):
+                raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained; pass a tokenizer or processor")
             tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        found = sorted(Path(folder).iterdir())
+        folders = [path.name for path in found if path.is_dir()]
+        if folders:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only; leave "
+                "tokenizer=... out, and call its save_pretrained afterwards"
+            )
+        return {path.name: path.read_bytes() for path in found}
 
 
 def _main_dtype(plan: SavePlan) -> torch.dtype | None:
@@ -400,13 +477,11 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
 
 def _commit(writer: StorageWriter, plan: SavePlan, begun: _Begun, sums: Mapping[str, int]) -> list[str]:
     """Make the new save count, and remove the older one. On the first rank only; the names of what was removed."""
-    for name, content in begun.small_files.items():
-        if writer.read(name) != content:
-            writer.replace(name, content)
+    require_lock(writer, plan.token)
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.Recorded(sizes, sums)
-    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([*begun.recorded, recorded]))
-    writer.sync_names()
+    both = fingerprints.to_bytes([*begun.recorded, recorded])
+    _put_beside(writer, {**begun.small_files, fingerprints.FINGERPRINTS_FILE: both})
     for step in commit_steps(plan, begun.standing):
         match step:
             case Rename(file, name):
@@ -420,9 +495,27 @@ def _commit(writer: StorageWriter, plan: SavePlan, begun: _Begun, sums: Mapping[
     for name in removed:
         writer.remove(name)
     writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([recorded]))
-    release_lock(writer)
+    release_lock(writer, plan.token)
     writer.sync_names()
     return removed
+
+
+def _put_beside(writer: StorageWriter, files: Mapping[str, bytes]) -> None:
+    """Put small files beside the older save's weights; when one cannot be, what was there is put back."""
+    before = {name: writer.read(name) for name in files}
+    try:
+        for name, content in files.items():
+            if before[name] != content:
+                writer.replace(name, content)
+        writer.sync_names()
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            for name, old in before.items():
+                if old is None:
+                    writer.remove(name)
+                elif writer.read(name) != old:
+                    writer.replace(name, old)
+        raise
 
 
 def _tied(ready: _Prepared) -> dict[str, str]:
