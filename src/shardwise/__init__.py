@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from shardwise.execution.line import Patience
     from shardwise.execution.states import StateOptions
+    from shardwise.models.lora import MergedAdapter
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
@@ -79,6 +80,7 @@ _HOMES = {
     "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
+    "MergedAdapter": "shardwise.models.lora",
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
@@ -145,6 +147,7 @@ __all__ = [
     "InternalNames",
     "LoadOptions",
     "LoadReport",
+    "MergedAdapter",
     "ModelPlan",
     "ModuleListBlocks",
     "NoSplitModules",

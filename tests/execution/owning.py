@@ -81,7 +81,7 @@ def write(
                     writer,
                     plan.files,
                     expressions,
-                    Giver(held, shares, world.rank),
+                    Giver({name: item for item in held for name in item.names}, shares, world.rank),
                     shares,
                     budget_bytes=budget_bytes,
                     device=torch.device("cpu"),

@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import shardwise
 from shardwise.execution.assemble import Giver
 from shardwise.execution.line import Patience
+from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sources import FirstRank
 from shardwise.verbs.save import InternalNames
@@ -161,28 +162,50 @@ def disagree() -> tuple[str, str]:
     return "", ""
 
 
-def adapter(what: str) -> list[str]:
-    """A LoRA of a sharded model, against PEFT's own state of the same model before it was sharded."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+def adapted(what: str) -> nn.Module:
+    """A tiny model with a LoRA whose numbers are all other than zero."""
+    from peft import LoraConfig, get_peft_model
 
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == "llama")
     torch.manual_seed(0)
-    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    options: dict[str, Any] = {"use_dora": what == "dora", "use_rslora": what == "rslora"}
+    if what == "whole":
+        options["modules_to_save"] = ["lm_head"]
+    modules = ["q_proj", "embed_tokens"] if what == "embedding" else ["q_proj", "down_proj"]
+    model = get_peft_model(zoo.build(specimen), LoraConfig(r=4, target_modules=modules, **options))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
-    wanted = {key: value.clone() for key, value in get_peft_model_state_dict(model).items()}
+    return model
+
+
+def adapter(what: str) -> list[str]:
+    """What is not as PEFT has it in the tensors of an adapted, sharded model; or the error."""
+    from peft import get_peft_model_state_dict
+
+    model = adapted(what)
     everything = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model) if what == "adapter" else everything
+    wanted = {key: value.clone() for key, value in wanted.items()}
     if dist.is_initialized():
         ways.shard(model, ways._mesh("cpu", (dist.get_world_size(),)), ways.by_rows)
+    options = StreamOptions(bucket_bytes=1 << 14)
     if what == "adapter":
-        found = dict(iter_hf_tensors(model, only=shardwise.AdapterOnly()))
+        found = dict(iter_hf_tensors(model, only=shardwise.AdapterOnly(), options=options))
     elif what == "internal":
-        found, wanted = dict(iter_hf_tensors(model, names=InternalNames())), everything
+        found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
+    elif what in ("merged", "rslora"):
+        found = dict(iter_hf_tensors(model, only=MergedAdapter(), options=options))
+        wanted = adapted(what).merge_and_unload().state_dict()  # type: ignore[operator]
+        for key in found.keys() & wanted.keys():  # products are summed up in another order
+            if "q_proj" in key or "down_proj" in key:
+                torch.testing.assert_close(found[key], wanted[key])
+                found[key] = wanted[key]
     else:
         try:
-            list(iter_hf_tensors(model))
+            list(iter_hf_tensors(model, only=shardwise.Everything() if what == "hub" else MergedAdapter()))
         except shardwise.ConfigError as error:
             return [str(error)]
         return []
-    return [key for key in found.keys() | wanted.keys() if not torch.equal(found[key], wanted[key])]
+    faults = [f"{key} is in one only" for key in found.keys() ^ wanted.keys()]
+    return faults + [key for key in found.keys() & wanted.keys() if not torch.equal(found[key], wanted[key])]

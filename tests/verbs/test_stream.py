@@ -66,16 +66,25 @@ def test_tensors_without_elements_keep_their_places():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("what", ["adapter", "internal"])
-def test_tensors_of_a_peft_model_have_the_names_of_its_files(worlds, what):
+@pytest.mark.parametrize("what", ["adapter", "internal", "merged", "rslora"])
+def test_tensors_of_a_peft_model_are_as_peft_has_them(worlds, what):
     pytest.importorskip("peft")
     assert worlds(2).run(streaming.adapter, what) == [[], []]
 
 
-def test_a_peft_model_has_no_names_on_the_hub():
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("hub", "the hub has no names for both together; pass only=MergedAdapter()"),
+        ("dora", "q_proj is adapted by a variant of LoRA"),
+        ("whole", "lm_head is trained whole"),
+        ("embedding", "embed_tokens is adapted as Embedding"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_refused(what, words):
     pytest.importorskip("peft")
-    (message,) = streaming.adapter("hub")
-    assert "pass only=AdapterOnly()" in message
+    (message,) = streaming.adapter(what)
+    assert words in message
 
 
 # What ends it

@@ -20,28 +20,42 @@ from shardwise.execution.world import World
 from shardwise.models.view import Held, local_boxes, strided_view
 from shardwise.planning.assembly import Block, Gift, Piece, Round
 from shardwise.planning.shares import Boxes
+from shardwise.tensors import Box
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""From torch 2.13 on it has the first name, and warns of the second."""
 
 Room = Callable[[Block], torch.Tensor]
 """Flat memory for a block's elements, in the dtype in which they are wanted."""
 
 
 class Giver:
-    """This rank's shares of a model's tensors."""
+    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name."""
 
-    def __init__(self, held: Sequence[Held], shares: Mapping[str, Sequence[Boxes]], rank: int) -> None:
-        self._held = {name: item for item in held for name in item.names}
+    def __init__(self, held: Mapping[str, Held], shares: Mapping[str, Sequence[Boxes]], rank: int) -> None:
+        self.held = held
         self._shares = shares
         self._rank = rank
         self._places: dict[tuple[str, int], torch.Tensor] = {}
+
+    def box(self, name: str, number: int) -> Box:
+        """What a share is of its tensor."""
+        return self._shares[name][self._rank][number]
 
     def share(self, name: str, number: int) -> torch.Tensor:
         """A share as a row-major tensor. Memory: none where it lies like that in its tensor, else the share."""
         found = self._places.get((name, number))
         if found is None:
-            item = self._held[name]
-            place = place_of(self._shares[name][self._rank][number], local_boxes(item.tensor, item.fqn))
+            item = self.held[name]
+            place = place_of(self.box(name, number), local_boxes(item.tensor, item.fqn))
             found = self._places[name, number] = strided_view(item.local, place)
         return found.contiguous()
+
+
+def part_of(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """The elements of a block in its tensor, which is contiguous."""
+    start = sum(at * stride for at, stride in zip(block.box.offsets, tensor.stride(), strict=True))
+    return tensor.view(-1)[start : start + block.box.numel]
 
 
 def assemble(
@@ -132,7 +146,7 @@ class _Transport:
         elif items.is_padded:
             parts = self._incoming[: items.received_bytes(world.rank)]
             own = parts[world.rank * items.part_bytes :][: items.part_bytes]
-            self._begin(dist.all_gather_into_tensor(parts, own, group=group, async_op=True))
+            self._begin(_all_gather(parts, own, group=group, async_op=True))
         else:
             for lane, start in self._starts(items).items():
                 part = self._incoming[start : start + items.lanes[lane]]

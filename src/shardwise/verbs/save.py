@@ -367,7 +367,7 @@ def _write_by_owners(
         emitter.writer,
         ready.plan.files,
         {key: output.expression for key, output in ready.reverted.outputs.items()},
-        Giver(ready.held, ready.shares, world.rank),
+        Giver({name: item for item in ready.held for name in item.names}, ready.shares, world.rank),
         ready.shares,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),

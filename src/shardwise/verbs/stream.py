@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,17 +13,20 @@ from torch import nn
 
 from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.assemble import Giver, assemble
+from shardwise.execution.assemble import Giver, assemble, part_of
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
+from shardwise.execution.merge import MergingGiver
 from shardwise.execution.shares import agree_on_shares
 from shardwise.execution.world import World
-from shardwise.layout import Origin
+from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import to_torch
+from shardwise.models.lora import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.assembly import Block, Wanted, plan_assembly
+from shardwise.planning.shares import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
 from shardwise.verbs.save import HubNames, InternalNames, Names
@@ -60,7 +63,7 @@ def iter_hf_tensors(
     *,
     to: Targets = EveryRank(),  # noqa: B008 - frozen
     names: Names = HubNames(),  # noqa: B008
-    only: Selection = Everything(),  # noqa: B008
+    only: Selection | MergedAdapter = Everything(),  # noqa: B008
     dtype: torch.dtype | None = None,
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,7 +86,9 @@ def iter_hf_tensors(
         to: ``EveryRank()``; or ``FirstRank()``: the others go through the same keys, and get tensors on meta.
         names: as the checkpoint has them, ``HubNames()``, or the model's own, ``InternalNames()``.
         only: ``Everything()``; or, of a PEFT model, ``AdapterOnly()``: an adapter under the names that PEFT's files
-            have. The names of a whole PEFT model are its own, ``InternalNames()``: no hub has it like that.
+            have; or ``MergedAdapter()``: the base with a LoRA of linear layers merged in, under the base's names.
+            For that every rank holds the adapter whole. The names of a PEFT model as it is are its own,
+            ``InternalNames()``: no hub has it like that.
         dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
         options: bucket, device, process group, patience.
 
@@ -106,7 +111,7 @@ def _walk(
     model: nn.Module,
     to: Targets,
     names: Names,
-    only: Selection,
+    only: Selection | MergedAdapter,
     dtype: torch.dtype | None,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,35 +120,97 @@ def _walk(
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
         shares = agree_on_shares(world, held)
-        targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
-        outputs = world.together(lambda: _outputs(model, held, names, only))
+        supply = _supply(world, model, held, shares, names, only, options)
+        outputs = supply.outputs
         world.require_equal(list(outputs), "the list of keys")
+        targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
         dtypes = {key: _dtype_of(output, dtype) for key, output in outputs.items()}
         wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
-        rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
-        home = home_of(held, None)
+        rounds = world.together(lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes))
+        home = _home(held)
         hall = _Hall(outputs, dtypes, options.device or home, is_target=world.rank in targets)
-        giver = Giver(held, shares, world.rank)
-        arrivals = assemble(world, rounds, giver, hall.room, dtypes, home)
+        arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
         with contextlib.closing(arrivals), _told_when_left():
             for items in arrivals:
                 yield from hall.complete(items.blocks)
             yield from hall.rest()
 
 
-def _outputs(model: nn.Module, held: list[Held], names: Names, only: Selection) -> Mapping[str, Output]:
+@dataclass(frozen=True)
+class _Supply:
+    """The tensors that are wanted, and what the ranks give for them."""
+
+    outputs: Mapping[str, Output]
+    shares: Mapping[str, Sequence[Boxes]]
+    giver: Giver
+
+
+def _supply(
+    world: World,
+    model: nn.Module,
+    held: list[Held],
+    shares: Mapping[str, Sequence[Boxes]],
+    names: Names,
+    only: Selection | MergedAdapter,
+    options: StreamOptions,
+) -> _Supply:
+    """Collective: yes."""
     layout = layout_of(held, lambda item: Origin.NOWHERE)
+    by_name = {name: item for item in held for name in item.names}
+    giver = Giver(by_name, shares, world.rank)
     if isinstance(only, AdapterOnly):
-        chosen = {key: layout.by_name[name] for key, name in names_outside(model, held, only).items()}
-        return {
-            key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
-            for key, tensor in chosen.items()
-        }
+        chosen = world.from_first(lambda: names_outside(model, held, only))
+        return _Supply({key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver)
+    if isinstance(only, MergedAdapter):
+        adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
+        outputs = world.together(lambda: _outputs(adapted.base, adapted.layout(layout), names))
+        needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
+        matrices = _whole(world, [_as_it_is(name, layout.by_name[name]) for name in needed], shares, giver, options)
+        base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
+        base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
+        merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices)
+        return _Supply(outputs, base_shares, merging)
+    world.together(lambda: _refuse_adapters(model, names))
+    return _Supply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
+
+
+def _refuse_adapters(model: nn.Module, names: Names) -> None:
     if isinstance(names, HubNames) and hasattr(model, "peft_config"):
         raise ConfigError(
             f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
-            "only=AdapterOnly() for an adapter, or names=InternalNames() for all tensors as the model names them"
+            "only=MergedAdapter() or only=AdapterOnly(), or names=InternalNames() for all tensors as the model "
+            "names them"
         )
+
+
+def _home(held: Sequence[Held]) -> torch.device:
+    return home_of(held, held[0].local.device if held else None)
+
+
+def _as_it_is(key: str, tensor: TensorLayout) -> Output:
+    return Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+
+
+def _whole(
+    world: World,
+    outputs: Sequence[Output],
+    shares: Mapping[str, Sequence[Boxes]],
+    giver: Giver,
+    options: StreamOptions,
+) -> dict[str, torch.Tensor]:
+    """Tensors of the model, whole on every rank. Collective: yes."""
+    everybody = tuple(range(world.size))
+    wanted = [Wanted(item.key, item.expression, item.dtype.itemsize, everybody) for item in outputs]
+    dtypes = {item.key: to_torch(item.dtype) for item in outputs}
+    home = _home(list(giver.held.values()))
+    found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
+    rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
+    for _ in assemble(world, rounds, giver, lambda block: part_of(found[block.key], block), dtypes, home):
+        pass
+    return found
+
+
+def _outputs(model: nn.Module, layout: ModelLayout, names: Names) -> Mapping[str, Output]:
     made = revert(model, layout, internal_names=isinstance(names, InternalNames))
     if made.computed:
         keys = [key for item in made.computed for key, _, _ in item.outputs]
@@ -191,10 +258,7 @@ class _Hall:
         """The elements of a block in its tensor."""
         if block.key not in self._begun:
             self._begun[block.key] = self._new(block.key)
-        start = sum(
-            at * stride for at, stride in zip(block.box.offsets, self._begun[block.key].stride(), strict=True)
-        )
-        return self._begun[block.key].view(-1)[start : start + block.box.numel]
+        return part_of(self._begun[block.key], block)
 
     def complete(self, blocks: tuple[Block, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which these are the last blocks, and those without elements before them."""

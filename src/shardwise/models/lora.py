@@ -1,0 +1,125 @@
+"""What a LoRA of PEFT's makes of a model's weights: which matrices belong to which, and the names without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.layout import ModelLayout
+from shardwise.models.view import canonical
+
+
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged in."""
+
+    adapter: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The matrices of one adapted weight, by FQN: ``weight + scaling * (lora_B @ lora_A)``."""
+
+    lora_A: str
+    lora_B: str
+    scaling: float
+
+    def delta(self, lora_A: torch.Tensor, lora_B: torch.Tensor) -> torch.Tensor:
+        """What is added to a part of the weight, from rows of ``lora_B`` and columns of ``lora_A``.
+
+        As ``get_delta_weight`` of PEFT has it: products of 16-bit numbers are summed up in float32 on a CPU.
+        """
+        dtype = lora_B.dtype
+        if dtype in (torch.float16, torch.bfloat16) and lora_B.device.type == "cpu":
+            lora_A, lora_B = lora_A.float(), lora_B.float()
+        return ((lora_B @ lora_A) * self.scaling).to(dtype)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model without its adapter.
+
+    Attributes:
+        base: the model that was adapted.
+        inside: by name in ``base``, the FQN that the tensor has in the adapted model.
+        factors: by name in ``base``, of the weights that the adapter changes.
+    """
+
+    base: nn.Module
+    inside: dict[str, str]
+    factors: dict[str, Factors]
+
+    def layout(self, layout: ModelLayout) -> ModelLayout:
+        """What is held of the base, by its names."""
+        outside: dict[str, list[str]] = {}
+        for name, fqn in self.inside.items():
+            outside.setdefault(fqn, []).append(name)
+        tensors = []
+        for item in layout.tensors:
+            names = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+            if names:
+                tensors.append(replace(item, names=names))
+        return ModelLayout(tuple(tensors))
+
+
+def without_adapter(model: Any, names: Sequence[str], adapter: str) -> Adapted:
+    """The base of a PEFT model, and what its LoRA adds. ``names`` are all of the model's tensors.
+
+    Raises:
+        ConfigError: there is no such adapter; or it is not made of LoRA matrices of linear layers alone.
+    """
+    from peft.tuners.lora import Linear  # optional, and slow to import
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if adapter not in getattr(model, "peft_config", {}):
+        raise ConfigError(f"{type(model).__name__} has no adapter {adapter!r} of PEFT's")
+    base = model.get_base_model()
+    modules = {canonical(name): module for name, module in model.named_modules()}
+    prefix = next(f"{name}." for name, module in modules.items() if module is base)
+    layers: dict[str, Any] = {}
+    for name, module in modules.items():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            raise ConfigError(f"{name} is trained whole (modules_to_save), and cannot be merged; use PEFT's merge")
+        if isinstance(module, BaseTunerLayer):
+            layers[name] = module
+            if why := _why_not(module, adapter, Linear):
+                raise ConfigError(f"{name} {why}, which cannot be merged here; merge the adapter with PEFT first")
+    inside: dict[str, str] = {}
+    for name in names:
+        owner = next((layer for layer in _parents(name) if layer in layers), None)
+        if owner is None:
+            inside[name.removeprefix(prefix)] = name
+        elif name.startswith(f"{owner}.base_layer."):
+            inside[f"{owner}.{name.removeprefix(f'{owner}.base_layer.')}".removeprefix(prefix)] = name
+    factors = {
+        f"{name}.weight".removeprefix(prefix): Factors(
+            f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight", layer.scaling[adapter]
+        )
+        for name, layer in layers.items()
+        if adapter in layer.lora_A
+    }
+    return Adapted(base, inside, factors)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _why_not(layer: Any, adapter: str, linear: Any) -> str:
+    """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
+    if not isinstance(layer, linear) or not isinstance(layer.get_base_layer(), nn.Linear):
+        return f"is adapted as {type(layer).__name__} of {type(layer.get_base_layer()).__name__}"
+    if layer.merged:
+        return f"has {', '.join(layer.merged_adapters)} merged in already"
+    if adapter in getattr(layer, "lora_variant", {}) or layer.use_dora.get(adapter):
+        return "is adapted by a variant of LoRA"
+    if layer.lora_bias.get(adapter):
+        return "has a bias of LoRA's"
+    return ""
