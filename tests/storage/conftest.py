@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import pytest
 
-# The suite is no test module by its name; its assertions should explain themselves all the same.
-pytest.register_assert_rewrite("shardwise.testing.storage_suite")
+# The suites are no test modules by their names; their assertions should explain themselves all the same.
+pytest.register_assert_rewrite("shardwise.testing.storage_suite", "shardwise.testing.writer_suite")

@@ -207,7 +207,7 @@ def test_the_version_is_the_best_that_a_storage_tells(info: dict[str, Any], vers
 
 def test_s3_keeps_as_many_connections_as_requests_are_in_flight() -> None:
     options = {"config_kwargs": {"read_timeout": 7}, "anon": True}
-    tuned = fsspec_transport._tuned("s3", options, QUICK, OBJECT_STORE.concurrency)
+    tuned = fsspec_transport.tuned("s3", options, QUICK, OBJECT_STORE.concurrency)
     assert tuned["config_kwargs"] == {"max_pool_connections": 32, "connect_timeout": 0.2, "read_timeout": 7}
     assert tuned["anon"] is True
     assert options["config_kwargs"] == {"read_timeout": 7}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, LocalReader, ReadPolicy, local
+from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, LocalReader, ReadPolicy, vectored
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv
@@ -57,8 +57,8 @@ def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypat
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", spy)
-    monkeypatch.setattr(local, "_CALL_BYTES", 1000)
-    monkeypatch.setattr(local, "_CALL_BUFFERS", 8)
+    monkeypatch.setattr(vectored, "CALL_BYTES", 1000)
+    monkeypatch.setattr(vectored, "CALL_BUFFERS", 8)
     buffers = [bytearray(3) for _ in range(500)] + [bytearray(5000)]
     with LocalReader(tmp_path) as reader:
         reader.read_vectored("a", 0, [memoryview(buffer) for buffer in buffers])
@@ -68,8 +68,8 @@ def test_one_call_never_asks_for_more_than_linux_gives(tmp_path: Path, monkeypat
 
 
 def test_the_limits_are_those_of_linux() -> None:
-    assert os.sysconf("SC_IOV_MAX") >= local._CALL_BUFFERS
-    assert local._CALL_BYTES == 2**31 - 4096
+    assert os.sysconf("SC_IOV_MAX") >= vectored.CALL_BUFFERS
+    assert vectored.CALL_BYTES == 2**31 - 4096
 
 
 def test_an_interrupted_call_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

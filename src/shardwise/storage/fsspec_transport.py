@@ -42,7 +42,9 @@ class FsspecTransport:
     def __init__(self, url: str, *, retries: Retries, concurrency: int, options: Mapping[str, Any]) -> None:
         self._shown = without_secrets(url)
         self._retries = retries
-        self._files, root = _open(url, self._shown, _tuned(scheme_of(url), options, retries, concurrency))
+        self._files, root = open_file_system(
+            url, tuned(scheme_of(url), options, retries, concurrency), doing="reading"
+        )
         self._root = root.rstrip("/")
         self._lock = threading.Lock()
         self._seen_at: dict[str, float] = {}
@@ -119,11 +121,12 @@ class FsspecTransport:
                 timeout=self._retries.longest_request_s(nbytes),
             )
         except Exception as error:
-            raise _fault(error, self._retries.longest_request_s(nbytes)) from error
+            raise fault_of(error, self._retries.longest_request_s(nbytes)) from error
 
 
-def _tuned(scheme: str, options: Mapping[str, Any], retries: Retries, concurrency: int) -> dict[str, Any]:
-    tuned = {"use_listings_cache": False, "skip_instance_cache": True, **options}
+def tuned(scheme: str, options: Mapping[str, Any], retries: Retries, concurrency: int) -> dict[str, Any]:
+    """The options of a file system of its own, which keeps no listings, waits and connects as it should."""
+    found = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     if scheme in ("s3", "s3a"):
         ours = {
             # botocore keeps 10 connections, which would bound the requests in flight.
@@ -131,23 +134,25 @@ def _tuned(scheme: str, options: Mapping[str, Any], retries: Retries, concurrenc
             "connect_timeout": retries.timeout_s,
             "read_timeout": retries.timeout_s,
         }
-        tuned["config_kwargs"] = {**ours, **tuned.get("config_kwargs", {})}
-    return tuned
+        found["config_kwargs"] = {**ours, **found.get("config_kwargs", {})}
+    return found
 
 
-def _open(url: str, shown_url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+def open_file_system(url: str, options: Mapping[str, Any], *, doing: str) -> tuple[Any, str]:
+    """A file system for the URL, and its path there; ``doing`` ("reading") says in errors what it is wanted for."""
+    shown_url = without_secrets(url)
     scheme = scheme_of(url)
     try:
         from fsspec.core import url_to_fs
         from fsspec.registry import get_filesystem_class
     except ImportError as error:
-        raise StorageError(f"{shown_url}: reading {scheme}:// needs fsspec: pip install fsspec") from error
+        raise StorageError(f"{shown_url}: {doing} {scheme}:// needs fsspec: pip install fsspec") from error
     try:
         get_filesystem_class(scheme)
     except ImportError as error:
         package, command = _PACKAGES.get(scheme, (error.name or "a package", "install what is named above"))
         raise StorageError(
-            f"{shown_url}: reading {scheme}:// needs {package}, which cannot be imported ({error}); {command}"
+            f"{shown_url}: {doing} {scheme}:// needs {package}, which cannot be imported ({error}); {command}"
         ) from error
     except ValueError as error:
         raise StorageError(
@@ -165,7 +170,7 @@ def _version(info: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fault(error: Exception, timeout_s: float) -> Exception:
+def fault_of(error: Exception, timeout_s: float) -> Exception:
     """What a file system raised, as one of the faults of a transport."""
     status = _status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):

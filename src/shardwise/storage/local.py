@@ -15,17 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
-from shardwise.storage.mounts import file_system_type, is_network
+from shardwise.storage.mounts import is_on_network
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
-
-_MOUNTS = "/proc/self/mountinfo"
-
-_CALL_BYTES = 0x7FFFF000
-"""The most one read call transfers on Linux (``MAX_RW_COUNT``, read(2))."""
-
-_CALL_BUFFERS = 1024
-"""The most buffers one preadv call takes on Linux (``IOV_MAX``)."""
+from shardwise.storage.vectored import advance, one_call
 
 _CACHE_SAMPLES = 5
 """Bytes of a range by which it is judged whether the page cache has it."""
@@ -62,7 +55,7 @@ class LocalReader:
         self._root = os.path.abspath(os.fspath(root))
         if not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: no such directory; check the path")
-        self._policy = policy or _policy_of(self._root)
+        self._policy = policy or (NETWORK_FILE_SYSTEM if is_on_network(self._root) else LOCAL)
         self._max_open_files = max(1, max_open_files)
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -132,11 +125,11 @@ class LocalReader:
         first = 0
         with self._descriptor(file) as descriptor:
             while first < len(pending):
-                count = self._read_some(file, descriptor, _one_call(pending, first), position)
+                count = self._read_some(file, descriptor, one_call(pending, first), position)
                 if count == 0:
                     raise self._ends_early(file, start, stop, position)
                 position += count
-                first = _advance(pending, first, count)
+                first = advance(pending, first, count)
 
     def cached(self, file: str, start: int, stop: int) -> memoryview | None:
         if not self._is_cached(file, start, stop):
@@ -295,34 +288,3 @@ class LocalReader:
             raise StorageError(
                 f"{self._root}: listing it failed, {error.strerror}; check its permissions"
             ) from error
-
-
-def _policy_of(root: str) -> ReadPolicy:
-    try:
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as table:
-            kind = file_system_type(os.path.realpath(root), table.read())
-    except OSError:
-        return LOCAL  # not Linux, or no /proc: nobody tells
-    return NETWORK_FILE_SYSTEM if is_network(kind) else LOCAL
-
-
-def _one_call(buffers: Sequence[memoryview], first: int) -> Sequence[memoryview]:
-    """As many buffers from ``first`` on as one system call takes; the last one may be cut."""
-    batch: list[memoryview] = []
-    room = _CALL_BYTES
-    for buffer in buffers[first : first + _CALL_BUFFERS]:
-        batch.append(buffer[:room])
-        room -= batch[-1].nbytes
-        if room == 0:
-            break
-    return batch
-
-
-def _advance(buffers: list[memoryview], first: int, count: int) -> int:
-    """The first buffer not full after ``count`` more bytes; what is filled of it is cut off in place."""
-    while first < len(buffers) and count >= buffers[first].nbytes:
-        count -= buffers[first].nbytes
-        first += 1
-    if count:
-        buffers[first] = buffers[first][count:]
-    return first

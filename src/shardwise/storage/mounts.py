@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import PurePosixPath
 
@@ -39,7 +40,18 @@ _FUSE_ON_LOCAL_DISKS = frozenset(
     }
 )
 
+_TABLE = "/proc/self/mountinfo"
+
 _OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def is_on_network(path: str) -> bool:
+    """Whether a path, which need not exist, lies on a network file system; False where nobody tells."""
+    try:
+        with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
+            return is_network(file_system_type(os.path.realpath(path), table.read()))
+    except OSError:  # not Linux, or no /proc
+        return False
 
 
 def file_system_type(path: str, mountinfo: str) -> str | None:

@@ -32,6 +32,11 @@ def why_unsafe(name: str) -> str | None:
     return None
 
 
+def why_not_plain(name: str) -> str | None:
+    """Why ``name`` is not that of a file directly in the storage's root; None when it is."""
+    return why_unsafe(name) or ("it has a folder in it" if "/" in name else None)
+
+
 def shown(name: str) -> str:
     """``name`` as it may stand in a message: escaped where not printable, cut where very long."""
     text = name if name and name.isprintable() else ascii(name)

@@ -298,8 +298,7 @@ class RemoteReader:
                 break
             call.pause(pause_s)
         message = self._explain(file, doing, fault, failures, time.monotonic() - begun)
-        # The cause is made anew: the original one, and what it was raised from, may quote credentials.
-        raise StorageError(message) from _without_secrets(fault, self._redacted)
+        raise StorageError(message) from self._redacted.made_anew(fault)
 
     def _explain(self, file: str | None, doing: str, fault: OSError, failures: int, seconds: float) -> str:
         cause = self._redacted(str(fault))
@@ -360,8 +359,3 @@ def _pieces(start: int, buffers: Sequence[memoryview], request_bytes: int) -> li
             position += part.nbytes
             room -= part.nbytes
     return pieces
-
-
-def _without_secrets(fault: OSError, redacted: Redactor) -> OSError:
-    kind = type(fault) if isinstance(fault, (FileNotFoundError, PermissionError)) else OSError
-    return kind(redacted(str(fault)))

@@ -73,6 +73,11 @@ class Redactor:
         text = _IN_TEXT.sub(lambda match: match["start"] + match["path"], text)
         return _BEARER.sub(lambda match: f"{match[1]} ***", text)
 
+    def made_anew(self, fault: OSError) -> OSError:
+        """The fault without credentials, and without what it was raised from, which may quote them."""
+        kind = type(fault) if isinstance(fault, (FileNotFoundError, PermissionError)) else OSError
+        return kind(self(str(fault)))
+
 
 def _collect_secrets(options: Mapping[str, object], found: set[str], *, is_secret: bool) -> None:
     for name, value in options.items():

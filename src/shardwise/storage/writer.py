@@ -18,8 +18,8 @@ class WritePolicy:
     """How a storage may be written to; what a save is planned by. See [Note: Kinds of stores].
 
     Attributes:
-        has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process writes
-            a file from its first byte to its last, and nobody sees it before :meth:`StorageWriter.sync`.
+        has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process
+            writes a file from its first byte to its last, and nobody sees it before :meth:`StorageWriter.sync`.
         can_rename: a file takes another's place in one step, in which either is seen whole.
         block_bytes: two processes on different machines must not write to the same block of this size, aligned to
             itself; 1 where nothing is lost.
@@ -64,18 +64,23 @@ OBJECT_STORE_WRITES: Final = WritePolicy(
 """S3, GCS and whatever else fsspec writes to as a stream."""
 
 
+INCOMPLETE: Final = ".incomplete"
+"""How names of files end that are on their way to another name."""
+
+
 @runtime_checkable
 class StorageWriter(Protocol):
     """A folder whose files can be made, filled by range, and given a name.
 
-    Files are named relative to the root, "/"-separated; a name that could lead out of the root is refused with a
-    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes and positions
-    count bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and, where
+    Files lie directly in the root; a name that leads anywhere else is refused with a
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_not_plain`). All sizes and
+    positions count bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and, where
     ``policy.has_random_writes``, from several processes with a writer of their own for the same root.
 
     Every failure is a StorageError that names the file, the cause and the fix (a full disk, a folder that cannot be
     written to). Nothing is durable, nor sure to be in order, before it is synced: a machine that dies may keep any
-    subset of the effects since.
+    subset of the effects since. What a process that dies leaves half made, beside the files it created, has a name
+    that ends in :data:`INCOMPLETE`.
     """
 
     @property
@@ -89,7 +94,7 @@ class StorageWriter(Protocol):
         ...
 
     def list(self) -> list[str]:
-        """The names of all files directly in the root (not below), sorted; none where there is no such folder yet."""
+        """The names of all files in the root, sorted; none where there is no such folder yet."""
         ...
 
     def read(self, file: str) -> bytes | None:
@@ -99,22 +104,25 @@ class StorageWriter(Protocol):
     def create(self, file: str, nbytes: int) -> None:
         """Make a new file of this size, with space set aside for it where the storage can; its bytes are undefined.
 
-        The root is made if it is not there. One process does this, before any writes; that the file exists is an
-        error.
+        The root is made if it is not there. One process does this, before any writes, and syncs the file later,
+        whether it wrote to it or not: only then is the size durable. That the file exists is an error.
         """
         ...
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Put the buffers, one after the other, at byte ``start`` of a created file. They never go beyond its size.
 
-        Without ``policy.has_random_writes`` each call must begin where the last one ended.
+        Without ``policy.has_random_writes`` the writer is the one that created the file, and each call must begin
+        where the last one ended.
         """
         ...
 
     def sync(self, file: str) -> None:
         """What this writer has written to the file is durable when this returns.
 
-        Without ``policy.has_random_writes`` the file is complete then, and seen by others: not earlier.
+        Without ``policy.has_random_writes`` the file is complete then, and seen by others: not earlier; that bytes
+        are missing is an error. There is nothing to do for a file to which nothing was written since the last time.
+        After a failure the file's content is unknown, and stays so: it must be created again.
         """
         ...
 
@@ -130,7 +138,10 @@ class StorageWriter(Protocol):
         ...
 
     def remove(self, file: str) -> None:
-        """Remove a file; that there is none is no error. Not durable before :meth:`sync_names`."""
+        """Remove a file, or drop one that is not seen yet; that there is none is no error.
+
+        Not durable before :meth:`sync_names`.
+        """
         ...
 
     def sync_names(self) -> None:
@@ -138,7 +149,10 @@ class StorageWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what is held open. What was not synced may be lost. Writing afterwards is a StorageError."""
+        """Release what is held open; what was not synced may be lost, and what is not seen yet is dropped.
+
+        Writing afterwards is a StorageError; closing twice is not.
+        """
         ...
 
     def __enter__(self) -> Self: ...

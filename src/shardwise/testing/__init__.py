@@ -1,4 +1,4 @@
-"""Shipped for tests and benchmarks, ours and users': small worlds, a storage on a port, what storages promise.
+"""Shipped for tests and benchmarks, ours and users': worlds, a storage on a port, what storages promise, crashes.
 
 The names below are loaded when they are first used: the server needs no torch, and only the suite needs pytest.
 """
@@ -9,18 +9,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.testing.crashes import (
+        CrashState,
+        Effect,
+        EffectLog,
+        RecordingWriter,
+        assert_old_or_new,
+        states_after_crash,
+    )
     from shardwise.testing.http_store import HttpStore, HttpStoreProcess
     from shardwise.testing.storage_suite import StorageReaderSuite
     from shardwise.testing.world import run_world
+    from shardwise.testing.writer_suite import StorageWriterSuite, WritableStorage
 
 _HOMES = {
+    "CrashState": "shardwise.testing.crashes",
+    "Effect": "shardwise.testing.crashes",
+    "EffectLog": "shardwise.testing.crashes",
     "HttpStore": "shardwise.testing.http_store",
     "HttpStoreProcess": "shardwise.testing.http_store",
+    "RecordingWriter": "shardwise.testing.crashes",
     "StorageReaderSuite": "shardwise.testing.storage_suite",
+    "StorageWriterSuite": "shardwise.testing.writer_suite",
+    "WritableStorage": "shardwise.testing.writer_suite",
+    "assert_old_or_new": "shardwise.testing.crashes",
     "run_world": "shardwise.testing.world",
+    "states_after_crash": "shardwise.testing.crashes",
 }
 
-__all__ = ["HttpStore", "HttpStoreProcess", "StorageReaderSuite", "run_world"]
+__all__ = [
+    "CrashState",
+    "Effect",
+    "EffectLog",
+    "HttpStore",
+    "HttpStoreProcess",
+    "RecordingWriter",
+    "StorageReaderSuite",
+    "StorageWriterSuite",
+    "WritableStorage",
+    "assert_old_or_new",
+    "run_world",
+    "states_after_crash",
+]
 
 
 def __getattr__(name: str) -> Any:

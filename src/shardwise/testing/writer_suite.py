@@ -1,0 +1,380 @@
+"""What every storage writer promises, as tests that any writer can be put to. Needs pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from shardwise.errors import StorageError
+from shardwise.storage.writer import StorageWriter, WritePolicy
+
+_CONTENT = bytes(range(251)) * 80
+_NBYTES = len(_CONTENT)
+
+
+@dataclass(frozen=True, slots=True)
+class WritableStorage:
+    """An empty folder to write to.
+
+    Attributes:
+        open: opens a writer of it, another one at every call, as another process would.
+        contents: what others see of it: every file and its bytes.
+    """
+
+    open: Callable[[], StorageWriter]
+    contents: Callable[[], Mapping[str, bytes]]
+
+
+def _put(writer: StorageWriter, file: str, content: bytes) -> None:
+    """Write a whole file, in a way that every policy allows."""
+    writer.create(file, len(content))
+    writer.write(file, 0, [memoryview(content)])
+    writer.sync(file)
+
+
+def _views(parts: Sequence[bytes]) -> list[memoryview]:
+    return [memoryview(part) for part in parts]
+
+
+class StorageWriterSuite:
+    """Tests of a :class:`~shardwise.storage.writer.StorageWriter`; subclass it and say how a writer is made.
+
+    ::
+
+        class TestMyWriter(StorageWriterSuite):
+            @pytest.fixture
+            def storage(self, tmp_path: Path) -> WritableStorage:
+                return WritableStorage(open=lambda: MyWriter(tmp_path), contents=lambda: ...)
+
+    What depends on ``policy`` is tested as the policy says.
+    """
+
+    @pytest.fixture
+    def storage(self) -> WritableStorage:
+        raise NotImplementedError("a subclass says how its writer is made, as a fixture named storage")
+
+    @pytest.fixture
+    def ranges(self, storage: WritableStorage) -> None:
+        """Skips what is about storages that take ranges in any order, on others."""
+        with storage.open() as writer:
+            if not writer.policy.has_random_writes:
+                pytest.skip("files are written from their first byte to their last")
+
+    @pytest.fixture
+    def streams(self, storage: WritableStorage) -> None:
+        """Skips what is about storages that take files as streams, on others."""
+        with storage.open() as writer:
+            if writer.policy.has_random_writes:
+                pytest.skip("files are written in any order")
+
+    def test_it_is_a_storage_writer(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            assert isinstance(writer, StorageWriter)
+            assert writer.root
+
+    def test_its_policy_stays(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            policy = writer.policy
+            assert isinstance(policy, WritePolicy)
+            _put(writer, "a", b"1")
+            assert writer.policy == policy
+
+    def test_an_empty_folder_has_no_files(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            assert writer.list() == []
+            assert writer.read("a") is None
+            writer.sync_names()
+
+    def test_what_was_written_is_there(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            _put(writer, "b", _CONTENT)
+            _put(writer, "a", b"1")
+            writer.sync_names()
+            assert writer.list() == ["a", "b"]
+            assert writer.read("b") == _CONTENT
+        assert storage.contents() == {"a": b"1", "b": _CONTENT}
+
+    def test_an_empty_file_is_a_file(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("empty", 0)
+            writer.write("empty", 0, [])
+            writer.write("empty", 0, [memoryview(b"")])
+            writer.sync("empty")
+        assert storage.contents() == {"empty": b""}
+
+    def test_many_buffers_are_written_one_after_the_other(self, storage: WritableStorage) -> None:
+        # More buffers than one system call takes, some of them empty, small and large in turn.
+        sizes = [(index * 7) % 5 for index in range(3000)] + [400_000, 0, 17, 100_000, 1]
+        parts = [os.urandom(size) for size in sizes]
+        whole = b"".join(parts)
+        with storage.open() as writer:
+            writer.create("a", len(whole))
+            for first in range(0, len(parts), 1601):
+                writer.write("a", sum(sizes[:first]), _views(parts[first : first + 1601]))
+            writer.sync("a")
+        assert storage.contents() == {"a": whole}
+
+    def test_views_of_other_items_and_several_dims_are_their_bytes(self, storage: WritableStorage) -> None:
+        doubles: Any = memoryview(_CONTENT[:64]).cast("d")
+        table = memoryview(_CONTENT[64:88]).cast("B").cast("B", (2, 3, 4))
+        with storage.open() as writer:
+            writer.create("a", 88)
+            writer.write("a", 0, [doubles, table])
+            writer.sync("a")
+        assert storage.contents() == {"a": _CONTENT[:88]}
+
+    def test_the_buffers_are_free_again_once_written(self, storage: WritableStorage) -> None:
+        buffer = bytearray(_CONTENT)
+        with storage.open() as writer:
+            writer.create("a", 2 * _NBYTES)
+            writer.write("a", 0, [memoryview(buffer)])
+            buffer[:] = bytes(_NBYTES)
+            writer.write("a", _NBYTES, [memoryview(buffer)])
+            writer.sync("a")
+        assert storage.contents() == {"a": _CONTENT + bytes(_NBYTES)}
+
+    def test_several_files_are_written_in_turn(self, storage: WritableStorage) -> None:
+        names = [f"f{number}" for number in range(5)]
+        with storage.open() as writer:
+            for name in names:
+                writer.create(name, _NBYTES)
+            for start in range(0, _NBYTES, 5000):
+                for name in names:
+                    writer.write(name, start, [memoryview(_CONTENT)[start : start + 5000]])
+            for name in names:
+                writer.sync(name)
+        assert storage.contents() == dict.fromkeys(names, _CONTENT)
+
+    def test_many_threads_write_files_of_their_own(self, storage: WritableStorage) -> None:
+        files = {f"f{number}": os.urandom(5000 + number) for number in range(20)}
+        with storage.open() as writer, ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: _put(writer, name, files[name]), files))
+        assert storage.contents() == files
+
+    def test_syncing_twice_or_nothing_is_fine(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            _put(writer, "a", b"12")
+            writer.sync("a")
+        with storage.open() as another:
+            another.sync("a")
+        assert storage.contents() == {"a": b"12"}
+
+    def test_an_existing_file_cannot_be_created(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            _put(writer, "a", b"older")
+        with storage.open() as writer, pytest.raises(StorageError, match=r"a in .*there already"):
+            writer.create("a", 3)
+        assert storage.contents() == {"a": b"older"}
+
+    def test_a_file_cannot_be_created_twice(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", 2)
+            with pytest.raises(StorageError, match=r"a in .*there already"):
+                writer.create("a", 2)
+            writer.write("a", 0, [memoryview(b"12")])
+            writer.sync("a")
+        assert storage.contents() == {"a": b"12"}
+
+    def test_a_negative_size_is_refused(self, storage: WritableStorage) -> None:
+        with storage.open() as writer, pytest.raises(StorageError, match="-1 bytes"):
+            writer.create("a", -1)
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (10, 1), (-1, 1), (2**62, 1), (11, 0)])
+    def test_nothing_is_written_beyond_the_size(self, storage: WritableStorage, start: int, nbytes: int) -> None:
+        with storage.open() as writer:
+            writer.create("a", 10)
+            with pytest.raises(StorageError, match=rf"a in .*bytes {start}\.\.{start + nbytes} .*10 bytes"):
+                writer.write("a", start, [memoryview(bytes(nbytes))])
+            writer.write("a", 0, [memoryview(b"0123456789")])
+            writer.sync("a")
+        assert storage.contents() == {"a": b"0123456789"}
+
+    def test_an_absent_file_is_not_written_to(self, storage: WritableStorage) -> None:
+        with storage.open() as writer, pytest.raises(StorageError, match=r"absent in .*create it first"):
+            writer.write("absent", 0, [memoryview(b"1")])
+        assert storage.contents() == {}
+
+    @pytest.mark.parametrize(
+        "name",
+        ["/etc/passwd", "../a", "sub/../../a", "..\\a", "C:\\a", "a\0b", "", "./a", "sub/a", "sub/", "..", "."],
+    )
+    def test_a_name_that_leads_out_of_the_root_is_refused(self, storage: WritableStorage, name: str) -> None:
+        asks: list[Callable[[StorageWriter], object]] = [
+            lambda writer: writer.read(name),
+            lambda writer: writer.create(name, 1),
+            lambda writer: writer.write(name, 0, [memoryview(b"1")]),
+            lambda writer: writer.sync(name),
+            lambda writer: writer.rename(name, "b"),
+            lambda writer: writer.rename("a", name),
+            lambda writer: writer.replace(name, b"1"),
+            lambda writer: writer.remove(name),
+        ]
+        with storage.open() as writer:
+            _put(writer, "a", b"1")
+            for ask in asks:
+                with pytest.raises(StorageError, match="refused as the name of a file"):
+                    ask(writer)
+        assert storage.contents() == {"a": b"1"}
+
+    @pytest.mark.parametrize("name", ["model..v1.safetensors", ".metadata", "with space", "100%", "a[1]*", "ä+&="])
+    def test_unusual_names_are_fine(self, storage: WritableStorage, name: str) -> None:
+        with storage.open() as writer:
+            _put(writer, name, b"1")
+            writer.replace(name, b"22")
+            assert writer.list() == [name]
+            assert writer.read(name) == b"22"
+        assert storage.contents() == {name: b"22"}
+        with storage.open() as writer:
+            writer.remove(name)
+        assert storage.contents() == {}
+
+    def test_replacing_makes_or_replaces_a_file(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.replace("a", b"first")
+            assert storage.contents() == {"a": b"first"}
+            writer.replace("a", b"the second one")
+            assert storage.contents() == {"a": b"the second one"}
+            writer.replace("a", b"")
+            assert writer.read("a") == b""
+        assert storage.contents() == {"a": b""}
+
+    def test_removing(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            _put(writer, "a", b"1")
+            _put(writer, "b", b"2")
+            writer.remove("a")
+            writer.remove("a")
+            writer.remove("never")
+            writer.sync_names()
+            assert writer.list() == ["b"]
+            _put(writer, "a", b"another")
+        assert storage.contents() == {"a": b"another", "b": b"2"}
+
+    def test_a_file_on_its_way_can_be_removed_and_made_again(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", 10)
+            writer.write("a", 0, [memoryview(b"01234")])
+            writer.remove("a")
+            assert storage.contents() == {}
+            _put(writer, "a", b"another")
+        assert storage.contents() == {"a": b"another"}
+
+    def test_renaming_takes_the_place_of_what_was_there(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.replace("b", b"older")
+            _put(writer, "a", b"1")
+            if not writer.policy.can_rename:
+                with pytest.raises(StorageError, match=r"a in .*cannot be renamed"):
+                    writer.rename("a", "b")
+                assert storage.contents() == {"a": b"1", "b": b"older"}
+                return
+            writer.rename("a", "b")
+            assert storage.contents() == {"b": b"1"}
+            with pytest.raises(StorageError, match=r"absent in .*no such file"):
+                writer.rename("absent", "c")
+        assert storage.contents() == {"b": b"1"}
+
+    def test_a_closed_writer_refuses_and_may_be_closed_again(self, storage: WritableStorage) -> None:
+        writer = storage.open()
+        _put(writer, "a", b"1")
+        writer.close()
+        writer.close()
+        asks: list[Callable[[], object]] = [
+            lambda: writer.create("b", 1),
+            lambda: writer.write("a", 0, [memoryview(b"2")]),
+            lambda: writer.sync("a"),
+            lambda: writer.rename("a", "b"),
+            lambda: writer.replace("a", b"2"),
+            lambda: writer.remove("a"),
+            lambda: writer.read("a"),
+            writer.list,
+            writer.sync_names,
+        ]
+        for ask in asks:
+            with pytest.raises(StorageError, match="closed"):
+                ask()
+        assert storage.contents() == {"a": b"1"}
+
+    @pytest.mark.usefixtures("ranges")
+    def test_ranges_are_written_in_any_order(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", _NBYTES)
+            starts = range(0, _NBYTES, 777)
+            for start in [*starts[1::2], *reversed(starts[::2])]:
+                writer.write("a", start, [memoryview(_CONTENT)[start : start + 777]])
+            writer.sync("a")
+        assert storage.contents() == {"a": _CONTENT}
+
+    @pytest.mark.usefixtures("ranges")
+    def test_several_writers_fill_one_file(self, storage: WritableStorage) -> None:
+        with storage.open() as creator, storage.open() as second, storage.open() as third:
+            creator.create("a", _NBYTES)
+            for number, writer in enumerate((third, creator, second)):
+                for start in range(number * 100, _NBYTES, 300):
+                    writer.write("a", start, [memoryview(_CONTENT)[start : start + 100]])
+            for writer in (creator, second, third):
+                writer.sync("a")
+        assert storage.contents() == {"a": _CONTENT}
+
+    @pytest.mark.usefixtures("ranges")
+    def test_many_threads_fill_one_file_and_sync_it_meanwhile(self, storage: WritableStorage) -> None:
+        with storage.open() as writer, ThreadPoolExecutor(8) as pool:
+            writer.create("a", _NBYTES)
+
+            def fill(start: int) -> None:
+                writer.write("a", start, [memoryview(_CONTENT)[start : start + 100]])
+                if start % 300 == 0:
+                    writer.sync("a")
+
+            list(pool.map(fill, range(0, _NBYTES, 100)))
+            writer.sync("a")
+        assert storage.contents() == {"a": _CONTENT}
+
+    @pytest.mark.usefixtures("streams")
+    def test_a_stream_is_written_in_order(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", 10)
+            for start in (1, 5):
+                with pytest.raises(StorageError, match=rf"a in .*byte {start} does not follow on byte 0"):
+                    writer.write("a", start, [memoryview(b"1")])
+            writer.write("a", 0, [memoryview(b"01234")])
+            for start in (0, 4, 6):
+                with pytest.raises(StorageError, match=rf"a in .*byte {start} does not follow on byte 5"):
+                    writer.write("a", start, [memoryview(b"1")])
+            writer.write("a", 5, [memoryview(b"56789")])
+            writer.sync("a")
+        assert storage.contents() == {"a": b"0123456789"}
+
+    @pytest.mark.usefixtures("streams")
+    def test_a_stream_is_seen_when_it_is_synced(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", 5)
+            writer.write("a", 0, [memoryview(b"0123")])
+            assert "a" not in storage.contents()
+            assert writer.read("a") is None
+            with pytest.raises(StorageError, match=r"a in .*only 4 of 5 bytes"):
+                writer.sync("a")
+            assert "a" not in storage.contents()
+            writer.write("a", 4, [memoryview(b"4")])
+            writer.sync("a")
+            assert storage.contents() == {"a": b"01234"}
+
+    @pytest.mark.usefixtures("streams")
+    def test_a_stream_that_is_not_completed_leaves_nothing(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.create("a", 5)
+            writer.write("a", 0, [memoryview(b"01234")])
+            writer.create("b", 5)
+        assert storage.contents() == {}
+
+    @pytest.mark.usefixtures("streams")
+    def test_a_stream_belongs_to_the_writer_that_created_it(self, storage: WritableStorage) -> None:
+        with storage.open() as writer, storage.open() as another:
+            writer.create("a", 5)
+            with pytest.raises(StorageError, match=r"a in .*create it first"):
+                another.write("a", 0, [memoryview(b"01234")])

@@ -1,0 +1,344 @@
+"""What a crash leaves: careless saves are caught, careful ones are not, and what was synced stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.testing.saving import HALF, INDEX, NBYTES, NEW, OLD, begin, commit, fill, old_save, see, see_single
+
+from shardwise.errors import StorageError
+from shardwise.storage import (
+    LOCAL_WRITES,
+    OBJECT_STORE_WRITES,
+    LocalWriter,
+    MemoryReader,
+    MemoryWriter,
+    StorageWriter,
+    WritePolicy,
+)
+from shardwise.testing import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
+from shardwise.testing.crashes import Created, NamesSynced, Removed, Renamed, Replaced, Synced, Wrote
+
+NAMES = ["model-new-1", "model-new-2"]
+Save = Callable[[list[StorageWriter]], None]
+
+
+def recorded(
+    before: dict[str, bytes], save: Save, folder: Path, policy: WritePolicy = LOCAL_WRITES
+) -> list[Effect]:
+    """What two ranks do, on top of what was there before."""
+    files = {name: bytearray(content) for name, content in before.items()}
+    log = EffectLog(folder / "log")
+    save([RecordingWriter(MemoryWriter(files, policy=policy), log, writer=rank) for rank in range(2)])
+    return log.effects()
+
+
+def careful(writers: list[StorageWriter]) -> None:
+    begin(writers[0], NAMES)
+    for rank, writer in enumerate(writers):
+        fill(writer, rank, NAMES)
+    commit(writers[0], NAMES)
+
+
+def careful_single(writers: list[StorageWriter]) -> None:
+    begin(writers[0], ["model-new"])
+    for rank, writer in enumerate(writers):
+        fill(writer, rank, ["model-new"])
+    writers[0].sync_names()
+    writers[0].rename("model-new", "model.safetensors")
+
+
+def in_place(writers: list[StorageWriter]) -> None:
+    """As files are overwritten by those who do not think of crashes."""
+    for name in ("model-0ld-1", "model-0ld-2"):
+        for rank, writer in enumerate(writers):
+            start, stop = (0, HALF) if rank == 0 else (HALF, NBYTES)
+            writer.write(name, start, [memoryview(NEW)[start:stop]])
+
+
+def anew(writers: list[StorageWriter]) -> None:
+    writers[0].remove("model-0ld-1")
+    writers[0].create("model-0ld-1", NBYTES)
+    writers[0].write("model-0ld-1", 0, [memoryview(NEW)])
+
+
+def test_a_careful_save_passes(tmp_path: Path) -> None:
+    effects = recorded(old_save(), careful, tmp_path)
+    looked_at = assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, samples=20)
+    assert looked_at > 5 * len(effects)
+
+
+def test_a_careful_save_of_one_file_passes(tmp_path: Path) -> None:
+    before = {"model.safetensors": OLD}
+    effects = recorded(before, careful_single, tmp_path)
+    assert_old_or_new(before, effects, see_single, old=OLD, new=NEW, samples=20)
+
+
+def test_a_careful_save_into_an_empty_folder_passes(tmp_path: Path) -> None:
+    def look(reader: MemoryReader) -> list[bytes] | None:
+        return see(reader) if INDEX in reader.list() else None
+
+    effects = recorded({}, careful, tmp_path)
+    assert_old_or_new({}, effects, look, old=None, new=[NEW] * 2)
+
+
+@pytest.mark.parametrize("save", [in_place, anew])
+def test_a_careless_save_leaves_a_mixture(save: Save, tmp_path: Path) -> None:
+    effects = recorded(old_save(), save, tmp_path)
+    with pytest.raises(AssertionError, match=r"a crash .* leaves"):
+        assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)
+    found = [
+        state.files["model-0ld-1"]
+        for state in states_after_crash(old_save(), effects)
+        if "model-0ld-1" in state.files
+    ]
+    torn = [content for content in found if content not in (OLD, NEW)]
+    assert torn
+    # Torn at blocks, and where a writer's bytes end.
+    assert {len(content) for content in torn} - {0, NBYTES, 4096, 8192, 12288, HALF} == set()
+
+
+def without(effects: Sequence[Effect], left_out: Effect) -> list[Effect]:
+    position = effects.index(left_out)
+    return [*effects[:position], *effects[position + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        Synced(0, NAMES[0]),
+        Synced(0, NAMES[1]),
+        Synced(1, NAMES[0]),
+        Synced(1, NAMES[1]),
+        NamesSynced(0),  # the one before the index is replaced
+        Wrote(1, NAMES[1], HALF, NEW[HALF:]),
+    ],
+    ids=str,
+)
+def test_nothing_of_a_careful_save_can_be_left_out(left_out: Effect, tmp_path: Path) -> None:
+    effects = without(recorded(old_save(), careful, tmp_path), left_out)
+    with pytest.raises(AssertionError, match=r"a crash .* leaves"):
+        assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, samples=0)
+
+
+@pytest.mark.parametrize("left_out", [Synced(0, "model-new"), Synced(1, "model-new")], ids=str)
+def test_nothing_of_a_careful_save_of_one_file_can_be_left_out(left_out: Effect, tmp_path: Path) -> None:
+    before = {"model.safetensors": OLD}
+    effects = without(recorded(before, careful_single, tmp_path), left_out)
+    with pytest.raises(AssertionError, match=r"a crash .* leaves"):
+        assert_old_or_new(before, effects, see_single, old=OLD, new=NEW, samples=0)
+
+
+def test_older_files_that_go_too_early_are_missed(tmp_path: Path) -> None:
+    effects = recorded(old_save(), careful, tmp_path)
+    removal = Removed(0, "model-0ld-1")
+    early = [removal, *without(effects, removal)]
+    with pytest.raises(AssertionError, match=r"within Replaced|after Removed"):
+        assert_old_or_new(old_save(), early, see, old=[OLD] * 2, new=[NEW] * 2)
+
+
+def test_a_save_that_does_not_commit_is_not_the_newer_one(tmp_path: Path) -> None:
+    effects = [
+        effect for effect in recorded(old_save(), careful, tmp_path) if not isinstance(effect, (Replaced, Removed))
+    ]
+    with pytest.raises(AssertionError, match="leaves what was there before"):
+        assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)
+
+
+def test_a_store_of_streams_shows_files_whole(tmp_path: Path) -> None:
+    def save(writers: list[StorageWriter]) -> None:
+        for name, writer in zip(NAMES, writers, strict=True):
+            writer.create(name, NBYTES)
+            writer.write(name, 0, [memoryview(NEW)[:HALF]])
+            writer.write(name, HALF, [memoryview(NEW)[HALF:]])
+            writer.sync(name)
+        commit(writers[0], NAMES)
+
+    effects = recorded(old_save(), save, tmp_path, OBJECT_STORE_WRITES)
+    assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2, policy=OBJECT_STORE_WRITES)
+    for state in states_after_crash(old_save(), effects, policy=OBJECT_STORE_WRITES):
+        assert all(len(content) == NBYTES for name, content in state.files.items() if name in NAMES)
+    with pytest.raises(StorageError, match="cannot rename"):
+        list(states_after_crash({"a": b"1"}, [Renamed(0, "a", "b")], policy=OBJECT_STORE_WRITES))
+
+
+def test_a_renamed_file_keeps_its_old_name_at_most_beside_the_new_one() -> None:
+    effects = [Renamed(0, "a", "b")]
+    states = [dict(state.files) for state in states_after_crash({"a": b"1", "b": b"2"}, effects, samples=50)]
+    assert {"a": b"1", "b": b"2"} in states
+    assert {"b": b"1"} in states
+    assert {"a": b"1", "b": b"1"} in states
+    assert all("b" in state for state in states)
+
+
+def test_names_are_lost_in_any_order() -> None:
+    effects = [
+        effect for name in "abc" for effect in (Created(0, name, 1), Wrote(0, name, 0, b"1"), Synced(0, name))
+    ]
+    found = {"".join(sorted(state.files)) for state in states_after_crash({}, effects, samples=0)}
+    assert found >= {"", "a", "b", "c", "ab", "ac", "bc", "abc"}
+    assert {"".join(s.files) for s in states_after_crash({}, [*effects, NamesSynced(0)]) if s.completed == 10} == {
+        "abc"
+    }
+
+
+def test_a_sync_is_of_one_writer_only() -> None:
+    effects: list[Effect] = [
+        Created(0, "a", 8),
+        NamesSynced(0),
+        Wrote(0, "a", 0, b"0000"),
+        Wrote(1, "a", 4, b"1111"),
+        Synced(1, "a"),
+    ]
+    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
+    assert last == {b"00001111", b"\0\0\0\x001111"}
+
+
+def test_states_are_the_same_every_time_and_differ_within_a_moment(tmp_path: Path) -> None:
+    effects = recorded(old_save(), careful, tmp_path)
+    first, second = (list(states_after_crash(old_save(), effects, seed=3)) for _ in range(2))
+    assert first == second
+    by_moment: dict[str, list[object]] = {}
+    for state in first:
+        by_moment.setdefault(state.what.rpartition(": ")[0], []).append(state.files)
+    for states in by_moment.values():
+        assert all(states.count(files) == 1 for files in states)
+    assert [state.completed for state in first] == sorted(state.completed for state in first)
+
+
+def test_a_state_can_be_put_into_a_folder(tmp_path: Path) -> None:
+    *_, last = states_after_crash(old_save(), recorded(old_save(), careful, tmp_path))
+    last.put_into(tmp_path / "after")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "after").iterdir()} == last.files
+
+
+def test_threads_share_one_order(tmp_path: Path) -> None:
+    def save(writers: list[StorageWriter]) -> None:
+        begin(writers[0], NAMES)
+        together = threading.Barrier(2)
+
+        def on_rank(rank: int) -> None:
+            together.wait()
+            fill(writers[rank], rank, NAMES)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(on_rank, range(2)))
+        commit(writers[0], NAMES)
+
+    effects = recorded(old_save(), save, tmp_path)
+    assert {effect.writer for effect in effects} == {0, 1}
+    assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from shardwise.storage import LocalWriter
+from shardwise.testing.crashes import EffectLog, RecordingWriter
+from tests.testing.saving import fill
+folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+with RecordingWriter(LocalWriter(folder / "model"), EffectLog(folder / "log"), writer=rank) as writer:
+    fill(writer, rank, names)
+"""
+
+
+def test_processes_share_one_order_and_a_real_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in old_save().items():
+        (folder / name).write_bytes(content)
+    log = EffectLog(tmp_path / "log")
+    with RecordingWriter(LocalWriter(folder), log) as writer:
+        begin(writer, NAMES)
+        children = [
+            subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), str(rank), *NAMES]) for rank in range(2)
+        ]
+        assert [child.wait(60) for child in children] == [0, 0]
+        for name in NAMES:
+            writer.sync(name)
+        commit(writer, NAMES)
+    effects = log.effects()
+    assert sorted({effect.writer for effect in effects}) == [0, 1]
+    looked_at = assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)
+    assert looked_at > len(effects)
+    *_, last = states_after_crash(old_save(), effects)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == last.files
+
+
+def test_a_call_that_fails_is_not_noted(tmp_path: Path) -> None:
+    log = EffectLog(tmp_path / "log")
+    with RecordingWriter(MemoryWriter(), log) as writer:
+        with pytest.raises(StorageError):
+            writer.write("absent", 0, [memoryview(b"1")])
+        writer.create("a", 1)
+    assert log.effects() == [Created(0, "a", 1)]
+
+
+# What is true of every save, whatever it does.
+
+names = st.sampled_from(["a", "b"])
+writers = st.integers(0, 1)
+calls = st.one_of(
+    st.tuples(st.just("create"), names, st.integers(0, 10_000)),
+    st.tuples(
+        st.just("write"), names, st.integers(0, 9_000), st.binary(min_size=1, max_size=3).map(lambda b: b * 900)
+    ),
+    st.tuples(st.just("sync"), names),
+    st.tuples(st.just("rename"), names, names),
+    st.tuples(st.just("replace"), names, st.binary(max_size=20)),
+    st.tuples(st.just("remove"), names),
+    st.tuples(st.just("sync_names")),
+)
+
+
+def carried_out(
+    given_calls: list[tuple[int, tuple[object, ...]]], folder: Path
+) -> list[tuple[Effect, dict[str, bytes]]]:
+    """The effects of the calls that succeed, and what was seen after each."""
+    (folder / "log").unlink(missing_ok=True)
+    files: dict[str, bytearray] = {}
+    log = EffectLog(folder / "log")
+    recording = [RecordingWriter(MemoryWriter(files), log, writer=number) for number in range(2)]
+    seen: list[dict[str, bytes]] = []
+    for number, (name, *arguments) in given_calls:
+        if name == "write":
+            arguments[2] = [memoryview(arguments[2])]
+        try:
+            getattr(recording[number], name)(*arguments)
+        except StorageError:
+            continue
+        seen.append({file: bytes(content) for file, content in files.items()})
+    return list(zip(log.effects(), seen, strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("effects")
+
+
+@given(given_calls=st.lists(st.tuples(writers, calls), max_size=12))
+def test_what_is_seen_is_among_the_states_and_what_is_synced_is_in_all(
+    folder: Path, given_calls: list[tuple[int, tuple[object, ...]]]
+) -> None:
+    done = carried_out(given_calls, folder)
+    effects = [effect for effect, _ in done]
+    states = list(states_after_crash({}, effects, samples=4))
+    for number, (_, seen) in enumerate(done):
+        moment = [dict(state.files) for state in states if state.completed == number + 1]
+        assert seen in moment
+    # With everything synced at the end nothing is left to chance.
+    closing: list[Effect] = [Synced(writer, name) for writer in range(2) for name in "ab"] + [NamesSynced(0)]
+    last = [
+        state.files
+        for state in states_after_crash({}, effects + closing)
+        if state.completed == len(effects + closing)
+    ]
+    assert last == [done[-1][1] if done else {}]
