@@ -16,7 +16,7 @@ import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
-from shardwise.formats import CheckpointIndex, checkpoint_index, open_checkpoint
+from shardwise.formats import CheckpointIndex, open_checkpoint, selection
 from shardwise.storage import MemoryReader
 from shardwise.tensors import DType
 from shardwise.testing import HttpStore
@@ -145,7 +145,7 @@ def test_weights_name_that_is_not_there(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["adapter_model.bin", "model.safetensors.index", "config.json"])
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index", "config.json"])
 def test_weights_name_of_another_kind(name: str) -> None:
     message = refusal({"model.safetensors": A, name: b""}, weights_name=name)
     assert f"{name} in <memory>: this layout is not supported for loading" in message
@@ -184,9 +184,9 @@ def test_a_path_to_a_file(tmp_path: Path) -> None:
 
 
 def test_a_path_to_a_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(FormatError, match=r"pytorch_model\.bin in .*this layout is not supported for loading"):
-        open_checkpoint(tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"model\.gguf in .*this layout is not supported for loading"):
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
@@ -288,8 +288,13 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["pytorch_model.bin"], "pytorch_model.bin: this layout is not supported for loading"),
-        ([".metadata", "__0_0.distcp"], "(torch.distributed.checkpoint): this layout is not supported for"),
+        (["model.gguf"], "model.gguf: this layout is not supported for loading"),
+        (
+            ["weights.pt", "optimizer.bin"],
+            "optimizer.bin, weights.pt: if one of them holds the model, pass its path",
+        ),
+        (["pytorch_model_fsdp_0_rank1.bin"], "only accelerate can load them, on as many ranks"),
+        (["__0_0.distcp", "__1_0.distcp"], "there are 2 .distcp files, but no .metadata"),
         (["adapter_model.safetensors"], "There is an adapter without its base model"),
         (["adapter_model.bin"], "There is an adapter without its base model"),
     ],
@@ -352,7 +357,7 @@ def test_an_index_that_climbs_out_of_a_real_folder_opens_nothing(tmp_path: Path)
 
 
 def test_a_huge_index_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_index, "MAX_INDEX_BYTES", 50)
+    monkeypatch.setattr(selection, "MAX_INDEX_BYTES", 50)
     reader = MemoryReader({"x.safetensors": A, "model.safetensors.index.json": b" " * 51})
     with pytest.raises(FormatError, match="has 51 bytes, 50 is the limit"):
         open_checkpoint(reader)
@@ -512,7 +517,7 @@ def test_a_server_without_the_usual_names_says_what_to_pass() -> None:
     with HttpStore({"m/foo.safetensors": A}) as store, pytest.raises(FormatError) as caught:
         open_checkpoint(f"{store.url}/m")
     assert "looked for: model.safetensors, model.safetensors.index.json" in str(caught.value)
-    assert "the URL of the *.safetensors or *.safetensors.index.json file itself" in str(caught.value)
+    assert "the URL of the *.safetensors, *.bin, *.pt or *.index.json file itself" in str(caught.value)
 
 
 def test_an_object_store_that_refuses_what_it_does_not_have() -> None:
@@ -520,7 +525,7 @@ def test_an_object_store_that_refuses_what_it_does_not_have() -> None:
         store.inject(Status(403), file="m/model.safetensors")
         assert sorted(open_checkpoint(f"{store.url}/m").entries) == ["a", "b"]
         store.inject(Status(403))
-        with pytest.raises(StorageError, match=r"model\.safetensors\.index\.json in .*access is refused"):
+        with pytest.raises(StorageError, match=r"model\.safetensors in .*access is refused"):
             open_checkpoint(f"{store.url}/m")
 
 

@@ -18,8 +18,10 @@ from shardwise.conversion.expression import (
     skeleton,
     slice_dim,
     stack,
+    stored_dtype,
     stored_leaves,
     substitute,
+    view,
 )
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "skeleton",
     "slice_dim",
     "stack",
+    "stored_dtype",
     "stored_leaves",
     "substitute",
+    "view",
 ]

@@ -11,10 +11,10 @@ Nodes are built by the lower-case functions, which validate and simplify; every 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from shardwise.tensors import DType, numel
+from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -43,11 +43,11 @@ class Opaque:
     label: str
     output: str
     shape: Shape
-    inputs: tuple[Stored, ...]
+    inputs: tuple[Expression, ...]
     operation: Callable[[Sequence[Any]], Mapping[str, Any]] = field(compare=False, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.label}({', '.join(leaf.key for leaf in self.inputs)})[{self.output}]"
+        return f"{self.label}({', '.join(map(str, self.inputs))})[{self.output}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +172,68 @@ def reshape(source: Expression, shape: Sequence[int]) -> Expression:
     return source if source.shape == shape else Reshape(source, shape)
 
 
+def view(source: Expression, strided: Strided) -> Expression:
+    """``torch.as_strided`` of a flat source, where no element is seen twice.
+
+    The steps of the widest stride become rows of a reshape, the next their columns, and so on inwards. Where the
+    last row would end beyond the source, it is taken by itself.
+
+    Raises:
+        ValueError: for a view that reaches beyond the source, or sees elements twice.
+    """
+    if len(source.shape) != 1 or strided.stop > source.shape[0]:
+        raise ValueError(f"{strided} is no view of {source.shape} elements")
+    if strided.numel == 0:
+        return reshape(slice_dim(source, 0, 0, 0), strided.sizes)
+    steps = [
+        (stride, size, dim)
+        for dim, (size, stride) in enumerate(zip(strided.sizes, strided.strides, strict=True))
+        if size > 1
+    ]
+    steps.sort(key=lambda step: step[0], reverse=True)
+    made = _rows(source, strided.offset, [(stride, size) for stride, size, _ in steps])
+    order = [dim for _, _, dim in steps]
+    ordered = permute(made, [order.index(dim) for dim in sorted(order)])
+    return reshape(ordered, strided.sizes)
+
+
+def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> Expression:
+    """The last dimension of the source replaced by one for each (stride, size), widest stride first."""
+    *outer, length = source.shape
+    dim = len(outer)
+    if not steps:
+        return reshape(slice_dim(source, dim, offset, 1), outer)
+    (stride, size), *inner = steps
+    if not inner:
+        return slice_dim(source, dim, offset, size, stride)
+    reach = sum(step * (count - 1) for step, count in inner)
+    if stride <= reach:
+        raise ValueError(f"steps of {stride} see elements twice")
+    # Rows of one stride each, from so far before the first element that the last row ends within the source.
+    start = min(offset, length - size * stride)
+    if start >= 0 and offset - start + reach < stride:
+        rows = reshape(slice_dim(source, dim, start, size * stride), (*outer, size, stride))
+        return _rows(rows, offset - start, inner)
+    if size == 1:
+        row = _rows(source, offset, inner)
+        return reshape(row, (*outer, 1, *row.shape[dim:]))
+    return concat(
+        [
+            _rows(source, offset, [(stride, size - 1), *inner]),
+            _rows(source, offset + stride * (size - 1), [(stride, 1), *inner]),
+        ],
+        dim,
+    )
+
+
 def stored_leaves(expression: Expression) -> Iterator[Stored]:
     """Every stored tensor below, in order, inputs of opaque leaves included; repeated where it is used twice."""
     match expression:
         case Stored():
             yield expression
         case Opaque(inputs=inputs):
-            yield from inputs
+            for source in inputs:
+                yield from stored_leaves(source)
         case Concat(parts=parts) | Stack(parts=parts):
             for part in parts:
                 yield from stored_leaves(part)
@@ -186,10 +241,16 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
             yield from stored_leaves(source)
 
 
-def substitute(expression: Expression, leaves: Mapping[str, Stored]) -> Expression:
-    """The same structural expression over other leaves: ``leaves`` maps the keys in it to what replaces them.
+def stored_dtype(expression: Expression) -> DType:
+    """The dtype of a tensor of the checkpoint, whose leaves all have the same one."""
+    return next(stored_leaves(expression)).dtype
 
-    The replacements have the shapes of what they replace (not checked: callers key their memo by shape).
+
+def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expression:
+    """The same expression over other leaves: ``leaves`` maps the keys in it to what replaces them.
+
+    The replacements have the shapes of what they replace (not checked: callers key their memo by shape). An opaque
+    leaf stays the same operation, on other inputs.
     """
     match expression:
         case Stored(key=key):
@@ -204,8 +265,8 @@ def substitute(expression: Expression, leaves: Mapping[str, Stored]) -> Expressi
             return Permute(substitute(source, leaves), dims, shape)
         case Reshape(source, shape):
             return Reshape(substitute(source, leaves), shape)
-        case Opaque(label=label):
-            raise ValueError(f"an opaque leaf ({label}) is bound to its inputs and cannot be reused")
+        case Opaque(inputs=inputs):
+            return replace(expression, inputs=tuple(substitute(source, leaves) for source in inputs))
 
 
 def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_leaves
+from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_dtype, stored_leaves
 from shardwise.errors import StorageError
 from shardwise.execution.landing import Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
@@ -23,7 +23,7 @@ from shardwise.planning.schedule import Request, Segment, aligned, schedule, seg
 from shardwise.planning.staging import staging_within
 from shardwise.storage import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors import Box, Strided
+from shardwise.tensors import Box, Strided, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class Placer:
 
     def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
         """The conversion's outputs, from its inputs whole."""
-        wanted = [(stored, Box.whole(stored.shape), to_torch(stored.dtype)) for stored in leaf.inputs]
+        wanted = [(source, Box.whole(source.shape), to_torch(stored_dtype(source))) for source in leaf.inputs]
         inputs = self.values_of(wanted)
         return leaf.operation(inputs)
 
@@ -289,11 +289,7 @@ def _copies(item: Destination) -> list[Copy]:
 
 def opaque_bytes(leaf: Opaque) -> int:
     """Bytes of an opaque leaf's inputs as stored; evaluating it needs about twice as much."""
-    return sum(_nbytes(stored) for stored in leaf.inputs)
-
-
-def _nbytes(stored: Stored) -> int:
-    return Strided.contiguous(stored.shape).numel * stored.dtype.itemsize
+    return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

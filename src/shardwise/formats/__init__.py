@@ -1,6 +1,6 @@
-"""What is stored: the headers of safetensors files, and the checkpoints that they make up. Without torch."""
+"""What is stored: what files say of their tensors, and the checkpoints that they make up. Without torch."""
 
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
 from shardwise.formats.safetensors import FileHeader, TensorEntry, parse_header, read_header
 from shardwise.formats.safetensors_header import NewFile, lay_out
 
@@ -10,6 +10,8 @@ __all__ = [
     "NewFile",
     "TensorEntry",
     "lay_out",
+    "StoredTensor",
+    "TensorEntry",
     "open_checkpoint",
     "parse_header",
     "read_header",

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
+import pathlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
+from shardwise.formats.composed import Composed, FoundTensor, Joined, Part, StoredView, View, Whole, tiling
+from shardwise.formats.distributed import METADATA, read_distributed
+from shardwise.formats.faults import Faults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
-from shardwise.formats.strict_json import parse_object
+from shardwise.formats.selection import Layout, Selection, is_there, select, where_models_are
+from shardwise.formats.torch_file import TorchFile, read_torch_file
+from shardwise.formats.wrappers import Choice, Path, choose_model
 from shardwise.storage.local import LocalReader
-from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.names import shown
 from shardwise.storage.opening import OpenStorage, open_storage
-from shardwise.storage.reader import CannotListError, StorageReader
+from shardwise.storage.reader import StorageReader
 from shardwise.storage.urls import is_url
+from shardwise.tensors import Box, ByteRange, DType, Strided, coalesce, numel
 
-MAX_INDEX_BYTES = 100_000_000
-"""The longest index file that is read, the same as the longest header."""
-
-Layout = Literal["indexed", "single file", "several files without an index"]
-
-_SINGLE_FILE = "model.safetensors"
-_USUAL_INDEX = "model.safetensors.index.json"
-_WEIGHTS = ".safetensors"
-_INDEX = ".safetensors.index.json"
-_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
-_LISTED_PER_FAULT = 20
 _HEADER_THREADS = 8
+_MOST_IGNORED = 1000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, and the entries that it is made of: one, for most."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its own elements; those of its entries may be more."""
+        return self.numel * self.dtype.bits // 8
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
     """All that a checkpoint stores, without a byte of its tensors. Plain data: ranks send it to each other.
 
-    ``files`` are the safetensors files in name order, with their sizes in bytes; ``entries`` the tensors by
-    key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index
-    file, whose values count where both have one.
+    ``files`` are the files with tensors in name order, with their sizes in bytes; ``entries`` what lies in one run,
+    by key, file by file in the order of their bytes; ``metadata`` that of the files' headers and of the index file,
+    whose values count where both have one. ``composed`` are the tensors that are made of several entries, or of
+    parts of one; these entries are no tensors by themselves. ``wrapper`` is where in a nest of dicts the model was
+    found, as in "model"; ``ignored`` is what else was there, which is not loaded.
     """
 
     root: str
@@ -50,11 +66,40 @@ class CheckpointIndex:
     entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     layout: Layout
+    composed: Mapping[str, Composed] = field(default_factory=dict)
+    wrapper: str = ""
+    ignored: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, headers not counted."""
-        return sum(entry.nbytes for entry in self.entries.values())
+        """The bytes of all tensors, those that several share counted once, headers not counted."""
+        by_file = defaultdict(list)
+        for entry in self.entries.values():
+            by_file[entry.file].append(entry.range)
+        return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
+
+    def tensors(self) -> list[StoredTensor]:
+        """Every tensor, in the order of the entries; composed ones last."""
+        parts = {key for item in self.composed.values() for key in entries_of(item.part)}
+        simple = [
+            StoredTensor(key, entry.dtype, entry.shape, (entry,))
+            for key, entry in self.entries.items()
+            if key not in parts
+        ]
+        return simple + [
+            StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))
+            for key, item in self.composed.items()
+        ]
+
+
+def entries_of(part: Part) -> Iterator[str]:
+    """The keys of the entries that a part of a tensor is made of."""
+    match part:
+        case Whole(key) | View(key):
+            yield key
+        case Joined(parts):
+            for inner in parts:
+                yield from entries_of(inner)
 
 
 def open_checkpoint(
@@ -63,20 +108,24 @@ def open_checkpoint(
     weights_name: str | None = None,
     extra_files: Sequence[str] = (),
 ) -> CheckpointIndex:
-    """Find the safetensors files of a checkpoint and read their headers.
+    """Find the files of a checkpoint and read what they say about their tensors.
 
-    ``path`` is a folder, a safetensors file, an index file, the URL of one of these, or a reader. In a folder
-    the first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
-    ``model.safetensors.index.json``, the only other index, all safetensors files. Where the storage does not tell
-    which files there are, the first three are tried. ``extra_files`` are read in addition where they are there.
-    Files named by an index are relative to the folder, as in transformers.
+    ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
+    first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
+    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
+    of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
+    only folder that accelerate names for a model. Where the storage does not tell which files there are, the usual
+    names are tried. ``extra_files`` are safetensors files, read in addition where they are there. Files named by an
+    index are relative to the folder, as in transformers.
+
+    Pickles are read without running anything: see :mod:`shardwise.formats.pickles`.
 
     Raises :class:`FormatError` with all faults of all files at once; :class:`StorageError` when nothing is
     wrong but that bytes could not be read.
     """
     if isinstance(path, StorageReader):
         return _open(path, weights_name, extra_files)
-    opened = open_storage(path) if is_url(path) else _open_local(Path(path))
+    opened = open_storage(path) if is_url(path) else _open_local(pathlib.Path(path))
     with opened.reader:
         if opened.file is not None:
             if weights_name is not None:
@@ -88,288 +137,189 @@ def open_checkpoint(
         return _open(opened.reader, weights_name, extra_files)
 
 
-def _open_local(place: Path) -> OpenStorage:
+def _open_local(place: pathlib.Path) -> OpenStorage:
     if place.is_file():
         return OpenStorage(LocalReader(place.parent), place.name)
     return OpenStorage(LocalReader(place), None)
 
 
 @dataclass
-class _Faults:
-    """What is wrong with a checkpoint, by kind, so that all of it is said at once."""
+class _Contents:
+    """What has been found in the files so far."""
 
-    root: str
-    by_kind: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    unread: list[str] = field(default_factory=list)
-
-    def add(self, kind: str, fault: str) -> None:
-        self.by_kind[kind].append(fault)
-
-    def add_error(self, kind: str, error: FormatError | StorageError) -> None:
-        """A file's own error; bytes that exist but could not be read are no fault of the checkpoint."""
-        if isinstance(error, StorageError) and isinstance(error.__cause__, OSError):
-            if not isinstance(error.__cause__, FileNotFoundError):
-                self.unread.append(str(error))
-                return
-            kind = "missing files"
-        self.add(kind, str(error))
-
-    def raise_if_any(self) -> None:
-        kinds = dict(self.by_kind)
-        if self.unread:
-            kinds["files that could not be read"] = self.unread
-        if not kinds:
-            return
-        lines = [f"the checkpoint in {shown(self.root)} cannot be used as it is"]
-        for kind, faults in kinds.items():
-            lines.append(f"  {kind}: {len(faults)}")
-            lines += [f"    {fault}" for fault in faults[:_LISTED_PER_FAULT]]
-            if len(faults) > _LISTED_PER_FAULT:
-                lines.append(f"    ... and {len(faults) - _LISTED_PER_FAULT} more")
-        if not self.by_kind:
-            raise StorageError("\n".join([*lines, "Make these files readable and try again."]))
-        raise FormatError("\n".join([*lines, "Download or write the files named above again."]))
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """The files to open, and what the index file says about them."""
-
-    layout: Layout
-    files: Sequence[str]
-    weight_map: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    composed: dict[str, Composed] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    held: dict[str, set[str]] = field(default_factory=dict)
+    wrapper: str = ""
+    ignored: list[str] = field(default_factory=list)
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
-    faults = _Faults(reader.root)
-    selection = _select(reader, weights_name, faults)
-    extras = [name for name in extra_files if _is_there(reader, name)]
-    headers = _read_headers(reader, sorted({*selection.files, *extras}), faults)
-    entries = _merge_entries(headers, faults)
-    _check_weight_map(selection.weight_map, headers, faults)
+    faults = Faults(reader.root)
+    selection = select(reader, weights_name, faults)
+    extras = [name for name in extra_files if is_there(reader, name)]
+    found = _Contents()
+    match selection.layout:
+        case "torch distributed checkpoint":
+            _add_distributed(reader, selection, found, faults)
+        case "torch file" | "indexed torch files":
+            _add_torch_files(reader, selection.files, found, faults)
+        case _:
+            extras += selection.files
+    _add_headers(_read_each(reader, sorted(set(extras)), read_header, faults), found, faults)
+    _check_weight_map(selection.weight_map, found.held, faults)
     faults.raise_if_any()
-    metadata: dict[str, str] = {}
-    for header in headers:
-        metadata = {**header.metadata, **metadata}
+    ignored = found.ignored[:_MOST_IGNORED]
+    if len(found.ignored) > _MOST_IGNORED:
+        ignored.append(f"... and {len(found.ignored) - _MOST_IGNORED} more")
     return CheckpointIndex(
         root=reader.root,
-        files={header.file: header.file_nbytes for header in headers},
-        entries=entries,
-        metadata={**metadata, **selection.metadata},
+        files=dict(sorted(found.files.items())),
+        entries=found.entries,
+        metadata={**found.metadata, **selection.metadata},
         layout=selection.layout,
+        composed=found.composed,
+        wrapper=found.wrapper,
+        ignored=tuple(ignored),
     )
 
 
-def _is_there(reader: StorageReader, name: str) -> bool:
-    try:
-        reader.size(name)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return False
-        raise
-    return True
+def _read_each(
+    reader: StorageReader, files: Sequence[str], read: Callable[[StorageReader, str], T], faults: Faults
+) -> list[T]:
+    """What is read of the sound files; the others are faults."""
 
-
-# Which files
-
-
-def _select(reader: StorageReader, weights_name: str | None, faults: _Faults) -> _Selection:
-    if weights_name is not None:
-        return _select_named(reader, weights_name, faults)
-    try:
-        names = [name for name in reader.list() if "/" not in name]
-    except CannotListError:
-        return _select_probed(reader, faults)
-    if _SINGLE_FILE in names:
-        return _Selection("single file", [_SINGLE_FILE])
-    if _USUAL_INDEX in names:
-        return _select_indexed(reader, _USUAL_INDEX, faults)
-    indexes = _without_side_files(name for name in names if name.endswith(_INDEX))
-    if len(indexes) > 1:
-        raise FormatError(
-            f"{reader.root}: several index files and no {_USUAL_INDEX}: {_listed(indexes)}; "
-            "pass the one that is meant as weights_name, or its path"
-        )
-    if indexes:
-        return _select_indexed(reader, indexes[0], faults)
-    return _select_all(reader, names, faults)
-
-
-def _select_probed(reader: StorageReader, faults: _Faults) -> _Selection:
-    """By their usual names, one after the other, where the storage does not tell which files it has."""
-    refusal: StorageError | None = None
-    for name in (_SINGLE_FILE, _USUAL_INDEX):
+    def attempt(file: str) -> T | FormatError | StorageError:
         try:
-            if _is_there(reader, name):
-                return _select_named(reader, name, faults)
-        except StorageError as error:
-            # An object store that must not tell which files it has refuses those it does not have.
-            if not isinstance(error.__cause__, PermissionError):
-                raise
-            refusal = error
-    if refusal is not None:
-        raise refusal
-    raise FormatError(
-        f"{reader.root}: no weights found\n"
-        f"  looked for: {_SINGLE_FILE}, {_USUAL_INDEX}; for others the storage would have to list its files\n"
-        f"Check the URL, or name the file: the URL of the *{_WEIGHTS} or *{_INDEX} file itself, or weights_name=..."
-    )
-
-
-def _select_named(reader: StorageReader, name: str, faults: _Faults) -> _Selection:
-    if not name.endswith((_INDEX, _WEIGHTS)):
-        raise FormatError(
-            f"{shown(name)} in {reader.root}: this layout is not supported for loading; "
-            f"name a file that ends in {_WEIGHTS} or {_INDEX}"
-        )
-    if not _is_there(reader, name):
-        raise FormatError(
-            f"{shown(name)} in {reader.root}: no such file, but it is asked for by name; "
-            "check weights_name (transformers_weights in config.json), or download the file"
-        )
-    if name.endswith(_INDEX):
-        return _select_indexed(reader, name, faults)
-    return _Selection("single file", [name])
-
-
-def _select_all(reader: StorageReader, names: Sequence[str], faults: _Faults) -> _Selection:
-    """Every safetensors file of a folder that has no index."""
-    files = _without_side_files(name for name in names if name.endswith(_WEIGHTS))
-    if not files:
-        raise _nothing_there(reader.root, names)
-    _check_numbering(files, faults)
-    return _Selection("single file" if len(files) == 1 else "several files without an index", files)
-
-
-def _without_side_files(names: Iterable[str]) -> list[str]:
-    """Without adapters, and without "consolidated" files where they are a second copy of the weights."""
-    kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
-    return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
-
-
-def _check_numbering(files: Sequence[str], faults: _Faults) -> None:
-    """Where files are numbered "-00002-of-00003" and no index says which there are, none may be missing."""
-    found: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for file in files:
-        match = _NUMBERED.fullmatch(file)
-        if match:
-            found[match["stem"], int(match["total"])].add(int(match["number"]))
-    for (stem, total), numbers in found.items():
-        first = 0 if 0 in numbers else 1
-        # The total is a stranger's number: look no further than what is there plus what is listed.
-        looked_at = range(first, first + min(total, len(numbers) + _LISTED_PER_FAULT))
-        absent = [number for number in looked_at if number not in numbers]
-        if absent:
-            faults.add(
-                "incomplete sets of numbered files",
-                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
-                f"missing are the numbers {_listed(str(number) for number in absent)}",
-            )
-
-
-def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
-    lines = [
-        f"{root}: no weights found",
-        f"  looked for: {_SINGLE_FILE}, {_USUAL_INDEX}, another *{_INDEX}, *{_WEIGHTS}",
-        f"  files there: {_listed(map(shown, names)) or 'none'}",
-    ]
-    if any(fnmatchcase(name, "adapter_model*") for name in names):
-        lines.append("  There is an adapter without its base model; open the base model's folder.")
-    others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
-    if others:
-        lines.append(f"  {_listed(map(shown, others))}: this layout is not supported for loading.")
-    if ".metadata" in names:
-        lines.append("  .metadata (torch.distributed.checkpoint): this layout is not supported for loading.")
-    return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files."]))
-
-
-# The index file
-
-
-def _select_indexed(reader: StorageReader, name: str, faults: _Faults) -> _Selection:
-    nbytes = reader.size(name)
-    if nbytes > MAX_INDEX_BYTES:
-        _refuse_index(reader, name, f"it has {nbytes} bytes, {MAX_INDEX_BYTES} is the limit")
-    content = parse_object(reader.read(name, 0, nbytes), what=f"{shown(name)} in {reader.root}")
-    weight_map = _weight_map(reader, name, content.get("weight_map"), faults)
-    metadata = content.get("metadata")
-    if not isinstance(metadata, dict):
-        metadata = {}
-    texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in metadata.items()}
-    return _Selection("indexed", sorted(set(weight_map.values())), weight_map, texts)
-
-
-def _weight_map(reader: StorageReader, name: str, value: object, faults: _Faults) -> dict[str, str]:
-    """The index's map of keys to files, without the files that must not be opened; those are faults."""
-    if not isinstance(value, dict):
-        _refuse_index(reader, name, "it has no object named weight_map")
-    if not value:
-        _refuse_index(reader, name, "its weight_map is empty")
-    for key, file in value.items():
-        if not isinstance(file, str):
-            faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
-    mapped = {key: file for key, file in value.items() if isinstance(file, str)}
-    unsafe = {file: why for file in mapped.values() if (why := _why_not_opened(file)) is not None}
-    for file, why in sorted(unsafe.items()):
-        faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {why}")
-    return {key: file for key, file in mapped.items() if file not in unsafe}
-
-
-def _why_not_opened(file: str) -> str | None:
-    if not file.endswith(_WEIGHTS):
-        return f"it does not end in {_WEIGHTS}"
-    return why_unsafe(file)
-
-
-def _refuse_index(reader: StorageReader, name: str, cause: str) -> NoReturn:
-    raise FormatError(f"{shown(name)} in {reader.root}: {cause}; download or write the index again")
-
-
-# The files' headers
-
-
-def _read_headers(reader: StorageReader, files: Sequence[str], faults: _Faults) -> list[FileHeader]:
-    """The headers of the files that have a sound one; the others are faults."""
-
-    def attempt(file: str) -> FileHeader | FormatError | StorageError:
-        try:
-            return read_header(reader, file)
+            return read(reader, file)
         except (FormatError, StorageError) as error:
             return error
 
     # Threads because of networks, where a checkpoint of hundreds of files is hundreds of waits.
     with ThreadPoolExecutor(max(_HEADER_THREADS, reader.policy.concurrency)) as pool:
         results = list(pool.map(attempt, files))
+    sound: list[T] = []
     for result in results:
-        if not isinstance(result, FileHeader):
+        if isinstance(result, FormatError | StorageError):
             faults.add_error("damaged files", result)
-    return [result for result in results if isinstance(result, FileHeader)]
+        else:
+            sound.append(result)
+    return sound
 
 
-def _merge_entries(headers: Iterable[FileHeader], faults: _Faults) -> dict[str, TensorEntry]:
-    merged: dict[str, TensorEntry] = {}
+def _add_headers(headers: Iterable[FileHeader], found: _Contents, faults: Faults) -> None:
     for header in headers:
+        found.files[header.file] = header.file_nbytes
+        found.held[header.file] = {entry.key for entry in header.entries}
+        found.metadata = {**header.metadata, **found.metadata}
         for entry in header.entries:
-            first = merged.setdefault(entry.key, entry)
+            first = found.entries.setdefault(entry.key, entry)
             if first is not entry:
                 faults.add(
                     "keys held by two files",
                     f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}; "
                     "remove the file that does not belong",
                 )
-    return merged
 
 
-def _check_weight_map(weight_map: Mapping[str, str], headers: Iterable[FileHeader], faults: _Faults) -> None:
+def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: Faults) -> None:
     """Every key is where the index says. Keys of an opened file that the index leaves out are welcome."""
-    held = {header.file: {entry.key for entry in header.entries} for header in headers}
     for key, file in weight_map.items():
         if file in held and key not in held[file]:
             faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
 
 
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = len(every) - _LISTED_PER_FAULT
-    return ", ".join(every[:_LISTED_PER_FAULT]) + (f", ... and {more} more" if more > 0 else "")
+# Files of torch
+
+
+def _add_torch_files(reader: StorageReader, files: Sequence[str], found: _Contents, faults: Faults) -> None:
+    contents: list[TorchFile] = _read_each(reader, files, read_torch_file, faults)
+    choice = choose_model([tensor.path for item in contents for tensor in item.tensors])
+    if choice is None:
+        raise _no_model(reader, " and ".join(map(shown, files)))
+    for item in contents:
+        found.files[item.file] = item.file_nbytes
+        _add_ignored(item.others, choice, found)
+        found.held[item.file] = _add_tensors(item.tensors, choice, found, faults)
+
+
+def _add_distributed(reader: StorageReader, selection: Selection, found: _Contents, faults: Faults) -> None:
+    contents = read_distributed(reader, selection.folder)
+    if contents is None:
+        raise _no_model(reader, f"{selection.folder}{METADATA}")
+    found.files.update(contents.files)
+    _add_ignored(contents.others, contents.choice, found)
+    _add_tensors(contents.tensors, contents.choice, found, faults)
+
+
+def _no_model(reader: StorageReader, what: str) -> FormatError:
+    where = where_models_are(reader) or "pass the folder or the file of the model, which is saved apart"
+    return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model; {where}")
+
+
+def _add_ignored(others: Iterable[tuple[Path, str]], choice: Choice, found: _Contents) -> None:
+    """Note what is not loaded: an optimizer as a whole, all else one by one."""
+    ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
+    ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
+    found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
+
+
+def _add_tensors(tensors: Iterable[FoundTensor], choice: Choice, found: _Contents, faults: Faults) -> set[str]:
+    """Add entries and what is composed of them; the keys of the tensors."""
+    found.wrapper = ".".join(choice.wrapper)
+    keys: set[str] = set()
+    for tensor in tensors:
+        key = choice.key_of(tensor.path)
+        if key is None:
+            continue
+        if key in keys or key in found.entries or key in found.composed:
+            faults.add("keys held twice", f"{shown(key)}: at {shown('.'.join(tensor.path))}, and elsewhere")
+            continue
+        keys.add(key)
+        _add_tensor(key, tensor, found, faults)
+    return keys
+
+
+def _add_tensor(key: str, tensor: FoundTensor, found: _Contents, faults: Faults) -> None:
+    def enter(name: str, view: StoredView, shape: tuple[int, ...]) -> None:
+        entry = TensorEntry(name, view.dtype, shape, view.file, view.range.start, view.range.stop)
+        if found.entries.setdefault(name, entry) is not entry:
+            faults.add("keys held twice", f"{shown(name)}: as a tensor, and as a part of one")
+
+    def part(name: str, view: StoredView) -> Part:
+        if view.is_whole:
+            enter(name, view, view.shape)
+            return Whole(name)
+        name = f"{name} (storage)"
+        enter(name, view, (view.range.nbytes // view.dtype.itemsize,))
+        return View(name, view.strided)
+
+    if not numel(tensor.shape) and tensor.chunks:
+        nothing = tensor.chunks[0].view
+        empty = ByteRange(nothing.range.start, nothing.range.start)
+        enter(key, StoredView(nothing.file, empty, tensor.dtype, Strided.contiguous(tensor.shape)), tensor.shape)
+        return
+    chunks = [chunk for chunk in tensor.chunks if numel(chunk.view.shape)]  # a rank may have had none of it
+    boxes = [Box(chunk.offsets, chunk.view.shape) for chunk in chunks]
+    if len(boxes) == 1 and boxes[0] == Box.whole(tensor.shape):
+        whole = part(key, chunks[0].view)
+        if not isinstance(whole, Whole):
+            found.composed[key] = Composed(tensor.dtype, tensor.shape, whole)
+        return
+    parts = [(box, part(_name(key, box), chunk.view)) for box, chunk in zip(boxes, chunks, strict=True)]
+    tree = tiling(tensor.shape, parts)
+    if tree is None:
+        faults.add(
+            "tensors whose chunks do not tile them",
+            f"{shown(key)} of shape {tensor.shape}: {len(boxes)} chunks with holes or overlaps between them",
+        )
+        return
+    found.composed[key] = Composed(tensor.dtype, tensor.shape, tree)
+
+
+def _name(key: str, box: Box) -> str:
+    """The key of a chunk, as it would be indexed: ``key[0:4, 8:16]``."""
+    spans = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{key}[{spans}]"

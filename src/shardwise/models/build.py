@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Expression, stored_dtype
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of
@@ -90,7 +90,7 @@ def _class_from_config(
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[Stored]) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[Expression]) -> torch.dtype:
     """The dtype of the model: the one given, or for "auto" that of the config, or of the first stored floats.
 
     It is also set on the config and its sub-configs, as ``from_pretrained`` does.
@@ -111,10 +111,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: It
     return found
 
 
-def _stored_dtype(stored: Iterable[Stored]) -> torch.dtype:
-    for leaf in stored:
-        if leaf.dtype.kind == "float" and leaf.dtype.bits >= 16:
-            return to_torch(leaf.dtype)
+def _stored_dtype(stored: Iterable[Expression]) -> torch.dtype:
+    for dtype in map(stored_dtype, stored):
+        if dtype.kind == "float" and dtype.bits >= 16:
+            return to_torch(dtype)
     return torch.get_default_dtype()
 
 

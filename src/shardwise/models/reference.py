@@ -6,13 +6,17 @@ with the loader is which key goes where (transformers' renames), and the dtype o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from shardwise.models import transformers_compat as compat
@@ -20,26 +24,66 @@ from shardwise.models.rules import assign_keys
 
 
 class WholeTensors:
-    """The tensors of safetensors files by key, through the safetensors library."""
+    """The tensors of a checkpoint's files by key, through the libraries that wrote them: safetensors and torch.
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._handles: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
-        self.files = {key: file for file, handle in self._handles.items() for key in list(handle.keys())}
+    ``wrapper`` is where in a nest of dicts the model is.
+    """
+
+    def __init__(self, files: Sequence[Path], wrapper: str = "") -> None:
+        self._readers: dict[str, Callable[[], torch.Tensor]] = {}
+        for file in files:
+            if file.suffix == ".safetensors":
+                handle = safe_open(file, framework="pt")
+                self._readers.update({key: partial(handle.get_tensor, key) for key in list(handle.keys())})
+            elif file.suffix != ".distcp":
+                self._readers.update(_of_torch_file(file, wrapper))
+        for folder in dict.fromkeys(file.parent for file in files if file.suffix == ".distcp"):
+            self._readers.update(_of_folder(folder, wrapper))
+        self.keys = list(self._readers)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handles[self.files[key]].get_tensor(key)
-        return tensor
+        return self._readers[key]()
+
+
+def _of_torch_file(file: Path, wrapper: str) -> dict[str, Callable[[], torch.Tensor]]:
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    for name in filter(None, wrapper.split(".")):
+        content = content[name]
+    return {key: partial(lambda value: value, item) for key, item in content.items() if torch.is_tensor(item)}
+
+
+def _of_folder(folder: Path, wrapper: str) -> dict[str, Callable[[], torch.Tensor]]:
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+
+    def read(name: str, item: TensorStorageMetadata) -> torch.Tensor:
+        made = {name: torch.empty(item.size, dtype=item.properties.dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that every rank loads by itself
+            distributed_checkpoint.load(made, storage_reader=FileSystemReader(folder), no_dist=True)
+        return made[name]
+
+    prefix = f"{wrapper}." if wrapper else ""
+    return {
+        name.removeprefix(prefix): partial(read, name, item)
+        for name, item in metadata.items()
+        if isinstance(item, TensorStorageMetadata) and name.startswith(prefix)
+    }
 
 
 def reference_values(
-    model: nn.Module, files: Sequence[Path], transforms: Sequence[Any], dtypes: Mapping[str, torch.dtype]
+    model: nn.Module,
+    files: Sequence[Path],
+    transforms: Sequence[Any],
+    dtypes: Mapping[str, torch.dtype],
+    wrapper: str = "",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole value) of every tensor the checkpoint holds, in the dtype the model has it in.
 
-    ``dtypes`` are the model's saved tensors by canonical name. Memory: the sources and outcome of one conversion.
+    ``dtypes`` are the model's saved tensors by canonical name, ``wrapper`` is that of :class:`WholeTensors`. Memory:
+    the sources and outcome of one conversion.
     """
-    stored = WholeTensors(files)
-    assignment = assign_keys(list(stored.files), dtypes, transforms, compat.base_model_prefix(model))
+    stored = WholeTensors(files, wrapper)
+    assignment = assign_keys(stored.keys, dtypes, transforms, compat.base_model_prefix(model))
     for name, keys in assignment.plain.items():
         yield name, stored[keys[0]].to(dtypes[name])
     for conversion in assignment.conversions.values():

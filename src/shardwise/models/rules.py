@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import Bindings, Expression, Opaque, Stored, substitute
+from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_dtype, substitute
 from shardwise.layout import ModelLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
@@ -86,19 +86,23 @@ def assign_keys(
 
 def bind(
     model: nn.Module,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, Expression],
     layout: ModelLayout,
     transforms: Sequence[Any],
     dtype_of: Callable[[str], torch.dtype] | None = None,
 ) -> Bindings:
     """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
 
-    ``stored`` are the checkpoint's tensors by key.
+    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves.
     ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
     default is that tensor's dtype in ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
     prefix = compat.base_model_prefix(model)
+    # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
+    # afterwards.
+    leaves = {key: Stored(key, item.shape, stored_dtype(item)) for key, item in stored.items()}
+    composed = {key for key, item in stored.items() if not isinstance(item, Stored)}
     assignment = assign_keys(list(stored), names, transforms, prefix)
     offers: dict[str, list[Expression]] = {}
     faults: dict[str, list[str]] = {}
@@ -107,7 +111,7 @@ def bind(
     for name, keys in assignment.plain.items():
         leaders[name] = name
         offers.setdefault(name, []).extend(stored[key] for key in keys)
-    tracer = _Tracer(model, layout, stored, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
+    tracer = _Tracer(model, layout, leaves, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
     for conversion in assignment.conversions.values():
         if gap := _index_gap(conversion):
             faults[gap] = conversion.targets
@@ -125,7 +129,8 @@ def bind(
             continue
         for name, expression in made.items():
             if name in names:
-                offers.setdefault(name, []).append(expression)
+                is_composed = not composed.isdisjoint(conversion.keys)
+                offers.setdefault(name, []).append(substitute(expression, stored) if is_composed else expression)
                 leaders[name] = conversion.target
             else:
                 unmatched.update(dict.fromkeys(conversion.keys, name))

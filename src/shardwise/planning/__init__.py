@@ -11,8 +11,8 @@ from shardwise.planning.load_plan import (
     Recompute,
     Tie,
     plan_load,
-    stored_tensors,
 )
+from shardwise.planning.stored import stored_tensors
 
 __all__ = [
     "Consent",

@@ -143,8 +143,10 @@ class Footprints:
 
     def _whole_inputs(self, leaf: Opaque) -> Segments:
         found: list[Segments] = []
-        for stored in leaf.inputs:
-            for copy in copies(stored, Box.whole(stored.shape)):
+        for source in leaf.inputs:
+            for copy in copies(source, Box.whole(source.shape)):
+                stored = copy.leaf
+                assert isinstance(stored, Stored)  # an opaque leaf is never below another node
                 within = _within_leaf(copy, stored, self._policy, self._policy.request_bytes, needs_staging=False)
                 found.append(within.moved(np.asarray([self._map.place_of(stored.key)], np.int64)))
         return Segments.all_of(found)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton
+from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton, stored_dtype
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Spread, TensorLayout, WorldLayout
@@ -189,7 +189,7 @@ def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
             made.setdefault(id(read.expression.operation), (read.expression, []))[1].append(name)
     found: list[ComputedForecast] = []
     for leaf, names in made.values():
-        nbytes = sum(numel(stored.shape) * stored.dtype.itemsize for stored in leaf.inputs)
+        nbytes = sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
         found.append(ComputedForecast(tuple(names), leaf.label, nbytes, _COMPUTING_FACTOR * nbytes))
     return tuple(found)
 

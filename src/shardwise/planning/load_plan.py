@@ -105,11 +105,6 @@ class LoadPlan:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def stored_tensors(index: CheckpointIndex) -> dict[str, Stored]:
-    """The checkpoint's tensors as leaves of expressions, by key, in file order."""
-    return {key: Stored(key, entry.shape, entry.dtype) for key, entry in index.entries.items()}
-
-
 def plan_load(
     index: CheckpointIndex, layout: ModelLayout, bindings: Bindings, rules: ModelRules, consent: Consent
 ) -> LoadPlan:

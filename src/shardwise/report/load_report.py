@@ -20,7 +20,8 @@ class LoadReport:
     ("stored dtype", "dtype in the model"); ``ignored_keys`` are checkpoint keys that nothing was made of, with
     consent or because the model ignores them on purpose; ``read_once`` and ``read_alone`` are tensors of which
     several ranks need the same bytes, with the reason why one rank read for all, or each for itself; ``replicated``
-    are parameters that are whole on every rank of a sharded model.
+    are parameters that are whole on every rank of a sharded model. ``wrapper`` is where in a nest of dicts the
+    checkpoint has the model, as in "model"; ``not_loaded`` is what it has beside the model's tensors.
     """
 
     checkpoint: str
@@ -57,6 +58,8 @@ class LoadReport:
     read_once: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicated: tuple[str, ...] = ()
+    wrapper: str = ""
+    not_loaded: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -102,4 +105,7 @@ class LoadReport:
                 lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
         lines += listing("replicated", self.replicated)
         lines += listing("ignored", self.ignored_keys)
+        if self.wrapper:
+            lines.append(f"  taken from  {self.wrapper}")
+        lines += listing("not loaded", self.not_loaded)
         return "\n".join(lines)

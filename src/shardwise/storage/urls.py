@@ -10,7 +10,15 @@ from shardwise.errors import StorageError
 from shardwise.storage.names import shown
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
-_CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")
+_CHECKPOINT_FILES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    "/.metadata",
+)
 _IN_TEXT = re.compile(
     r"(?P<start>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/?#'\"@]*@)?(?P<path>[^\s?#'\"<>]*)[^\s'\"<>)]*"
 )

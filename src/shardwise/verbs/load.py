@@ -115,7 +115,7 @@ def load(
     hub: HubOptions = HubOptions(),  # noqa: B008
     options: LoadOptions = LoadOptions(),
 ) -> LoadReport:
-    """Fill a model from a checkpoint of safetensors files, bitwise as transformers would.
+    """Fill a model from a checkpoint (safetensors, ``.bin``, DCP), bitwise as transformers would.
 
     The model may be any ``nn.Module``: on meta or real, sharded by ``fully_shard`` or not, of transformers or not.
     Tensors on meta get memory for this rank's shard; real ones have their values replaced. Each tensor keeps its
@@ -126,7 +126,7 @@ def load(
 
     Args:
         model: the model, in the same state on every rank.
-        checkpoint: a directory, a safetensors file, an index file, a hub id, a URL, or a storage reader.
+        checkpoint: a directory, a file of tensors, an index file, a hub id, a URL, or a storage reader.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
         buffers: glob of buffer names to a callable that computes the buffer of the module it is given, for
             non-persistent buffers that neither the model's class nor a ``reset_parameters`` computes.
@@ -603,4 +603,6 @@ def make_report(
             for item in plan.layout.tensors
             if sharded and item.kind is Kind.PARAMETER and item.placement == "whole"
         ),
+        wrapper=index.wrapper,
+        not_loaded=index.ignored,
     )

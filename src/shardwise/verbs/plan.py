@@ -171,7 +171,7 @@ def forecast(
         nodes=options.get("nodes", 1),
         parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is Kind.PARAMETER),
         checkpoint_bytes=index.nbytes,
-        checkpoint_tensors=len(index.entries),
+        checkpoint_tensors=len(index.tensors()),
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
         groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),

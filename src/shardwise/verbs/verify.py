@@ -24,8 +24,8 @@ from shardwise.verbs.pretrained import PretrainedOptions, from_pretrained
 def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> VerifyReport:
     """Load with :func:`~shardwise.verbs.pretrained.from_pretrained` and compare every element on every rank.
 
-    The reference is made of whole tensors, read by the safetensors library and converted by transformers, one
-    conversion at a time, and of the buffers that the model class's own constructor computes.
+    The reference is made of whole tensors, read by the safetensors library or torch and converted by transformers,
+    one conversion at a time, and of the buffers that the model class's own constructor computes.
 
     Collective: yes. Memory: as for the load, and the largest conversion, whole.
     """
@@ -63,7 +63,7 @@ def _compare_stored(
     compared: set[str] = set()
     elements = 0
     unequal: list[str] = []
-    for name, whole in reference_values(model, files, transforms, dtypes):
+    for name, whole in reference_values(model, files, transforms, dtypes, report.wrapper):
         item = by_name[name]
         if item.fqn in report.mismatched_keys:
             continue

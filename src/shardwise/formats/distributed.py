@@ -1,0 +1,268 @@
+"""A folder written by ``torch.distributed.checkpoint``: which chunk of which tensor lies at which bytes.
+
+``.metadata`` is a pickle that tells the chunks of every tensor and, for each, a file and a range of bytes, in which
+lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``distributed/checkpoint/metadata.py`` and
+``filesystem.py``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NoReturn
+
+from shardwise.errors import FormatError, StorageError
+from shardwise.formats.composed import Chunk, FoundTensor
+from shardwise.formats.pickles import Record, read_pickle
+from shardwise.formats.torch_file import each, read_torch_tensor
+from shardwise.formats.torch_values import DISTRIBUTED_METADATA
+from shardwise.formats.wrappers import Choice, Path, choose_model
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.reader import StorageReader
+from shardwise.tensors import Box, ByteRange, DType
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+MAX_METADATA_BYTES = 500_000_000
+"""The longest metadata that is read: of some three million chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The bytes of a chunk."""
+
+    file: str
+    bytes: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor as the metadata tells of it."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Place], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedMetadata:
+    """What a folder holds: tensors by the keys that lead to them, and the keys of all else."""
+
+    tensors: Mapping[Path, SavedTensor]
+    others: tuple[tuple[Path, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedFiles:
+    """The model's tensors of a folder, and the files they lie in with their sizes."""
+
+    files: Mapping[str, int]
+    tensors: tuple[FoundTensor, ...]
+    choice: Choice
+    others: tuple[tuple[Path, str], ...]
+
+
+def read_distributed(reader: StorageReader, folder: str = "") -> DistributedFiles | None:
+    """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
+
+    Read are the metadata, and of every chunk the directory of its archive.
+
+    Raises :class:`FormatError` for what contradicts itself or holds what is no data,
+    :class:`~shardwise.errors.StorageError` for bytes that do not come.
+    """
+    file = f"{folder}{METADATA}"
+    what = f"{shown(file)} in {reader.root}"
+    nbytes = reader.size(file)
+    if nbytes > MAX_METADATA_BYTES:
+        raise FormatError(f"{what}: it has {nbytes} bytes, {MAX_METADATA_BYTES} is the limit")
+    metadata = parse_metadata(reader.read(file, 0, nbytes), folder, what=what)
+    choice = choose_model(metadata.tensors)
+    if choice is None:
+        return None
+    wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
+    files = _sizes(reader, wanted.values(), what)
+
+    def read(item: tuple[SavedTensor, Box, Place]) -> Chunk:
+        tensor, box, place = item
+        named = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
+        view = read_torch_tensor(reader, place.file, place.bytes.start, place.bytes.stop, named)
+        if view.dtype is not tensor.dtype or view.shape != box.sizes:
+            raise FormatError(
+                f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata tells of "
+                f"{tensor.dtype.label} {box.sizes}; the folder mixes two saves, or is damaged: write it again"
+            )
+        return Chunk(box.offsets, view)
+
+    jobs = [(tensor, box, place) for tensor in wanted.values() for box, place in tensor.chunks]
+    chunks = iter(each(reader, read, jobs))
+    tensors = [
+        FoundTensor(path, tensor.dtype, tensor.shape, tuple(next(chunks) for _ in tensor.chunks))
+        for path, tensor in wanted.items()
+    ]
+    return DistributedFiles(files, tuple(tensors), choice, metadata.others)
+
+
+def parse_metadata(content: bytes, folder: str, *, what: str) -> DistributedMetadata:
+    """What the pickle ``.metadata`` tells; ``what`` names it in messages.
+
+    Raises :class:`FormatError` for the first fault found. What is returned is consistent: every chunk lies in its
+    tensor, has a place, and names a file below ``folder``.
+    """
+    return _Parser(folder, what).parse(read_pickle(content, DISTRIBUTED_METADATA, what=what))
+
+
+def _sizes(reader: StorageReader, tensors: Iterable[SavedTensor], what: str) -> dict[str, int]:
+    """The files that the chunks lie in, by name; every chunk ends within its file."""
+    ends: dict[str, int] = {}
+    for tensor in tensors:
+        for _, place in tensor.chunks:
+            ends[place.file] = max(ends.get(place.file, 0), place.bytes.stop)
+    files = sorted(ends)
+
+    def size(file: str) -> int | StorageError:
+        try:
+            return reader.size(file)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return error
+            raise
+
+    found = dict(zip(files, each(reader, size, files), strict=True))
+    missing = [file for file, nbytes in found.items() if isinstance(nbytes, StorageError)]
+    if missing:
+        some = ", ".join(map(shown, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        raise FormatError(
+            f"{what}: {len(missing)} of {len(files)} files are missing: {some}; every machine wrote its own: copy "
+            "them all into one folder"
+        )
+    sizes = {file: nbytes for file, nbytes in found.items() if isinstance(nbytes, int)}
+    for file, nbytes in sizes.items():
+        if ends[file] > nbytes:
+            raise FormatError(
+                f"{what}: {shown(file)} ends after {nbytes} bytes, and a chunk in it at {ends[file]}; copy it again"
+            )
+    return sizes
+
+
+class _Parser:
+    def __init__(self, folder: str, what: str) -> None:
+        self.folder = folder
+        self.what = what
+
+    def parse(self, root: object) -> DistributedMetadata:
+        fields = self.fields(root, "Metadata")
+        described = self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
+        places = self.places(self.mapping(fields.get("storage_data"), "storage_data"))
+        paths = fields.get("planner_data")
+        paths = paths if isinstance(paths, dict) else {}
+        tensors: dict[Path, SavedTensor] = {}
+        others: list[tuple[Path, str]] = []
+        for key, item in described.items():
+            if not isinstance(key, str) or not isinstance(item, Record):
+                self.refuse("state_dict_metadata is not by key")
+            if item.name.endswith(".TensorStorageMetadata"):
+                path = self.path(key, paths.get(key))
+                if path in tensors:
+                    self.refuse(f"{shown(key)} and {shown(tensors[path].key)} are in the same place")
+                tensors[path] = self.tensor(key, item, places)
+            else:
+                others.append((self.path(key, paths.get(key)), "bytes"))
+        return DistributedMetadata(tensors, tuple(others))
+
+    def refuse(self, cause: str) -> NoReturn:
+        raise FormatError(f"{self.what}: {cause}; it is damaged or of another format: write the checkpoint again")
+
+    def fields(self, value: object, name: str) -> dict[object, object]:
+        if not isinstance(value, Record) or not value.name.endswith(f".{name}"):
+            self.refuse(f"it has no {name} where one belongs")
+        return self.mapping(value.state, name)
+
+    def mapping(self, value: object, name: str) -> dict[object, object]:
+        if not isinstance(value, dict):
+            self.refuse(f"{name} is not a dict")
+        return value
+
+    def sizes(self, value: object, name: str) -> tuple[int, ...]:
+        if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
+            self.refuse(f"{name} is not a tuple of sizes")
+        return value
+
+    def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], Place]:
+        """Where chunks lie, by key and offsets."""
+        found: dict[tuple[str, tuple[int, ...]], Place] = {}
+        by_file: dict[str, list[tuple[ByteRange, str]]] = defaultdict(list)
+        for index, info in stored.items():
+            where = self.fields(index, "MetadataIndex")
+            key, offsets = where.get("fqn"), where.get("offset")
+            if not isinstance(key, str):
+                self.refuse("storage_data has an entry without a key")
+            place = self.place(key, self.fields(info, "_StorageInfo"))
+            by_file[place.file].append((place.bytes, key))
+            if offsets is None:  # bytes
+                continue
+            spot = key, self.sizes(offsets, f"the offset of {shown(key)}")
+            if spot in found:
+                self.refuse(f"{shown(key)} has two places for the chunk at {spot[1]}")
+            found[spot] = place
+        for file, ranges in by_file.items():
+            ranges.sort()
+            for (one, first), (two, second) in pairwise(ranges):
+                if two.start < one.stop:
+                    self.refuse(f"{shown(first)} and {shown(second)} overlap in {shown(file)}")
+        return found
+
+    def place(self, key: str, info: dict[object, object]) -> Place:
+        file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(file, str):
+            self.refuse(f"{shown(key)} is in no file")
+        if (fault := why_unsafe(file)) is not None:
+            self.refuse(f"{shown(key)} is in the file {shown(file)}, which is refused: {fault}")
+        if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0 or start + nbytes >= 2**63:
+            self.refuse(f"{shown(key)} has no range of bytes in {shown(file)}")
+        if info.get("transform_descriptors"):
+            raise FormatError(
+                f"{self.what}: {shown(key)} was saved through a transform (compression, encryption), and cannot be "
+                "read in parts; load it with torch.distributed.checkpoint and save it without"
+            )
+        return Place(f"{self.folder}{file}", ByteRange(start, start + nbytes))
+
+    def tensor(self, key: str, item: Record, places: Mapping[tuple[str, tuple[int, ...]], Place]) -> SavedTensor:
+        fields = self.fields(item, "TensorStorageMetadata")
+        shape = self.sizes(fields.get("size"), f"the size of {shown(key)}")
+        dtype = self.dtype(key, fields.get("properties"))
+        listed = fields.get("chunks")
+        if not isinstance(listed, list):
+            self.refuse(f"{shown(key)} has no list of chunks")
+        chunks: dict[Box, Place] = {}
+        for chunk in listed:
+            facts = self.fields(chunk, "ChunkStorageMetadata")
+            offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")
+            sizes = self.sizes(facts.get("sizes"), f"the sizes of a chunk of {shown(key)}")
+            box = Box(offsets, sizes) if len(offsets) == len(sizes) else None
+            if box is None or not box.is_within(shape):
+                self.refuse(f"{shown(key)} of shape {shape} has a chunk at {offsets} of sizes {sizes}")
+            place = places.get((key, offsets))
+            if place is None:
+                self.refuse(f"{shown(key)} has no place for the chunk at {offsets}")
+            chunks[box] = place
+        return SavedTensor(key, dtype, shape, tuple(chunks.items()))
+
+    def dtype(self, key: str, properties: object) -> DType:
+        if not isinstance(properties, Record) or not properties.name.endswith(".TensorProperties"):
+            self.refuse(f"{shown(key)} has no properties")
+        state = properties.state
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, DType):
+            self.refuse(f"{shown(key)} has no dtype that can be loaded")
+        return dtype
+
+    def path(self, key: str, given: object) -> Path:
+        """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone."""
+        if not isinstance(given, tuple) or not given:
+            return (key,)
+        names = tuple(str(part) for part in given if isinstance(part, str | int))
+        # What a planner of another kind says is not believed: joined, the names are the key.
+        return names if ".".join(names) == key else (key,)

@@ -1,0 +1,375 @@
+"""Files of torch that lie, or bring a program along: refused with a FormatError that names them, and nothing is run."""
+
+from __future__ import annotations
+
+import collections
+import os
+import struct
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.formats.torch_building import (
+    Called,
+    Id,
+    Touch,
+    archive,
+    pickled,
+    saved,
+    storage,
+    tensor,
+    torch_file,
+)
+
+from shardwise.errors import FormatError, StorageError
+from shardwise.formats import open_checkpoint
+from shardwise.formats.pickles import Vocabulary, read_pickle
+from shardwise.formats.torch_file import read_torch_file
+from shardwise.storage import MemoryReader
+
+SOUND = saved({"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, 2).t(), "c": torch.zeros(3000), "n": 3})
+
+
+def refusal(content: bytes) -> str:
+    with pytest.raises(FormatError) as caught:
+        read_torch_file(MemoryReader({"some.bin": content}), "some.bin")
+    message = str(caught.value)
+    assert message.startswith("some.bin")
+    assert "\n" not in message
+    assert len(message) < 800
+    return message
+
+
+# Programs
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_program_is_named_and_not_run(tmp_path: Path, protocol: int) -> None:
+    trace = tmp_path / "was run"
+    for value in (Touch(trace), {"a": tensor(), "b": Touch(trace)}, {Touch(trace): 1}, [Touch(trace)]):
+        message = refusal(torch_file(pickled(value, protocol)))
+        assert "posix.system, which does not belong to a file of tensors and is never run" in message
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [eval, exec, getattr, print, os.system, os.popen, torch.load, torch.hub.load, type],
+)
+def test_no_function_but_those_of_tensors_is_known(function: Any) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    assert f"it refers to {name}, which does not belong" in refusal(torch_file(Called(function, "x")))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.storage _load_from_bytes",
+        "torch._utils _rebuild_sparse_tensor",
+        "torch._utils _rebuild_wrapper_subclass",
+        "torch._utils _rebuild_device_tensor_from_numpy",
+        "torch.distributed.tensor DTensor",
+        "torch serialization.os.system",
+        "torch.serialization os.system",
+        "collections OrderedDict.fromkeys",
+        "builtins eval",
+        "__builtin__ eval",
+        "__main__ Model",
+        " ",
+    ],
+)
+def test_no_global_is_looked_up(name: str) -> None:
+    module, _, attribute = name.partition(" ")
+    for code in (
+        b"\x80\x02c" + f"{module}\n{attribute}\n".encode() + b".",
+        b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)])
+        + attribute.encode() + b"\x93.",
+    ):  # fmt: skip
+        assert "which does not belong to a file of tensors" in refusal(torch_file(code))
+
+
+def test_a_state_changes_no_function_and_no_class() -> None:
+    for target in (b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"ctorch\nTensor\n", b"]"):
+        code = b"\x80\x02" + target + b"}X\x01\0\0\0xK\x01sb."
+        assert "it gives a state to what has none" in refusal(torch_file(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (b"", "it ends in the middle"),
+        (b"\x80\x02", "it ends in the middle"),
+        (b"\x80\x02.", "it leaves 0 objects, not one"),
+        (b"\x80\x02NN.", "it leaves 2 objects, not one"),
+        (b"\x80\x02(.", "it leaves 1 objects, not one"),
+        (b"\x80\x63.", "it is of protocol 99"),
+        (b"\x80\x02R.", "more from the stack than there is"),
+        (b"\x80\x02(R.", "more from the stack than there is"),
+        (b"\x80\x02)t.", "more from the stack than there is"),
+        (b"\x80\x02N)R.", "it calls what cannot be called"),
+        (b"\x80\x02NNR.", "a call has no tuple"),
+        (b"\x80\x02N)\x81.", "it makes an object of what is no class"),
+        (b"\x80\x02h\x05.", "it refers to object 5"),
+        (b"\x80\x02j\xff\xff\xff\xff.", "it refers to object 4294967295"),
+        (b"\x80\x02Nr\xff\xff\xff\xff0}.", "some.bin"),  # a memo of one, wherever it is
+        (b"\x80\x02X\xff\xff\xff\x7fabc.", "2147483647 bytes are announced"),
+        (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "bytes are announced"),
+        (b"\x80\x02X\x02\0\0\0\xff\xff.", "a text is not UTF-8"),
+        (b"\x80\x02ctorch", "a line does not end"),
+        (b"\x80\x02NNa.", "it appends to what is no list"),
+        (b"\x80\x02N(NNu.", "it sets items of what is no dict"),
+        (b"\x80\x02}(Nu.", "it sets items of what is no dict"),
+        (b"\x80\x02}(K\x01NK\x01Nu.", "a dict has the key 1 twice"),
+        (b"\x80\x02I1\n.", "it has the operation b'I', which torch does not write"),
+        (b"\x80\x02\x82\x01.", "which torch does not write"),
+        (b"(i__main__\nX\n.", "which torch does not write"),
+        (b"\x80\x02Pabc\n.", "which torch does not write"),
+        (b"\x80\x02\x8b\xff\xff\xff\x7f.", "which torch does not write"),
+        (b"\x80\x02NQ.", "a persistent id is not that of a storage"),
+    ],
+)  # fmt: skip
+def test_a_pickle_that_is_no_pickle(code: bytes, words: str) -> None:
+    if code.endswith(b"0}."):
+        read_torch_file(MemoryReader({"some.bin": torch_file(code)}), "some.bin")
+    else:
+        assert words in refusal(torch_file(code))
+
+
+def test_deep_and_endless_nests_end_soon() -> None:
+    start = time.perf_counter()
+    deep = b"\x80\x02}X\x01\0\0\0a" + b"]" * 100_000 + b"a" * 99_999 + b"s."
+    assert "nested too deeply" in refusal(torch_file(deep))
+    tuples = b"\x80\x02)" + b"\x85" * 100_000 + b"."
+    assert "it holds a tuple" in refusal(torch_file(tuples))
+    key = b"\x80\x02})" + b"\x85" * 100_000 + b"Ns."
+    read_torch_file(MemoryReader({"some.bin": torch_file(key)}), "some.bin")  # a key that is never hashed
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    assert "nested too deeply" in refusal(torch_file(endless))
+    doubling: dict[str, Any] = {"x": 1}
+    for _ in range(60):
+        doubling = {"a": doubling, "b": doubling}
+    assert "nested too deeply" in refusal(torch_file(doubling))
+    assert time.perf_counter() - start < 10
+
+
+def test_items_given_to_an_ordered_dict_are_not_lost() -> None:
+    assert "it is given items" in refusal(torch_file(Called(collections.OrderedDict, [["a", 1]])))
+
+
+# Tensors
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (tensor((2, 3)), "a: it reaches to element 5 of a storage of 4"),
+        (tensor((2, 2), (3, 1)), "reaches to element 5"),
+        (tensor(offset=1), "reaches to element 5"),
+        (tensor((2**40,), (1,)), "reaches to element"),
+        (tensor((2**62, 2**62), (2**62, 1)), "reaches to element"),
+        (tensor((2**40,), (0,)), "its elements share memory"),
+        (tensor((2, 2), (1, 1)), "its elements share memory"),
+        (tensor((2, 2), (2,)), "not as many strides as dimensions"),
+        (tensor((-1,), (1,)), "has numbers that are not 0.."),
+        (tensor((2,), (-1,)), "has numbers that are not 0.."),
+        (tensor((2**64,), (1,)), "has numbers that are not 0.."),
+        (tensor((2.0,), (1,)), "has numbers that are not 0.."),
+        (tensor((True,), (1,)), "has numbers that are not 0.."),
+        (tensor([2, 2]), "a tensor's shape is not a tuple"),
+        (tensor((1,) * 100, (1,) * 100), "a tensor's shape is not a tuple"),
+        (tensor(offset=-1), "a tensor has no offset"),
+        (tensor(offset=None), "a tensor has no offset"),
+        (tensor(of=storage(numel=5)), "has 16 bytes, and should have 20"),
+        (tensor(of=storage(numel=2**62)), "has 16 bytes, and should have"),
+        (tensor(of=storage(kind=torch.DoubleStorage)), "should have 32"),
+        (tensor(of=storage("1")), "it has no member archive/data/1"),
+        (tensor(of=storage("../data.pkl")), "it has no member"),
+        (tensor(of=storage("0", -1)), "a storage has no size"),
+        (tensor(of=Id("storage", "FloatStorage", "0", "cpu", 4)), "a persistent id is not that of a storage"),
+        (tensor(of=Id("module", 1, "0", "cpu", 4)), "a persistent id is not that of a storage"),
+        (tensor(of=Id("storage")), "a persistent id is not that of a storage"),
+        (tensor(of="0"), "a tensor has no storage"),
+        (tensor(extra=({"neg": True},)), "conjugated or negated"),
+        (tensor(extra=(1, 2, 3)), "it takes six arguments"),
+        (Called(torch._utils._rebuild_parameter, "x", False, {}), "it takes a tensor"),
+        (Called(torch.Size, 3), "torch.Size: it takes one tuple"),
+    ],
+)
+def test_tensors_that_cannot_be(value: object, words: str) -> None:
+    assert words in refusal(torch_file({"a": value}))
+
+
+def test_one_storage_of_two_sizes() -> None:
+    small = tensor((2,), (1,), of=storage(numel=2))
+    assert "a: two sizes are told of its storage" in refusal(torch_file({"a": small, "b": tensor()}))
+    assert "has 16 bytes, and should have 8" in refusal(torch_file({"a": tensor(), "b": small}))
+
+
+def test_a_call_within_a_call() -> None:
+    inner: Any = (torch._tensor._rebuild_from_type_v2, torch.Tensor, (), {})
+    outer = Called(
+        torch._tensor._rebuild_from_type_v2, torch._tensor._rebuild_from_type_v2, torch.Tensor, inner, {}
+    )
+    assert "which makes no tensor" in refusal(torch_file({"a": outer}))
+
+
+# Archives
+
+
+def test_compressed_members_are_refused() -> None:
+    assert "is compressed; torch.save does not compress" in refusal(
+        torch_file({"a": tensor()}, method=zipfile.ZIP_DEFLATED)
+    )
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    content = archive({"data.pkl": b"\0" * 50_000_000}, method=zipfile.ZIP_DEFLATED)
+    start = time.perf_counter()
+    assert "is compressed" in refusal(content)
+    assert time.perf_counter() - start < 1
+
+
+def test_a_member_twice() -> None:
+    made = torch_file({"a": tensor()}, {"data/0": bytes(16), "data/1": bytes(16)})
+    assert "it has the member archive/data/1 twice" in refusal(made.replace(b"archive/data/0", b"archive/data/1"))
+
+
+def edited(content: bytes, what: str, at: int, value: int, form: str = "<L") -> bytes:
+    """A field of the directory's entry of data/0 ("entry"), of its local header ("local") or of the end, changed."""
+    place = {
+        "entry": content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/0")),
+        "local": content.rfind(b"PK\3\4", 0, content.find(b"archive/data/0")),
+        "end": content.rfind(b"PK\5\6"),
+    }[what] + at
+    return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+
+
+BY_HAND = torch_file({"a": tensor()})
+
+
+@pytest.mark.parametrize(
+    ("what", "at", "value", "form", "words"),
+    [
+        ("entry", 10, 8, "<H", "is compressed"),
+        ("entry", 8, 1, "<H", "is encrypted"),
+        ("entry", 20, 8, "<L", "is compressed"),
+        ("entry", 42, 0, "<L", "contradict each other|runs into"),
+        ("entry", 42, 10**6, "<L", "is not before the directory"),
+        ("entry", 42, 0xFFFFFFFF, "<L", "a size of more than 32 bits is missing"),
+        ("entry", 28, 0xFFFF, "<H", "its directory is damaged"),
+        ("entry", 34, 1, "<H", "is not before the directory"),
+        ("local", 8, 8, "<H", "contradict each other"),
+        ("local", 26, 3, "<H", "contradict each other"),
+        ("local", 28, 1000, "<H", "runs into what follows it"),
+        ("local", 0, 0, "<L", "contradict each other"),
+        ("end", 4, 1, "<H", "spread over several disks"),
+        ("end", 8, 1, "<H", "spread over several disks"),
+        ("end", 12, 10**6, "<L", "does not end where it should"),
+        ("end", 16, 0, "<L", "does not end where it should"),
+        ("end", 20, 5, "<H", "does not end in the directory"),
+    ],
+)
+def test_a_directory_that_lies(what: str, at: int, value: int, form: str, words: str) -> None:
+    message = refusal(edited(BY_HAND, what, at, value, form))
+    assert any(word in message for word in words.split("|")), message
+
+
+def test_more_members_than_there_is_room_for() -> None:
+    content = edited(edited(BY_HAND, "end", 8, 60000, "<H"), "end", 10, 60000, "<H")
+    assert "cannot hold the 60000 members" in refusal(content)
+
+
+def test_members_that_overlap() -> None:
+    """Two names for one place: a small file that would be large unpacked."""
+    content = torch_file({"a": tensor()}, {"data/0": bytes(16), "data/1": bytes(16)})
+    first = struct.unpack_from("<L", content, content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/0")) + 42)[0]
+    place = content.rfind(b"PK\1\2", 0, content.rfind(b"archive/data/1")) + 42
+    assert "runs into what follows" in refusal(content[:place] + struct.pack("<L", first) + content[place + 4 :])
+
+
+@pytest.mark.parametrize("keep", [0, 1, 21, 22, 100, 1000, len(SOUND) // 2, len(SOUND) - 1])
+def test_a_file_cut_short(keep: int) -> None:
+    refusal(SOUND[:keep])
+
+
+def test_a_zip64_directory_that_lies() -> None:
+    locator, end = SOUND.rfind(b"PK\6\7"), SOUND.rfind(b"PK\6\6")
+    assert end > 0
+    for place, value in (
+        (locator + 8, 0),
+        (locator + 8, 2**63),
+        (end + 48, 0),
+        (end + 24, 2**63),
+        (end + 40, 2**63),
+    ):
+        refusal(SOUND[:place] + struct.pack("<Q", value) + SOUND[place + 8 :])
+
+
+# Whatever it is
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), min_size=1, max_size=8),
+    st.one_of(st.none(), st.integers(0, len(SOUND))),
+)
+def test_mutations_of_a_file_raise_nothing_else(changes: list[tuple[int, int]], cut: int | None) -> None:
+    content = bytearray(SOUND)
+    for place, value in changes:
+        content[place] = value
+    look_at(bytes(content if cut is None else content[:cut]))
+
+
+INTERESTING = sorted({i for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl")
+                      for start in [SOUND.find(mark)] for i in range(start, start + 60)})  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(INTERESTING), st.integers(0, 255)), min_size=1, max_size=4))
+def test_mutations_of_headers_raise_nothing_else(changes: list[tuple[int, int]]) -> None:
+    content = bytearray(SOUND)
+    for place, value in changes:
+        if place < len(content):
+            content[place] = value
+    look_at(bytes(content))
+
+
+def look_at(content: bytes) -> None:
+    try:
+        index = open_checkpoint(MemoryReader({"pytorch_model.bin": content}))
+    except (FormatError, StorageError):
+        return
+    for entry in index.entries.values():
+        assert 0 <= entry.start <= entry.stop <= len(content)
+
+
+PICKLE = pickled(
+    {"a": tensor(), "b": [tensor(), (1, 2.5, None)], "c": {"d": "text", "e": b"bytes", "f": {1, 2}}}, 4
+)
+OPCODES = [bytes([code]) for code in range(256)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(PICKLE) - 1), st.integers(0, 255)), min_size=1, max_size=6),
+    st.lists(st.sampled_from(OPCODES), max_size=4),
+    st.integers(0, len(PICKLE)),
+)
+def test_mutations_of_a_pickle_raise_nothing_else(
+    changes: list[tuple[int, int]], inserted: list[bytes], where: int
+) -> None:
+    content = bytearray(PICKLE)
+    for place, value in changes:
+        content[place] = value
+    look_at(torch_file(bytes(content[:where]) + b"".join(inserted) + bytes(content[where:])))
+
+
+@given(st.lists(st.sampled_from(OPCODES) | st.binary(max_size=6), max_size=60))
+def test_random_programs_raise_nothing_else(parts: list[bytes]) -> None:
+    try:
+        read_pickle(b"\x80\x02" + b"".join(parts) + b".", Vocabulary(), what="x")
+    except FormatError:
+        pass
