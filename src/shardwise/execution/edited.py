@@ -1,8 +1,8 @@
 """The tensors of a base with an adapter folded in, box by box.
 
-[Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the base's stored
-values and the adapter's, and rounded once, to the dtype that is written. PEFT rounds a low-precision delta before it
-adds it, and so may differ in the last bit.
+[Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values of
+the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision before
+it adds it, and so may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from shardwise.conversion import Stored
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.place import Placer
+from shardwise.execution.stored import StoredTensors
 from shardwise.planning.merge_plan import Added, Edit, Form, LowRank, Replaced
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.names import shown
@@ -34,11 +34,12 @@ _NORM_BLOCK_BYTES = 32 << 20
 class EditedTensors:
     """Applies the edits of an adapter, and notes which of them have changed anything.
 
-    ``adapter`` reads the adapter's tensors. Memory: the factors of a few modules, 256 MiB at most, and a few times
-    the block that is asked for.
+    ``adapter`` has the adapter's tensors, ``changed`` the modules whose tensors are not what they were.
+
+    Memory: the factors of a few modules, 256 MiB at most, and a few times the block that is asked for.
     """
 
-    adapter: Placer
+    adapter: StoredTensors
     changed: set[str] = field(default_factory=set)
     _factors: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
     _norms: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -116,7 +117,9 @@ class EditedTensors:
             b = self._factor(edit.b, Box((starts[1], 0), (box.sizes[1], rank)), dtype)
             return edit.scaling * (a.t() @ b.t())
         a = self._factor(edit.a, Box((0, *starts[1:]), (rank, *box.sizes[1:])), dtype)
-        b = self._factor(edit.b, Box((starts[0], *(0 for _ in shape[1:])), (box.sizes[0], *edit.b.shape[1:])), dtype)
+        b = self._factor(
+            edit.b, Box((starts[0], *(0 for _ in shape[1:])), (box.sizes[0], *edit.b.shape[1:])), dtype
+        )
         return edit.scaling * (b.reshape(-1, rank) @ a.reshape(rank, -1)).view(box.sizes)
 
     def _stretch(
@@ -170,7 +173,7 @@ class EditedTensors:
         return value
 
     def _box(self, leaf: Stored, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        return self.adapter.values(leaf, box, dtype)
+        return self.adapter.values_of([(leaf.key, box, dtype)])[0]
 
 
 def computing_dtype(dtype: DType) -> torch.dtype:
@@ -192,6 +195,6 @@ def _nbytes(shape: Sequence[int]) -> int:
 
 def _too_large(leaf: Stored, nbytes: int) -> CoverageError:
     return CoverageError(
-        f"{shown(leaf.key)}: {leaf.shape}, of which {in_bytes(nbytes)} would be needed at once; factors of that size "
-        "cannot be merged in bounded memory: merge the adapter with PEFT"
+        f"{shown(leaf.key)}: {leaf.shape}, of which {in_bytes(nbytes)} would be needed at once; factors of that "
+        "size cannot be merged in bounded memory: merge the adapter with PEFT"
     )

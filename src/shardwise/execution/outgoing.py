@@ -4,57 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
-from shardwise.conversion import Expression, Opaque, Stored, needed_boxes, pieces
+from shardwise.conversion import Stored, needed_boxes, pieces
 from shardwise.errors import CoverageError
 from shardwise.execution.edited import EditedTensors, computing_dtype
-from shardwise.execution.place import Placer
+from shardwise.execution.stored import StoredTensors, Wanted, box_slices
 from shardwise.layout import ModelLayout
 from shardwise.models.dtypes import to_torch
 from shardwise.models.revert import Computed, Output, Reverted
 from shardwise.models.view import strided_view
 from shardwise.planning.merge_plan import Edit
+from shardwise.planning.save_plan import Saved
 from shardwise.report.sizes import in_bytes
-from shardwise.tensors import Box, DType, Strided, numel
-
-Wanted: TypeAlias = tuple[str, Box, torch.dtype]
+from shardwise.tensors import Box, Strided, numel
 
 COMPUTED_BYTES = 512 << 20
 """Of what a conversion that computes may take at once: its inputs and outputs."""
 
 
 @dataclass
-class StoredModel:
-    """A model's tensors as a checkpoint has them. ``expressions`` are by name; only some compute."""
-
-    placer: Placer
-    expressions: Mapping[str, Expression]
-    _computed: tuple[str, torch.Tensor] | None = None
-
-    def values_of(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """Boxes of tensors by name, as new tensors, read together."""
-        moved = [item for item in wanted if not isinstance(self.expressions[item[0]], Opaque)]
-        read = iter(self.placer.values_of([(self.expressions[name], box, dtype) for name, box, dtype in moved]))
-        return [
-            self._of_computed(*item) if isinstance(self.expressions[item[0]], Opaque) else next(read)
-            for item in wanted
-        ]
-
-    def _of_computed(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        if self._computed is None or self._computed[0] != name:
-            expression = self.expressions[name]
-            self._computed = name, self.placer.values(expression, Box.whole(expression.shape), dtype)
-        return self._computed[1][box_slices(box)].to(dtype, copy=True).contiguous()
-
-
-@dataclass
 class MergedModel:
     """A model's tensors, those with edits merged."""
 
-    base: StoredModel
+    base: StoredTensors
     layout: ModelLayout
     edits: Mapping[str, tuple[Edit, ...]]
     edited: EditedTensors
@@ -81,7 +55,8 @@ class Outgoing:
         reverted: what they are made of.
         layout: of the model whose tensors these are.
         model_values: boxes of the model's tensors, by name.
-        carried: tensors that are in the save as they are in the checkpoint, by key.
+        stored: the checkpoint's own tensors, by key.
+        carried: those of them that are saved as they are: key, dtype and shape.
         edits: of tensors of the save, by key.
         edited: by which edits are applied.
     """
@@ -89,24 +64,21 @@ class Outgoing:
     reverted: Reverted
     layout: ModelLayout
     model_values: Callable[[Sequence[Wanted]], list[torch.Tensor]]
-    carried: StoredModel
+    stored: StoredTensors
+    carried: Sequence[Saved] = ()
     edits: Mapping[str, tuple[Edit, ...]] = field(default_factory=dict)
     edited: EditedTensors | None = None
 
     def __post_init__(self) -> None:
         self._computing = {key: made for made in self.reverted.computed for key, _, _ in made.outputs}
+        self._as_stored = {key: dtype for key, dtype, _ in self.carried}
         self._computed: tuple[Computed, Mapping[str, torch.Tensor]] | None = None
 
-    def tensors(self) -> list[tuple[str, DType, tuple[int, ...]]]:
-        """Key, dtype and shape of all, in the order in which transformers saves them; what is carried comes last."""
+    def tensors(self) -> list[Saved]:
+        """Key, dtype and shape of all, as transformers orders them; what is carried comes last."""
         made = {key: (key, output.dtype, output.shape) for key, output in self.reverted.outputs.items()}
         made |= {item[0]: item for computed in self.reverted.computed for item in computed.outputs}
-        carried = [
-            (key, leaf.dtype, leaf.shape)
-            for key, leaf in self.carried.expressions.items()
-            if isinstance(leaf, Stored)
-        ]
-        return [made[key] for key in self.reverted.order] + carried
+        return [made[key] for key in self.reverted.order] + list(self.carried)
 
     def require_bounded(self, budget_bytes: int = COMPUTED_BYTES) -> None:
         """Conversions that compute need no more than this at once.
@@ -137,12 +109,10 @@ class Outgoing:
         return [] if output is None or key in self.edits else _moved_into(output, box, to_torch(output.dtype))
 
     def _made(self, key: str, box: Box, needed: Sequence[Wanted], values: Sequence[torch.Tensor]) -> torch.Tensor:
-        if key in self.carried.expressions:
-            leaf = self.carried.expressions[key]
-            assert isinstance(leaf, Stored)
-            return self.carried.values_of([(key, box, to_torch(leaf.dtype))])[0]
+        if key in self._as_stored:
+            return self.stored.values_of([(key, box, to_torch(self._as_stored[key]))])[0]
         if key in self._computing:
-            return self._evaluated(self._computing[key])[key][boxbox_slices(box)].contiguous()
+            return self._evaluated(self._computing[key])[key][box_slices(box)].contiguous()
         output = self.reverted.outputs[key]
         dtype = to_torch(output.dtype)
         if key not in self.edits:
@@ -186,8 +156,3 @@ def _put_together(
         for copy in pieces(output.expression, {name: [(part, Strided.contiguous(part.sizes))]}, box):
             strided_view(made, copy.target).copy_(strided_view(tensor, copy.source))
     return made
-
-
-def box_slices(box: Box) -> tuple[slice, ...]:
-    """To index a whole tensor with."""
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))

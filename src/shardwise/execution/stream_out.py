@@ -51,10 +51,13 @@ def stream_out(
     """Write all files of a plan, then commit.
 
     Args:
+        writer: to the folder of the save.
+        plan: its files.
         values: the boxes asked for, each in the dtype of the plan, contiguous, on the CPU.
         companions: small files that belong to the save.
         check: called when all is written and nothing counts yet; what it raises gives the save up.
         advance: told of bytes as they are handed to the writer.
+        block_bytes: of what is asked for, and written, at once.
 
     What was there before counts until the commit ([Note: One commit]); a save that fails removes what it has
     written.

@@ -104,14 +104,14 @@ def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
     return config
 
 
-_UNUSED: Final = (None, False, [], {}, "")
+_UNUSED: Final[tuple[object, ...]] = (None, False, [], {}, "")
 
 
 def _refuse_changed_base(init: object, what: str) -> None:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
         raise ConfigError(
-            f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, so "
-            "that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
+            f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
+            "so that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
             "save_pretrained with path_initial_model_for_weight_conversion)"
         )
 

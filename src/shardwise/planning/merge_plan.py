@@ -4,8 +4,8 @@
 ``base_model.model.<module>.lora_A.weight``. Several parameters of one module (stacked experts) are wrapped one
 around the other, in the order in which the module has them, and so called ``<module>.lora_A``,
 ``<module>.base_layer.lora_A`` and so on from the last to the first. An adapter of an older transformers may name
-modules that are now part of a larger tensor, such as one expert. These are tensors of the hub's checkpoint still, and
-the adapter is folded in there, on the way out.
+modules that are now part of a larger tensor, such as one expert. These are tensors of the hub's checkpoint still,
+and the adapter is folded in there, on the way out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """``scaling * B @ A`` is added to a weight; with a magnitude (DoRA), each row, or column, is then given that."""
+    """``scaling * B @ A`` is added to a weight; with a magnitude (DoRA), rows, or columns, are then given that."""
 
     module: str
     form: Form
@@ -149,6 +149,20 @@ def plan_merge(
     return _Planner(config, stored, targets, adapter_name).plan(what)
 
 
+def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+    """Tensors that ``modules_to_save`` made copies of, by the name of the model's tensor: keys of the adapter."""
+    found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
+    return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}
+
+
+def _bare(key: str, adapter_name: str) -> str:
+    """The name in the model of a tensor that is no factor."""
+    name = key.removeprefix(_PREFIX)
+    for wrapper in (f".modules_to_save.{adapter_name}.", ".modules_to_save.", ".base_layer."):
+        name = name.replace(wrapper, ".")
+    return name
+
+
 class _Planner:
     def __init__(
         self, config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, adapter_name: str
@@ -169,7 +183,7 @@ class _Planner:
             if found := _FACTOR.fullmatch(name):
                 self.sort_factor(factors, key, leaf, found)
             else:
-                self.replace(key, name, leaf)
+                self.replace(key, leaf)
         for module, parts in factors.items():
             self.fold(module, parts)
         if self.faults:
@@ -200,9 +214,7 @@ class _Planner:
     def sort_factor(self, factors: dict[str, _Parts], key: str, leaf: Stored, found: re.Match[str]) -> None:
         part, kind = found["part"], found["kind"] or "weight"
         if not self.is_ours(found["adapter"]):
-            self.fault(
-                "tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}"
-            )
+            self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
             return
         name = part if kind == "weight" else f"{part}.{kind}"
         parts = factors.setdefault(found["module"], _Parts()).tensors
@@ -210,11 +222,9 @@ class _Planner:
             self.fault("tensors that are stored twice", f"{shown(key)} and {shown(parts[name].key)}")
         parts[name] = leaf
 
-    def replace(self, key: str, name: str, leaf: Stored) -> None:
+    def replace(self, key: str, leaf: Stored) -> None:
         """A tensor that is no factor: one that was trained whole, or a bias."""
-        bare = name
-        for wrapper in (f".modules_to_save.{self.adapter_name}.", ".modules_to_save.", ".base_layer."):
-            bare = bare.replace(wrapper, ".")
+        bare = _bare(key, self.adapter_name)
         module = bare.rpartition(".")[0]
         place = self.find(bare)
         if place is None:

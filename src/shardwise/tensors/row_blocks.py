@@ -28,5 +28,7 @@ def row_blocks(shape: Sequence[int], max_numel: int) -> list[Box]:
     for lead in product(*(range(size) for size in shape[:dim])):
         for first in range(0, shape[dim], step):
             count = min(step, shape[dim] - first)
-            boxes.append(Box((*lead, first, *(0 for _ in shape[split:])), (*(1 for _ in lead), count, *shape[split:])))
+            boxes.append(
+                Box((*lead, first, *(0 for _ in shape[split:])), (*(1 for _ in lead), count, *shape[split:]))
+            )
     return boxes
