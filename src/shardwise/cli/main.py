@@ -10,6 +10,7 @@ _COMMANDS = {
     "demo": "bring up, prove and train a small model that it makes itself",
     "inspect": "what a checkpoint holds, from its headers",
     "merge-adapter": "fold a LoRA into its base, in bounded memory",
+    "merge-weights": "a sharded checkpoint as safetensors files of the hub",
     "plan": "what a load takes on every rank, before it",
     "train": "fine-tune a model on chat data",
     "verify": "load on N ranks and compare with an independent path",

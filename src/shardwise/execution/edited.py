@@ -1,8 +1,8 @@
 """The tensors of a base with an adapter folded in, box by box.
 
-[Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values of
-the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision before
-it adds it, and so may differ in the last bit.
+[Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values
+of the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision
+before it adds it, and so may differ in the last bit.
 """
 
 from __future__ import annotations

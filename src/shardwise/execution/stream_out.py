@@ -12,8 +12,10 @@ import torch
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.landing import memory_of
-from shardwise.formats import NewFile
+from shardwise.execution.stored import StoredTensors
+from shardwise.formats import CheckpointIndex, NewFile
 from shardwise.formats.strict_json import parse_object
+from shardwise.models.dtypes import to_torch
 from shardwise.planning.save_plan import INDEX_FILE, SINGLE_FILE, SavePlan
 from shardwise.storage import StorageWriter
 from shardwise.tensors import Box, row_blocks
@@ -83,7 +85,7 @@ def stream_out(
                 writer.remove(name)
         raise
     commit(writer, plan, companions)
-    return streamed
+    return Streamed({key: streamed.fingerprints.get(key, 0) for key in plan.entries}, streamed.nbytes)
 
 
 def commit(writer: StorageWriter, plan: SavePlan, companions: Mapping[str, bytes]) -> None:
@@ -168,6 +170,21 @@ def _batches(file: NewFile, block_bytes: int) -> Iterator[list[tuple[Part, int]]
             inside += nbytes
     if batch:
         yield batch
+
+
+def fingerprints_of(
+    stored: StoredTensors, index: CheckpointIndex, block_bytes: int = BLOCK_BYTES
+) -> dict[str, int]:
+    """Of every tensor of a checkpoint, by key. Memory: a block."""
+    found = Streamed()
+    for item in index.tensors():
+        dtype, place = to_torch(item.dtype), 0
+        for box in row_blocks(item.shape, max(1, block_bytes // item.dtype.itemsize)):
+            (value,) = stored.values_of([(item.key, box, dtype)])
+            found.add(item.key, memory_of(value.view(-1).view(torch.uint8)), place)
+            place += value.nbytes
+        found.fingerprints.setdefault(item.key, 0)
+    return found.fingerprints
 
 
 def as_json(content: Mapping[str, object]) -> bytes:

@@ -69,9 +69,9 @@ class MergeWeightsReport:
             f"merged {self.checkpoint} ({self.layout})",
             *_written(self.out, self.tensors, self.nbytes, self.files, self.companions, self.seconds),
             f"  names       {self.names}",
-            f"  verified    {self.verified} tensors, read back from {self.out}",
         ]
         if self.removed:
+            lines.append(f"  verified    {self.verified} tensors, read back from {self.out}")
             lines.append(f"  removed     {self.removed}")
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 

@@ -89,6 +89,7 @@ def merge_adapter(
         source = offline.read_source(
             folder, config, index, placer, options, lambda built: _pulled_apart(built, lora, adapter_name)
         )
+        compat.record_conversions(source.built.model, source.built.transforms)
         reverted = source.revert()
         plan = plan_merge(
             lora.config,

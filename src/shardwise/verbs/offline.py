@@ -24,7 +24,7 @@ from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.formats.strict_json import parse_object
-from shardwise.layout import Kind, ModelLayout, Origin
+from shardwise.layout import Kind, ModelLayout, Origin, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.revert import Reverted, revert
 from shardwise.models.view import layout_of, look_inside
@@ -76,6 +76,17 @@ class Source:
     apart: tuple[str, ...]
     notes: list[str]
 
+    def as_stored(self) -> Source:
+        """The same source, every tensor in the dtype in which it is stored."""
+
+        def stored(tensor: TensorLayout) -> TensorLayout:
+            expression = self.expressions.get(tensor.fqn)
+            if expression is None or isinstance(expression, Opaque):
+                return tensor
+            return replace(tensor, dtype=next(stored_leaves(expression)).dtype)
+
+        return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
+
     def revert(self) -> Reverted:
         """The model's tensors as the checkpoint has them, less those that it does not have."""
         found = revert(self.built.model, self.layout)
@@ -119,11 +130,11 @@ def read_source(
     index: CheckpointIndex,
     placer: Placer,
     options: ModelOptions,
-    untied: Callable[[Outline], set[str]],
+    untied: Callable[[Outline], set[str]] = lambda _: set(),
 ) -> Source:
     """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
 
-    ``untied`` says which names that are declared tied will have values of their own.
+    ``untied`` says which names that are declared tied will have values of their own, though not in the checkpoint.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -142,7 +153,6 @@ def read_source(
     }
     built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice() if name not in differing)
     apart = differing | untied(built)
-    compat.record_conversions(built.model, built.transforms)
     sources = compat.declared_ties(built.model)
     for name in apart:
         origin = sources.get(name, name)

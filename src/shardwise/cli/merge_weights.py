@@ -1,0 +1,50 @@
+"""``shardwise merge-weights``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from shardwise.errors import ShardwiseError
+
+
+@click.command("merge-weights")
+@click.argument("checkpoint", type=click.Path())
+@click.argument("out", type=click.Path(file_okay=False))
+@click.option("--base", help="A folder, or repository in the hub's cache, with the model's config.json.")
+@click.option("--dtype", help="Of the outcome: float32, bfloat16, ...  [default: as stored]")
+@click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file's tensors.")
+@click.option("--remove-source", is_flag=True, help="Remove CHECKPOINT once OUT has been read back and compared.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def merge_weights_command(
+    checkpoint: str,
+    out: str,
+    *,
+    base: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    remove_source: bool,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT to OUT as safetensors files under the names of the hub.
+
+    CHECKPOINT is a folder of torch.distributed.checkpoint, the folder above one (accelerate's, a trainer's
+    checkpoint-N), or whatever else `shardwise inspect` reads. One process, memory that does not grow with the
+    model. Exits with 2, and leaves OUT as it was, when it cannot be done.
+    """
+    from shardwise.cli.launch import fail
+    from shardwise.verbs.merge_weights import KeepSource, RemoveSource, merge_weights
+
+    try:
+        report = merge_weights(
+            checkpoint,
+            out,
+            base=base,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            afterwards=RemoveSource() if remove_source else KeepSource(),
+        )
+    except ShardwiseError as error:
+        fail(error)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

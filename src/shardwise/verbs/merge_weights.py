@@ -1,0 +1,272 @@
+"""``merge_weights``: a checkpoint in parts, of training or of another format, written as the hub has it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from transformers import PreTrainedConfig
+
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.execution.outgoing import Outgoing
+from shardwise.execution.place import Placer
+from shardwise.execution.stored import StoredTensors
+from shardwise.execution.stream_out import Streamed, fingerprints_of
+from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.formats.distributed import METADATA
+from shardwise.layout import Kind, ModelLayout
+from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import to_torch
+from shardwise.models.revert import Reverted
+from shardwise.models.rules import assign_keys
+from shardwise.planning import stored_tensors
+from shardwise.report.merge_report import MergeWeightsReport
+from shardwise.storage import HubOptions, LocalReader, OpenStorage, open_storage, resolve
+from shardwise.storage.names import shown
+from shardwise.tensors import numel
+from shardwise.verbs import offline
+from shardwise.verbs.outline import ModelOptions, config_of
+
+MAX_SHARD_SIZE = "50GB"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSource:
+    """The checkpoint stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveSource:
+    """The checkpoint's files are removed once the outcome has been read back and found whole."""
+
+
+Afterwards: TypeAlias = KeepSource | RemoveSource
+
+_PARENTS = 2
+"""How far up from a checkpoint its config is looked for."""
+
+
+def merge_weights(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    afterwards: Afterwards = KeepSource(),
+) -> MergeWeightsReport:
+    """Write a checkpoint as safetensors files under the names of the hub.
+
+    Whatever :func:`~shardwise.formats.open_checkpoint` reads: a folder of ``torch.distributed.checkpoint``, or one
+    that has one for a model (accelerate's, a trainer's), files of ``torch.save``, safetensors.
+
+    Args:
+        checkpoint: a folder or a file.
+        out: a folder, made where it is not there. A model in it is replaced once all is written.
+        base: a folder, or hub id in the cache, with the model's config; by default the nearest ``config.json`` in
+            the checkpoint's folder and the two above it. Its names are those of the outcome, if it has weights.
+        dtype: of the outcome; by default each tensor keeps its own.
+        max_shard_size: as in ``"5GB"``: of one file's tensors.
+        afterwards: whether the checkpoint is removed.
+
+    Collective: no.
+    Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
+
+    Raises:
+        ConfigError: an argument or the config cannot be honoured.
+        CoverageError: the checkpoint and the model of the config do not cover each other.
+        FormatError, StorageError: a file contradicts its format, or cannot be read or written; or the outcome,
+            read back, is not what was written.
+    """
+    start = time.perf_counter()
+    given, target = Path(checkpoint).expanduser(), Path(out)
+    if not given.exists():
+        raise StorageError(f"{given}: no such file or folder; check the path")
+    folder = given if given.is_dir() else given.parent
+    max_shard_bytes = offline.size_in_bytes(max_shard_size)
+    with ExitStack() as stack:
+        opened = open_storage(given)
+        reader = stack.enter_context(opened.reader)
+        index = open_checkpoint(reader, weights_name=opened.file)
+        offline.require_other_folder(target, [folder, *_folders_of(folder, index)])
+        _require_removable(afterwards, index)
+        placer = stack.enter_context(offline.placer_of(reader, index))
+        config_folder = _config_folder(folder, base)
+        if config_folder is None:
+            if dtype is not None:
+                raise ConfigError(
+                    "dtype has to be applied as the model says, and no config.json was found; pass base="
+                )
+            outgoing, parameters, notes = _as_named(index, placer), 0, list[str]()
+            names = f"the checkpoint's own: no config.json in or above {folder}; with base=... they are the hub's"
+            companions: dict[str, bytes] = {}
+        else:
+            outgoing, parameters, notes = _as_on_hub(
+                config_folder, index, placer, has_base=base is not None, dtype=dtype
+            )
+            names = f"the hub's, by {config_folder / 'config.json'}"
+            companions = offline.companions_of(config_folder, folder)
+            companions["config.json"] = offline.config_content(
+                config_folder, dtype=_written_dtype(outgoing, dtype), untied=False
+            )
+        writer = stack.enter_context(offline.writer_to(target))
+        streamed, files = offline.write_out(
+            writer,
+            outgoing,
+            parameters,
+            max_shard_bytes=max_shard_bytes,
+            companions=companions,
+            check=lambda _: None,
+            label="Merging",
+        )
+        if config_folder is not None:
+            offline.write_templates(target, offline.templates_of([folder, config_folder]))
+    removed = ""
+    if isinstance(afterwards, RemoveSource):
+        _verify(target, streamed)
+        removed = _remove(folder, index)
+    return MergeWeightsReport(
+        checkpoint=str(given),
+        out=str(target),
+        layout=index.layout,
+        names=names,
+        tensors=len(streamed.fingerprints),
+        nbytes=streamed.nbytes,
+        files=files,
+        companions=tuple(sorted(companions)),
+        verified=len(streamed.fingerprints) if removed else 0,
+        removed=removed,
+        notes=tuple(notes),
+        seconds=time.perf_counter() - start,
+    )
+
+
+# Names
+
+
+def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
+    """Where the model's config is; None where nothing tells."""
+    if base is not None:
+        found = resolve(base, HubOptions(local_files_only=True), download=False)
+        found = found if found.is_dir() else found.parent
+        if not (found / "config.json").is_file():
+            raise ConfigError(f"{found}: there is no config.json; pass a folder that has the model's")
+        return found
+    absolute = folder.absolute()
+    places = [absolute, *absolute.parents[:_PARENTS]]
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def _as_named(index: CheckpointIndex, placer: Placer) -> Outgoing:
+    """Every tensor under the name it has."""
+    carried = [(item.key, item.dtype, item.shape) for item in index.tensors()]
+    stored = StoredTensors(placer, stored_tensors(index))
+    return Outgoing(Reverted({}, (), ()), ModelLayout(()), stored.values_of, stored, carried)
+
+
+def _as_on_hub(
+    config_folder: Path, index: CheckpointIndex, placer: Placer, *, has_base: bool, dtype: str | None
+) -> tuple[Outgoing, int, list[str]]:
+    """The model's tensors as the hub has them; also how many parameters it has, and notes."""
+    options = ModelOptions() if dtype is None else ModelOptions(dtype=dtype)
+    config = config_of(config_folder, options)
+    source = offline.read_source(config_folder, config, index, placer, options)
+    if dtype is None:
+        source = source.as_stored()
+    notes = source.notes + offline.ties_undone(source)
+    if has_base and (transforms := _used_for(config_folder, config, source)):
+        compat.record_conversions(source.built.model, transforms)
+    elif any(item.was_used() for item in source.built.transforms):
+        compat.record_conversions(source.built.model, source.built.transforms)
+    reverted = source.revert()
+    values = StoredTensors(placer, source.by_every_name()).values_of
+    carried = offline.carried_beside(source, reverted)
+    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is Kind.PARAMETER)
+    return Outgoing(reverted, source.layout, values, source.stored, carried), parameters, notes
+
+
+def _used_for(folder: Path, config: PreTrainedConfig, source: offline.Source) -> list[object]:
+    """The conversions that loading the base's own weights takes; none where it has no weights."""
+    try:
+        with LocalReader(folder) as reader:
+            keys = [item.key for item in offline.index_of(OpenStorage(reader, None), config).tensors()]
+    except (FormatError, StorageError):
+        return []
+    model = source.built.model
+    transforms = compat.conversion_transforms(model, None)
+    names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
+    assign_keys(keys, names, transforms, compat.base_model_prefix(model))
+    return transforms
+
+
+def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
+    """What the config is to say: the dtype asked for, else that of most bytes."""
+    if dtype is not None:
+        return dtype.removeprefix("torch.")
+    counts: Counter[str] = Counter()
+    for _, stored, shape in outgoing.tensors():
+        if stored.kind == "float" and stored.bits >= 16:
+            counts[str(to_torch(stored)).removeprefix("torch.")] += numel(shape) * stored.itemsize
+    return counts.most_common(1)[0][0] if counts else None
+
+
+# Afterwards
+
+
+def _folders_of(folder: Path, index: CheckpointIndex) -> list[Path]:
+    """The folders in which the checkpoint's files lie."""
+    return sorted({(folder / file).parent for file in index.files})
+
+
+def _require_removable(afterwards: Afterwards, index: CheckpointIndex) -> None:
+    if isinstance(afterwards, RemoveSource) and index.ignored:
+        raise ConfigError(
+            f"the checkpoint in {index.root} also holds {', '.join(map(shown, index.ignored[:5]))}, which would be "
+            "lost with it; merge it without removing it"
+        )
+
+
+def _verify(out: Path, streamed: Streamed) -> None:
+    """Read everything that was written, as a stranger would.
+
+    Raises:
+        StorageError: naming what is not as it was written.
+    """
+    reader, index = offline.open_local(out)
+    with reader, offline.placer_of(reader, index) as placer:
+        found = fingerprints_of(StoredTensors(placer, stored_tensors(index)), index)
+    differing = sorted(
+        key
+        for key in found.keys() | streamed.fingerprints.keys()
+        if found.get(key) != streamed.fingerprints.get(key)
+    )
+    if differing:
+        raise StorageError(
+            f"{out}: {len(differing)} tensors, such as {shown(differing[0])}, are not read back as they were "
+            "written, so the checkpoint they come from was not removed; check the disk"
+        )
+
+
+def _remove(folder: Path, index: CheckpointIndex) -> str:
+    """Remove the checkpoint's own files, and its folders where nothing else is in them."""
+    folders = _folders_of(folder, index)
+    files = [folder / file for file in index.files]
+    files += [place / METADATA for place in folders if (place / METADATA).is_file()]
+    try:
+        # What says how the others belong together goes first: the rest is then taken for what it is, a remainder.
+        for file in sorted(files, key=lambda file: file.name != METADATA):
+            file.unlink()
+        for place in folders:
+            if not any(place.iterdir()):
+                place.rmdir()
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the outcome is whole, but removing the checkpoint failed, {error.strerror}; remove it "
+            "yourself"
+        ) from error
+    return f"{len(files)} files of {', '.join(map(str, folders))}"
