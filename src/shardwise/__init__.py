@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.sharing import Alone, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ShardReport
+    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.reopen import verify
+    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ _HOMES = {
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
+    "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
@@ -59,9 +62,11 @@ _HOMES = {
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
     "Initialize": "shardwise.planning.consent",
+    "InternalNames": "shardwise.verbs.save",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "ModelPlan": "shardwise.models.wrap",
@@ -73,12 +78,16 @@ _HOMES = {
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "SaveOptions": "shardwise.verbs.save",
+    "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
@@ -86,7 +95,9 @@ _HOMES = {
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
     "plan": "shardwise.verbs.plan",
+    "save": "shardwise.verbs.save",
     "shard": "shardwise.verbs.shard",
+    "verify": "shardwise.verbs.reopen",
 }
 
 __all__ = [
@@ -96,6 +107,7 @@ __all__ = [
     "Automatic",
     "CheckpointError",
     "Classes",
+    "CompareWithMemory",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
@@ -103,9 +115,11 @@ __all__ = [
     "FirstRank",
     "Forecast",
     "FormatError",
+    "HubNames",
     "HubOptions",
     "Ignore",
     "Initialize",
+    "InternalNames",
     "LoadOptions",
     "LoadReport",
     "ModelPlan",
@@ -117,12 +131,16 @@ __all__ = [
     "PlacementError",
     "RankLostError",
     "Refuse",
+    "ReopenReport",
     "RequireMemory",
+    "SaveOptions",
+    "SaveReport",
     "ShardOptions",
     "ShardReport",
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "Trust",
     "TryAnyway",
     "Upcast",
     "Weighed",
@@ -131,7 +149,9 @@ __all__ = [
     "from_pretrained",
     "load",
     "plan",
+    "save",
     "shard",
+    "verify",
 ]
 
 

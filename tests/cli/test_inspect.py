@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from tests.formats.building import file_of, index_of, tensor
+from tests.formats.torch_building import Touch, torch_file
+from torch.distributed import checkpoint as dcp
 
 from shardwise.cli import inspect
 from shardwise.cli.inspect import group_tensors, inspect_command
@@ -108,7 +112,7 @@ def test_tensors_of_other_shape_or_dtype_are_other_groups(tmp_path: Path) -> Non
         "l.4.w": tensor("U8", [2], 9, 11),
     }
     (tmp_path / "f.safetensors").write_bytes(file_of(header, bytes(11)))
-    groups = group_tensors(open_checkpoint(tmp_path).entries.values())
+    groups = group_tensors(open_checkpoint(tmp_path).tensors())
     assert sorted((group.pattern, group.dtype, group.shape, group.nbytes) for group in groups) == [
         ("l.2.w", "U8", (3,), 3),
         ("l.3.w", "I8", (2,), 2),
@@ -274,3 +278,49 @@ def test_it_runs_in_a_process_without_torch(checkpoint: Path) -> None:
     command = [sys.executable, "-c", program, str(checkpoint), "--tensors"]
     printed = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
     assert "model.layers.{0..11}.norm.weight" in printed
+
+
+# What torch wrote
+
+
+def test_a_file_of_torch(tmp_path: Path) -> None:
+    content = {"model": {"a": torch.zeros(2, 3), "t": torch.zeros(2, 3).t()}, "optimizer": {"x": torch.ones(1)}}
+    torch.save({**content, "epoch": 3}, tmp_path / "pytorch_model.bin")
+    printed = lines(run(tmp_path))
+    for line in (
+        ["layout", "torch", "file"],
+        ["tensors", "2"],
+        ["parameters", "12"],
+        ["bytes", "48", "B"],
+        ["taken", "from", "model"],
+        ["not", "loaded", "optimizer", "(an", "optimizer's", "state)"],
+        ["not", "loaded", "epoch", "(int)"],
+    ):
+        assert line in printed
+    told = json.loads(run(tmp_path, "--json").stdout)
+    assert told["wrapper"] == "model"
+    assert told["not_loaded"] == ["optimizer (an optimizer's state)", "epoch (int)"]
+    plain, turned = sorted(told["tensors"], key=lambda tensor: tensor["key"])
+    assert (plain["file"], plain["stop"] - plain["start"]) == ("pytorch_model.bin", 24)
+    assert [part["key"] for part in turned["parts"]] == ["t (storage)"]
+    assert turned["shape"] == [3, 2]
+
+
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"model": {"a": torch.zeros(2, 3)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    for place in (tmp_path, tmp_path / "pytorch_model_fsdp_0"):
+        printed = lines(run(place, "--each"))
+        assert ["layout", "torch", "distributed", "checkpoint"] in printed
+        assert ["taken", "from", "model"] in printed
+    assert ["a", "(2,", "3)", "F32", "24", "B", "__0_0.distcp"] in printed
+
+
+def test_a_program_in_a_checkpoint_is_told_and_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "was run"
+    (tmp_path / "pytorch_model.bin").write_bytes(torch_file({"a": Touch(trace)}))
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "posix.system, which does not belong to a file of tensors and is never run" in result.stderr
+    assert not trace.exists()

@@ -1,4 +1,4 @@
-"""Files of torch, sound ones by torch itself and unsound ones by hand; and their tensors, read by what an index says."""
+"""Files of torch, sound ones by torch itself and unsound ones by hand; and what an index says of their tensors."""
 
 from __future__ import annotations
 

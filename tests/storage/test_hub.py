@@ -209,6 +209,16 @@ def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["fp16/model.safetensors"]
 
 
+def test_files_of_torch_are_taken_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+    repository = [*weights, "config.json", "optimizer.bin", "training_args.bin", "x.py", "fp16/pytorch_model.bin"]
+    with _hub_that_has(repository, tmp_path, monkeypatch):
+        folder = resolve("org/name")
+    assert sorted(path.name for path in folder.rglob("*")) == ["config.json", *weights]
+
+
 def test_consolidated_files_are_taken_where_there_are_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,11 @@ def test_a_renamed_file_keeps_its_old_name_at_most_beside_the_new_one() -> None:
     assert all("b" in state for state in states)
 
 
+def test_a_file_renamed_to_its_own_name_stays() -> None:
+    states = [dict(state.files) for state in states_after_crash({"a": b"1"}, [Renamed(0, "a", "a")])]
+    assert all(state == {"a": b"1"} for state in states)
+
+
 def test_names_are_lost_in_any_order() -> None:
     effects = [
         effect for name in "abc" for effect in (Created(0, name, 1), Wrote(0, name, 0, b"1"), Synced(0, name))
@@ -200,6 +205,15 @@ def test_a_sync_is_of_one_writer_only() -> None:
     ]
     last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
     assert last == {b"00001111", b"\0\0\0\x001111"}
+
+
+def test_the_size_is_synced_by_whoever_created_the_file() -> None:
+    effects: list[Effect] = [Created(0, "a", 8), NamesSynced(0), Wrote(1, "a", 0, b"1111"), Synced(1, "a")]
+    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
+    assert last == {b"1111", b"1111\0\0\0\0"}
+    effects.append(Synced(0, "a"))
+    last = {state.files["a"] for state in states_after_crash({}, effects) if state.completed == len(effects)}
+    assert last == {b"1111\0\0\0\0"}
 
 
 def test_states_are_the_same_every_time_and_differ_within_a_moment(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from typing import NoReturn
 import click
 
 from shardwise.errors import FormatError, ShardwiseError
-from shardwise.formats import CheckpointIndex, TensorEntry, open_checkpoint
+from shardwise.formats import CheckpointIndex, StoredTensor, open_checkpoint
 from shardwise.report import collapse
 from shardwise.storage import HubOptions, resolve
 from shardwise.storage.names import shown
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000
+_SHOWN_IGNORED = 10
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -42,7 +43,7 @@ class TensorGroup:
 @click.option("--tensors", "with_tensors", is_flag=True, help="List the tensors, equal layers in one line.")
 @click.option("--each", is_flag=True, help="List every tensor on a line of its own, with its file.")
 @click.option("--match", metavar="GLOB", help="List only tensors whose key matches, as in '*.mlp.*'.")
-@click.option("--weights-name", metavar="FILE", help="The safetensors or index file to open.")
+@click.option("--weights-name", metavar="FILE", help="The file of tensors or the index file to open.")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
 @click.option("--subfolder", default="", help="The folder below PATH that holds the checkpoint.")
 def inspect_command(
@@ -58,8 +59,8 @@ def inspect_command(
 ) -> None:
     """Show what the checkpoint at PATH holds.
 
-    PATH is a folder, a safetensors file, an index file, or the name of a repository that is in the cache of
-    the Hugging Face hub. Only headers are read, and nothing is downloaded.
+    PATH is a folder, a safetensors, .bin or index file, or the name of a repository that is in the cache of
+    the Hugging Face hub. Only headers are read, nothing in them is run, and nothing is downloaded.
     """
     try:
         place = resolve(
@@ -70,15 +71,15 @@ def inspect_command(
         index = open_checkpoint(place, weights_name=named if isinstance(named, str) else None)
     except ShardwiseError as error:
         _fail(error)
-    entries = [entry for entry in index.entries.values() if match is None or fnmatchcase(entry.key, match)]
+    tensors = [tensor for tensor in index.tensors() if match is None or fnmatchcase(tensor.key, match)]
     if as_json:
-        click.echo(json.dumps(as_json_object(index, config, entries), indent=2))
+        click.echo(json.dumps(as_json_object(index, config, tensors), indent=2))
         return
     _print_summary(index, config)
     if each:
-        _print_entries(entries)
+        _print_each(tensors)
     elif with_tensors or match is not None:
-        _print_groups(group_tensors(entries))
+        _print_groups(group_tensors(tensors))
 
 
 def _fail(error: ShardwiseError) -> NoReturn:
@@ -111,58 +112,70 @@ def read_config_facts(folder: Path) -> dict[str, object]:
     return {name: config[name] for name in _CONFIG_FACTS if name in config}
 
 
-def bytes_per_dtype(entries: Iterable[TensorEntry]) -> dict[str, int]:
+def bytes_per_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
     """The bytes of all tensors of each dtype, most first."""
     totals: Counter[str] = Counter()
-    for entry in entries:
-        totals[entry.dtype.label] += entry.nbytes
+    for tensor in tensors:
+        totals[tensor.dtype.label] += tensor.nbytes
     return dict(totals.most_common())
 
 
-def group_tensors(entries: Iterable[TensorEntry]) -> list[TensorGroup]:
+def group_tensors(tensors: Iterable[StoredTensor]) -> list[TensorGroup]:
     """Tensors that are alike but for the numbers in their keys, such as those of equal layers, together."""
-    alike: dict[tuple[str, tuple[int, ...]], list[TensorEntry]] = defaultdict(list)
-    for entry in sorted(entries, key=lambda entry: _natural(entry.key)):
-        alike[entry.dtype.label, entry.shape].append(entry)
+    alike: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key)):
+        alike[tensor.dtype.label, tensor.shape].append(tensor)
     groups = [
         TensorGroup(pattern, count, dtype, shape, count * members[0].nbytes)
         for (dtype, shape), members in alike.items()
-        for pattern, count in collapse(shown(entry.key) for entry in members)
+        for pattern, count in collapse(shown(tensor.key) for tensor in members)
     ]
     return sorted(groups, key=lambda group: _natural(group.pattern))
 
 
 def as_json_object(
-    index: CheckpointIndex, config: dict[str, object], entries: Iterable[TensorEntry]
+    index: CheckpointIndex, config: dict[str, object], tensors: Iterable[StoredTensor]
 ) -> dict[str, object]:
-    """Everything there is to say; the counts are of the whole checkpoint, ``tensors`` are ``entries``."""
+    """Everything there is to say; the counts are of the whole checkpoint.
+
+    A tensor that is one run of bytes has a file, a start and a stop; any other has parts that do.
+    """
+    everything = index.tensors()
     return {
         "root": index.root,
         "layout": index.layout,
+        "wrapper": index.wrapper,
+        "not_loaded": list(index.ignored),
         "files": [{"name": name, "bytes": nbytes} for name, nbytes in index.files.items()],
-        "tensor_count": len(index.entries),
-        "parameter_count": _parameters(index),
+        "tensor_count": len(everything),
+        "parameter_count": _parameters(everything),
         "bytes": index.nbytes,
-        "bytes_per_dtype": bytes_per_dtype(index.entries.values()),
+        "bytes_per_dtype": bytes_per_dtype(everything),
         "config": config,
         "metadata": dict(index.metadata),
         "tensors": [
             {
-                "key": entry.key,
-                "dtype": entry.dtype.label,
-                "shape": list(entry.shape),
-                "bytes": entry.nbytes,
-                "file": entry.file,
-                "start": entry.start,
-                "stop": entry.stop,
+                "key": tensor.key,
+                "dtype": tensor.dtype.label,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                **_where(index, tensor),
             }
-            for entry in entries
+            for tensor in tensors
         ],
     }
 
 
-def _parameters(index: CheckpointIndex) -> int:
-    return sum(entry.numel for entry in index.entries.values())
+def _where(index: CheckpointIndex, tensor: StoredTensor) -> dict[str, object]:
+    places = [{"file": entry.file, "start": entry.start, "stop": entry.stop} for entry in tensor.entries]
+    if tensor.key not in index.composed:
+        return {**places[0]}
+    keyed = zip(tensor.entries, places, strict=True)
+    return {"parts": [{"key": entry.key, **place} for entry, place in keyed]}
+
+
+def _parameters(tensors: Iterable[StoredTensor]) -> int:
+    return sum(tensor.numel for tensor in tensors)
 
 
 def _natural(key: str) -> list[tuple[str, int]]:
@@ -175,16 +188,22 @@ def _natural(key: str) -> list[tuple[str, int]]:
 
 
 def _print_summary(index: CheckpointIndex, config: dict[str, object]) -> None:
+    tensors = index.tensors()
     facts = [
         ("checkpoint", shown(index.root)),
         ("layout", index.layout),
-        ("tensors", f"{len(index.entries):,}"),
-        ("parameters", f"{_parameters(index):,}"),
+        ("tensors", f"{len(tensors):,}"),
+        ("parameters", f"{_parameters(tensors):,}"),
         ("bytes", _in_bytes(index.nbytes)),
     ]
-    per_dtype = bytes_per_dtype(index.entries.values())
+    per_dtype = bytes_per_dtype(tensors)
     facts += [(f"  {dtype}", _in_bytes(nbytes)) for dtype, nbytes in per_dtype.items()]
     facts += [(name, shown(json.dumps(value))) for name, value in config.items()]
+    if index.wrapper:
+        facts.append(("taken from", shown(index.wrapper)))
+    facts += [("not loaded", shown(name)) for name in index.ignored[:_SHOWN_IGNORED]]
+    if len(index.ignored) > _SHOWN_IGNORED:
+        facts.append(("not loaded", f"... and {len(index.ignored) - _SHOWN_IGNORED} more"))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         click.echo(f"{name:<{width}}  {value}")
@@ -210,16 +229,16 @@ def _print_groups(groups: Sequence[TensorGroup]) -> None:
     _print_tensors(columns, rows)
 
 
-def _print_entries(entries: Iterable[TensorEntry]) -> None:
+def _print_each(tensors: Iterable[StoredTensor]) -> None:
     rows = [
         (
-            shown(entry.key),
-            str(entry.shape),
-            entry.dtype.label,
-            _in_bytes(entry.nbytes),
-            shown(entry.file),
+            shown(tensor.key),
+            str(tensor.shape),
+            tensor.dtype.label,
+            _in_bytes(tensor.nbytes),
+            ", ".join(shown(file) for file in dict.fromkeys(entry.file for entry in tensor.entries)),
         )
-        for entry in sorted(entries, key=lambda entry: _natural(entry.key))
+        for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.key))
     ]
     columns = [("key", "left"), ("shape", "left"), ("dtype", "left"), ("bytes", "right"), ("file", "left")]
     _print_tensors(columns, rows)

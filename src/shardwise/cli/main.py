@@ -13,7 +13,7 @@ _COMMANDS = {
     "merge-weights": "a sharded checkpoint as safetensors files of the hub",
     "plan": "what a load takes on every rank, before it",
     "train": "fine-tune a model on chat data",
-    "verify": "load on N ranks and compare with an independent path",
+    "verify": "open a checkpoint again and compare; or load it on N ranks and compare",
 }
 
 

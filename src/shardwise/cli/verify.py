@@ -14,9 +14,8 @@ from shardwise.errors import ShardwiseError
 @click.argument("model")
 @click.option(
     "--ranks",
-    default=2,
-    show_default=True,
-    help="Processes to start and load on.",
+    default=None,
+    help="Load it, on so many processes, and compare every element with another path.",
     type=click.IntRange(1),
 )
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
@@ -25,19 +24,29 @@ from shardwise.errors import ShardwiseError
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def verify_command(
     model: str,
-    ranks: int,
+    ranks: int | None,
     dtype: str,
     revision: str | None,
     trust_remote_code: bool,  # noqa: FBT001 - click's signature
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    """Load MODEL (a directory or a hub id) on N ranks, and compare every element.
+    """Open MODEL, a directory, again: structure, coverage, and the fingerprints recorded when it was saved.
 
-    The comparison is with whole tensors, read by the safetensors library and converted by transformers. Exits with
-    1 when something differs, with 2 when the model cannot be loaded.
+    With --ranks, load MODEL (a directory or a hub id) on N ranks, and compare every element with whole tensors,
+    read by the safetensors library and converted by transformers. Exits with 1 when something differs, with 2 when
+    the model cannot be opened or loaded.
     """
     from shardwise.cli.launch import fail, run_ranks
 
+    if ranks is None:
+        from shardwise.verbs.reopen import verify
+
+        try:
+            found = verify(model)
+        except ShardwiseError as error:
+            fail(error)
+        click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+        sys.exit(0 if found.is_sound else 1)
     try:
         reports = run_ranks(ranks, _verify, model, dtype, revision, trust_remote_code)
     except ShardwiseError as error:

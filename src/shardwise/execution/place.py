@@ -183,7 +183,7 @@ class Placer:
 
         def memory(target: int) -> memoryview:
             if target not in memories:
-                memories[target] = _bytes_of(tensors[target])
+                memories[target] = bytes_of(tensors[target])
             return memories[target]
 
         def carry_out(request: Request, landing: Landing) -> None:
@@ -292,7 +292,7 @@ def opaque_bytes(leaf: Opaque) -> int:
     return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The CPU memory of a tensor, from its first element to the end of its storage."""
     if tensor.is_contiguous():
         return memory_of(tensor.view(-1).view(torch.uint8))

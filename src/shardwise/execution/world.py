@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -32,6 +32,8 @@ _LARGE_BYTES = 1 << 20
 """A message of this size or more is sent by a collective, once all ranks have met (a store is not made for it)."""
 
 _COMPRESSED_BYTES = 1 << 14
+
+_WORD = 1 << 64
 
 
 class World:
@@ -157,6 +159,23 @@ class World:
         others = [rank for rank, found in enumerate(values) if found != values[0]]
         if others:
             raise DisagreementError(f"{what} on rank {', '.join(map(str, others))} is not that of rank 0")
+
+    def sum_words(self, values: Sequence[int]) -> list[int]:
+        """Over all ranks, place by place, modulo 2**64. Collective: yes."""
+        if self.size == 1:
+            return [value % _WORD for value in values]
+        device = _torch_private.object_device(self.group)
+        signed = [(value + _WORD // 2) % _WORD - _WORD // 2 for value in values]
+
+        def add() -> list[int]:
+            words = torch.tensor(signed, dtype=torch.int64, device=device)
+            work = dist.all_reduce(words, group=self.group, async_op=True)  # integers wrap around
+            assert work is not None
+            self.wait_for(work)
+            return [value % _WORD for value in words.tolist()]
+
+        self.require_equal(len(values), "the number of values that are added up")
+        return self.together(add)
 
     def is_first_on_host(self) -> bool:
         """Whether this rank is the lowest one of its machine. Collective: yes."""

@@ -85,10 +85,12 @@ def read_distributed(reader: StorageReader, folder: str = "") -> DistributedFile
     wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
     files = _sizes(reader, wanted.values(), what)
 
+    known: dict[bytes, object] = {}
+
     def read(item: tuple[SavedTensor, Box, Place]) -> Chunk:
         tensor, box, place = item
         named = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
-        view = read_torch_tensor(reader, place.file, place.bytes.start, place.bytes.stop, named)
+        view = read_torch_tensor(reader, place.file, place.bytes, known, what=named)
         if view.dtype is not tensor.dtype or view.shape != box.sizes:
             raise FormatError(
                 f"{named}: it holds {view.dtype.label} {view.shape}, where the metadata tells of "

@@ -18,7 +18,6 @@ from shardwise.storage.names import shown
 Global: TypeAlias = tuple[str, str]
 """(module, name)."""
 
-_MAX_STACK = 10_000_000
 _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
@@ -96,9 +95,9 @@ class _Machine:
         self.memo: dict[int, object] = {}
 
     def run(self) -> object:
-        content, operations, stop = self.content, _OPERATIONS, _STOP
-        while True:
-            if self.position >= len(content):
+        content, operations, stop, end = self.content, _OPERATIONS, _STOP, len(self.content)
+        while True:  # each operation puts one object on the stack at most, so the content bounds it
+            if self.position >= end:
                 self.refuse("it ends in the middle")
             code = content[self.position]
             self.position += 1
@@ -108,8 +107,6 @@ class _Machine:
             if operation is None:
                 self.refuse(f"it has the operation {bytes([code])!r}, which torch does not write")
             operation(self)
-            if len(self.stack) > _MAX_STACK:
-                self.refuse("its stack grows without bound")
         if len(self.stack) != 1 or self.stack[0] is _MARK:
             self.refuse(f"it leaves {len(self.stack)} objects, not one")
         return self.stack[0]

@@ -53,7 +53,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
     file_nbytes = reader.size(file)
     part = Part(reader, file, 0, file_nbytes)
     _refuse_others(part, what)
-    archive = TorchArchive(part, what)
+    archive = TorchArchive(part, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
     storages = {tensor.storage.name: tensor.storage for _, tensor in tensors}
     places = each(reader, archive.place_of, storages.values())
@@ -66,9 +66,14 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
     return TorchFile(file, file_nbytes, tuple(found), tuple(others))
 
 
-def read_torch_tensor(reader: StorageReader, file: str, start: int, stop: int, what: str) -> StoredView:
-    """The one tensor that was saved by itself in a range of a file."""
-    archive = TorchArchive(Part(reader, file, start, stop), what)
+def read_torch_tensor(
+    reader: StorageReader, file: str, where: ByteRange, known: dict[bytes, object], *, what: str
+) -> StoredView:
+    """The one tensor that was saved by itself in a range of a file.
+
+    ``known`` are the pickles that have been read before: chunks of equal shapes have equal ones.
+    """
+    archive = TorchArchive(Part(reader, file, where.start, where.stop), what, known)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
@@ -84,9 +89,9 @@ def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) 
 
 
 class TorchArchive(Archive):
-    """The archive that ``torch.save`` makes of an object; ``value`` is that object."""
+    """The archive that ``torch.save`` makes of an object; ``value`` is that object, also kept in ``known``."""
 
-    def __init__(self, part: Part, what: str) -> None:
+    def __init__(self, part: Part, what: str, known: dict[bytes, object]) -> None:
         super().__init__(part, what)
         self._file = part.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
@@ -100,7 +105,9 @@ class TorchArchive(Archive):
             self.refuse("its numbers are not little-endian", remedy="save it again on a machine that is")
         pickle = self.content(name, max_nbytes=MAX_PICKLE_BYTES)
         self.pickle_nbytes = len(pickle)
-        self.value = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
+        if pickle not in known:
+            known[pickle] = read_pickle(pickle, TORCH_FILE, what=f"{what}: {name}")
+        self.value = known[pickle]
 
     def place_of(self, storage: Storage) -> ByteRange:
         """The bytes of a storage."""

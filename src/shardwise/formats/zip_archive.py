@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from shardwise.errors import FormatError
@@ -32,11 +32,10 @@ _ENDS_BYTES = 4 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in the archive. ``header`` is where its local header begins, ``room`` where the next thing begins."""
+    """A file in the archive, as the directory tells of it. ``header`` is where its local header begins."""
 
     name: str
     header: int
-    room: int
     nbytes: int
     packed_nbytes: int
     method: int
@@ -75,6 +74,7 @@ class Archive:
     def __init__(self, part: Part, what: str) -> None:
         self._part = part
         self.what = what
+        self._rooms: dict[str, int] = {}  # where what follows a member begins
         self.members = self._directory()
 
     def bytes_of(self, name: str) -> ByteRange:
@@ -92,8 +92,8 @@ class Archive:
                 f"its member {shown(name)} is compressed", remedy="torch.save does not compress: write it with that"
             )
         # The size of the local header is told only there: its extra field may differ from the directory's.
-        length = _LOCAL.size + len(name.encode())
-        if member.header + length > member.room:
+        length, room = _LOCAL.size + len(name.encode()), self._rooms[name]
+        if member.header + length > room:
             self.refuse(f"its member {shown(name)} runs into what follows it")
         local = self._part.read(member.header, member.header + length)
         signature, _, flags, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(local)
@@ -106,7 +106,7 @@ class Archive:
         ):
             self.refuse(f"its directory and its member {shown(name)} contradict each other")
         start = member.header + length + extra_length
-        if start + member.nbytes > member.room:
+        if start + member.nbytes > room:
             self.refuse(f"its member {shown(name)} runs into what follows it")
         return ByteRange(self._part.start + start, self._part.start + start + member.nbytes)
 
@@ -189,7 +189,7 @@ class Archive:
         )
         if disk or header >= directory:
             self.refuse(f"its member {shown(name)} is not before the directory")
-        return Member(name, header, directory, nbytes, packed, method, flags), stop
+        return Member(name, header, nbytes, packed, method, flags), stop
 
     def _zip64(self, extra: bytes, wanted: int) -> Iterator[int]:
         """The sizes that did not fit into 32 bits."""
@@ -209,5 +209,6 @@ class Archive:
         for member, room in zip(ordered, starts, strict=True):
             if member.name in by_name:
                 self.refuse(f"it has the member {shown(member.name)} twice")
-            by_name[member.name] = replace(member, room=room)
+            by_name[member.name] = member
+            self._rooms[member.name] = room
         return by_name

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from transformers import PreTrainedModel
 
 from shardwise.models import transformers_compat as compat
@@ -33,7 +34,7 @@ class WholeTensors:
         self._readers: dict[str, Callable[[], torch.Tensor]] = {}
         for file in files:
             if file.suffix == ".safetensors":
-                handle = safe_open(file, framework="pt")
+                handle: Any = safe_open(file, framework="pt")
                 self._readers.update({key: partial(handle.get_tensor, key) for key in list(handle.keys())})
             elif file.suffix != ".distcp":
                 self._readers.update(_of_torch_file(file, wrapper))
@@ -59,7 +60,7 @@ def _of_folder(folder: Path, wrapper: str) -> dict[str, Callable[[], torch.Tenso
         made = {name: torch.empty(item.size, dtype=item.properties.dtype)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that every rank loads by itself
-            distributed_checkpoint.load(made, storage_reader=FileSystemReader(folder), no_dist=True)
+            load_distributed(made, storage_reader=FileSystemReader(folder), no_dist=True)
         return made[name]
 
     prefix = f"{wrapper}." if wrapper else ""
@@ -79,8 +80,8 @@ def reference_values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole value) of every tensor the checkpoint holds, in the dtype the model has it in.
 
-    ``dtypes`` are the model's saved tensors by canonical name, ``wrapper`` is that of :class:`WholeTensors`. Memory:
-    the sources and outcome of one conversion.
+    ``dtypes`` are the model's saved tensors by canonical name, ``wrapper`` is that of :class:`WholeTensors`.
+    Memory: the sources and outcome of one conversion.
     """
     stored = WholeTensors(files, wrapper)
     assignment = assign_keys(stored.keys, dtypes, transforms, compat.base_model_prefix(model))

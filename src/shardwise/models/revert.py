@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
 
     try:
         made = backwards(recorded(names))
-        return _outputs_of(made, names)
+        return _outputs_of(made)
     except NotStructural:
         pass
     outputs: dict[str, Output] = {}
@@ -79,7 +80,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     followed = backwards({name: _followed(name, names[name]) for name in names})
     for sources, keys in _groups(followed, names):
         try:
-            found = _outputs_of(backwards(recorded(sources)), names)
+            found = _outputs_of(backwards(recorded(sources)))
             outputs |= found.outputs
         except NotStructural:
             shapes = tuple((key, from_torch(followed[key].dtype, key), tuple(followed[key].shape)) for key in keys)
@@ -99,7 +100,7 @@ def saved_names(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
         return tuple(names)
     targets = compat.tie_targets(model)
     for name in sorted(names):
-        if name in targets and len(names) > 1:
+        if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
     return tuple(names) if compat.is_pretrained(model) else tuple(names[:1])
 
@@ -108,7 +109,7 @@ def _recorded(name: str, tensor: TensorLayout) -> Recorded:
     return Recorded(Stored(name, tensor.shape, tensor.dtype), to_torch(tensor.dtype))
 
 
-def _outputs_of(made: Mapping[str, torch.Tensor], names: Mapping[str, TensorLayout]) -> Reverted:
+def _outputs_of(made: Mapping[str, torch.Tensor]) -> Reverted:
     """What came out of recorded tensors.
 
     Raises:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.core_model_loading import rename_source_key as _rename_source_key
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import _get_tied_weight_keys
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.monkey_patching import patch_output_recorders
@@ -244,13 +246,32 @@ class _WithConversions:
         return getattr(self._model, name)
 
 
+def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+    """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
+
+    ``dtype`` is what the config is to name. The model's own config is not touched. Nothing for other modules.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    kind: Any = original_class(model)
+    config: Any = deepcopy(model.config)
+    config.architectures = [kind.__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    if kind.is_remote_code():
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
 def names_never_saved(model: nn.Module) -> frozenset[str]:
     """Names that a model's class leaves out when it is saved."""
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def tie_targets(model: nn.Module) -> frozenset[str]:
-    """Names that are declared tied to another, by any module in a model."""
+    """Regexes, searched in names, of those that are declared tied to another by any module in a model."""
     return frozenset(_get_tied_weight_keys(model)) if isinstance(model, PreTrainedModel) else frozenset()
 
 

@@ -10,11 +10,14 @@ is one step after which the new save counts, and before which the old one does.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.conversion import Copy, Expression, Stored, pieces
 from shardwise.formats import NewFile, TensorEntry, lay_out
-from shardwise.tensors import DType, numel
+from shardwise.planning.schedule import Request, Segment, schedule, segments_of
+from shardwise.storage import ReadPolicy, WritePolicy
+from shardwise.tensors import Box, DType, Strided, numel
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,3 +94,53 @@ def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]
 
 def _nbytes(item: Saved) -> int:
     return numel(item[2]) * item[1].itemsize
+
+
+Held = Mapping[str, Sequence[tuple[Box, Strided]]]
+"""By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
+
+
+def arrange_writes(
+    saved: Iterable[tuple[TensorEntry, Expression]],
+    held: Held,
+    numbers: Mapping[str, int],
+    staged: Collection[str],
+    policy: WritePolicy,
+    staging_bytes: int,
+) -> list[Request]:
+    """What this rank writes where: requests of runs that touch, in the order of the files and of the bytes in them.
+
+    In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
+
+    Args:
+        saved: where each tensor is written, and what it is made of.
+        held: what this rank writes.
+        numbers: of the tensors whose memory is read, by name.
+        staged: names of tensors that cannot be written as they lie in memory: cast, or on an accelerator.
+        policy: of the storage.
+        staging_bytes: of one worker.
+    """
+    like_reads = ReadPolicy(
+        max_gap_bytes=0,
+        request_bytes=policy.request_bytes,
+        concurrency=policy.concurrency,
+        is_remote=False,
+        bytes_per_s=1.0,
+    )
+    segments: list[tuple[str, Segment]] = []
+    for entry, expression in saved:
+        leaf = Stored(entry.key, entry.shape, entry.dtype)
+        for piece in pieces(expression, held):
+            assert isinstance(piece.leaf, Stored)
+            name = piece.leaf.key
+            back = Copy(leaf, piece.target, piece.source)
+            found = segments_of(
+                back,
+                numbers[name],
+                entry,
+                needs_staging=name in staged,
+                policy=like_reads,
+                block_bytes=staging_bytes,
+            )
+            segments += ((entry.file, segment) for segment in found)
+    return schedule(segments, like_reads, staging_bytes=staging_bytes)

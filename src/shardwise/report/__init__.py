@@ -3,7 +3,9 @@
 from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
 from shardwise.report.names import collapse
+from shardwise.report.reopen_report import ReopenReport
+from shardwise.report.save_report import SaveReport
 from shardwise.report.shard_report import ShardReport
 from shardwise.report.verify_report import VerifyReport
 
-__all__ = ["Forecast", "LoadReport", "ShardReport", "VerifyReport", "collapse"]
+__all__ = ["Forecast", "LoadReport", "ReopenReport", "SaveReport", "ShardReport", "VerifyReport", "collapse"]

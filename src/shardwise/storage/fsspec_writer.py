@@ -265,7 +265,8 @@ class FsspecWriter:
         except Exception as error:
             fault = fault_of(error, self._retries.timeout_s)
             assert isinstance(fault, OSError)
-            message = f"{self._named(file)}: {doing} failed, {self._redacted(str(fault))}; {_remedy(fault)}"
+            cause, remedy = _explained(fault)
+            message = f"{self._named(file)}: {doing} failed, {self._redacted(cause)}; {remedy}"
             raise StorageError(message) from self._redacted.made_anew(fault)
 
 
@@ -347,11 +348,12 @@ def _move(files: Any, source: str, target: str) -> None:
         files.mv(source, target)
 
 
-def _remedy(fault: OSError) -> str:
+def _explained(fault: OSError) -> tuple[str, str]:
+    """The cause of a failure, and what to do."""
     if isinstance(fault, FileNotFoundError):
-        return "check the URL"
+        return "there is no such bucket or folder", "check the URL"
     if isinstance(fault, PermissionError):
-        return "check the URL, and pass credentials that may write there (storage_options)"
+        return str(fault), "check the URL, and pass credentials that may write there (storage_options)"
     if isinstance(fault, PermanentFault):
-        return fault.remedy
-    return "check the network and the storage, and save again"
+        return str(fault), fault.remedy
+    return str(fault), "check the network and the storage, and save again"

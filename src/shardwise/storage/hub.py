@@ -18,7 +18,11 @@ _WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "tokenizer*
 
 _NEEDED = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
-_NEVER = ("*.py", "*.bin", "*.bin.index.json")
+_TORCH = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""Weights of repositories that are older than safetensors; wanted where there are no others."""
+
+_NEVER = ("*.py",)
+_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ def resolve(
 ) -> Path:
     """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
 
-    Only the wanted files are downloaded: safetensors, json, tokenizers; from the top of the repository, or of
-    ``options.subfolder``, alone. ``download=False`` takes what the cache has: for the ranks of a node that
-    come after the one that downloads.
+    Only the wanted files are downloaded: safetensors (where there are none, ``pytorch_model*.bin``), json,
+    tokenizers; from the top of the repository, or of ``options.subfolder``, alone. ``download=False`` takes what
+    the cache has: for the ranks of a node that come after the one that downloads.
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
     """
@@ -109,24 +113,29 @@ def _local(path: Path, subfolder: str) -> Path:
 def _snapshot(repo_id: str, options: HubOptions) -> Path:
     # Beside model*.safetensors, "consolidated*.safetensors" is a second copy of the weights, large and
     # unused. It is fetched only where there are no others, which shows when everything else has been fetched.
-    folder = _fetch_or_make_do(repo_id, options, ignored=("consolidated*",))
+    # Likewise what torch wrote.
+    folder = _fetch_or_make_do(repo_id, options, ignored=(*_OTHER_WEIGHTS, "consolidated*"))
     if not any(folder.glob("*.safetensors")):
-        folder = _fetch_or_make_do(repo_id, options, ignored=())
+        folder = _fetch_or_make_do(repo_id, options, ignored=_OTHER_WEIGHTS)
+    if not any(folder.glob("*.safetensors")):
+        folder = _fetch_or_make_do(repo_id, options, ignored=(), more=_TORCH)
     return folder
 
 
-def _fetch_or_make_do(repo_id: str, options: HubOptions, *, ignored: Sequence[str]) -> Path:
+def _fetch_or_make_do(
+    repo_id: str, options: HubOptions, *, ignored: Sequence[str], more: Sequence[str] = ()
+) -> Path:
     """The snapshot with all wanted files, or with all needed ones when nothing can be downloaded."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _fetch(repo_id, options, wanted=_WANTED, ignored=ignored)
+        return _fetch(repo_id, options, wanted=(*_WANTED, *more), ignored=ignored)
     except LocalEntryNotFoundError as error:
         # IncompleteSnapshotError, which not all versions have. Somebody downloaded less than we would have,
         # say without README.txt. That is no reason to refuse where the weights are all there.
         if not hasattr(error, "snapshot_path"):
             raise
-    return _fetch(repo_id, options, wanted=_NEEDED, ignored=ignored)
+    return _fetch(repo_id, options, wanted=(*_NEEDED, *more), ignored=ignored)
 
 
 def _fetch(repo_id: str, options: HubOptions, *, wanted: Sequence[str], ignored: Sequence[str]) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 
 _WORD = 8
 _LANES = 1 << 14
-_MASK = (1 << 64) - 1
+MODULUS = 1 << 64
 
 
 def fingerprint(data: memoryview, start: int = 0) -> int:
@@ -26,7 +26,7 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     for block, first, words in _words(data, start):
         lanes = _lane_weights()[first : first + len(words)]
         total += _block_weight(block) * int(np.sum(words * lanes, dtype=np.uint64))
-    return total & _MASK
+    return total % MODULUS
 
 
 def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:

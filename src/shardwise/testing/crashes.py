@@ -400,7 +400,8 @@ def _steps(effect: Effect, policy: WritePolicy) -> Iterator[_Step]:
         case Synced(writer, file):
             yield lambda disk: disk.names[file].sync(writer) if file in disk.names else None
         case Renamed(_, file, name):
-            yield lambda disk: disk.name(disk.names[file], name, file)
+            taken = file if file != name else None
+            yield lambda disk: disk.name(disk.names[file], name, taken)
             yield _Disk.sync_names
         case Replaced(writer, file, content):
             interim = f".{file}.incomplete"

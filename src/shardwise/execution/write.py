@@ -1,0 +1,131 @@
+"""From the memory of tensors to a storage: the requests of a save, carried out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.conversion import Stored
+from shardwise.execution.landing import as_stored, memory_of
+from shardwise.execution.place import bytes_of
+from shardwise.execution.progress import Progress
+from shardwise.execution.workers import Ahead, Workers
+from shardwise.execution.world import World
+from shardwise.formats import TensorEntry
+from shardwise.models.view import strided_view
+from shardwise.planning.schedule import Request, Segment, aligned
+from shardwise.planning.staging import Staging
+from shardwise.storage import StorageReader, StorageWriter
+from shardwise.tensors.fingerprint import MODULUS, fingerprint
+
+
+@dataclass
+class Emitter:
+    """Writes what this rank holds, and adds up fingerprints by key (see [Note: Fingerprints]).
+
+    ``tensors`` are this rank's own, by the numbers that segments have. ``written_bytes`` counts by file.
+    """
+
+    writer: StorageWriter
+    entries: Mapping[str, TensorEntry]
+    tensors: Sequence[torch.Tensor]
+    staging: Staging
+    progress: Progress
+    world: World
+    written_bytes: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self, requests: Sequence[Request]) -> None:
+        """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
+
+        Raises:
+            StorageError: bytes could not be written.
+        """
+
+        def carry_out(request: Request, desk: _Desk) -> None:
+            buffers = self._buffers(request, desk)
+            self.writer.write(request.file, request.bytes.start, buffers)
+            with self._lock:
+                done = self.written_bytes.get(request.file, 0)
+                self.written_bytes[request.file] = done + request.bytes.nbytes
+                self.progress.advance(request.bytes.nbytes)
+
+        Workers(carry_out, self._desks(), self.world.check).run(requests)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Make what these requests wrote durable, and meanwhile add up the fingerprints of it."""
+        files = sorted({request.file for request in requests})
+
+        def sync() -> None:
+            for file in files:
+                self.writer.sync(file)
+
+        synced = Ahead(sync)
+        Workers(self._add, self._desks(), self.world.check).run(requests)
+        synced.value(self.world.check)
+
+    def require_same(self, reader: StorageReader, requests: Sequence[Request]) -> list[str]:
+        """Read everything back; the keys of tensors of which other bytes came than memory holds."""
+        differing: set[str] = set()
+
+        def compare(request: Request, desk: _Desk) -> None:
+            stored = memoryview(bytearray(request.bytes.nbytes))
+            reader.read_into(request.file, request.bytes.start, stored)
+            place = 0
+            for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
+                if stored[place : place + buffer.nbytes] != buffer:
+                    assert isinstance(segment.copy.leaf, Stored)
+                    differing.add(segment.copy.leaf.key)
+                place += buffer.nbytes
+
+        Workers(compare, self._desks(), self.world.check).run(requests)
+        return sorted(differing)
+
+    def _desks(self) -> list[_Desk]:
+        is_pinned = any(tensor.device.type == "cuda" for tensor in self.tensors)
+        return [_Desk(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
+
+    def _buffers(self, request: Request, desk: _Desk) -> list[memoryview]:
+        """The bytes of a request, segment by segment."""
+        buffers: list[memoryview] = []
+        used = 0
+        for segment in request.segments:
+            tensor = self.tensors[segment.target]
+            if segment.is_direct:
+                start = segment.copy.target.offset * tensor.element_size()
+                buffer = bytes_of(tensor)[start : start + segment.bytes.nbytes]
+            else:
+                buffer = desk.stage(segment, used, tensor)
+                used += aligned(segment.bytes.nbytes)
+            buffers.append(buffer)
+        return buffers
+
+    def _add(self, request: Request, desk: _Desk) -> None:
+        found: list[tuple[str, int]] = []
+        for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
+            assert isinstance(segment.copy.leaf, Stored)
+            key = segment.copy.leaf.key
+            found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
+        with self._lock:
+            for key, value in found:
+                self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
+
+
+class _Desk:
+    """One worker's staging memory. Memory: ``nbytes``, from the first use on; pinned for tensors of a GPU."""
+
+    def __init__(self, nbytes: int, *, is_pinned: bool) -> None:
+        self._nbytes = nbytes
+        self._is_pinned = is_pinned
+        self._staging: torch.Tensor | None = None
+
+    def stage(self, segment: Segment, start: int, tensor: torch.Tensor) -> memoryview:
+        """Put a segment's elements at byte ``start``, cast to the dtype in which they are saved."""
+        if self._staging is None:
+            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+        as_stored(self._staging, segment, start).copy_(strided_view(tensor, segment.copy.target))
+        return memory_of(self._staging)[start : start + segment.bytes.nbytes]

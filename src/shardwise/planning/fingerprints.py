@@ -1,0 +1,54 @@
+"""The small file beside the weights that has a fingerprint of every tensor in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FINGERPRINTS_FILE = "model.fingerprints.json"
+MAX_BYTES = 200_000_000
+"""The largest that is read."""
+
+_FORMAT = "shardwise fingerprints 1"
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one save recorded: its files with their sizes in bytes, and the fingerprint of each tensor by key."""
+
+    files: Mapping[str, int]
+    tensors: Mapping[str, int]
+
+
+def to_bytes(saves: Sequence[Recorded]) -> bytes:
+    """The content of the file. While a save is committed, it has what the older save and the new one recorded."""
+    content = {
+        "format": _FORMAT,
+        "saves": [
+            {
+                "files": dict(save.files),
+                "tensors": {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()},
+            }
+            for save in saves
+        ],
+    }
+    return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def from_bytes(content: bytes | None) -> list[Recorded]:
+    """What saves recorded; nothing where the file is not there, or is not one of these."""
+    try:
+        parsed = json.loads(content or b"{}")
+        if parsed["format"] != _FORMAT:
+            return []
+        return [
+            Recorded(
+                {str(name): int(nbytes) for name, nbytes in save["files"].items()},
+                {str(key): int(value, _DIGITS) for key, value in save["tensors"].items()},
+            )
+            for save in parsed["saves"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []

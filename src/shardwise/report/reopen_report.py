@@ -1,0 +1,62 @@
+"""What was found when a checkpoint was opened again."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.report.names import listing
+from shardwise.report.sizes import in_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReopenReport:
+    """The facts of one look at a checkpoint on disk. Sizes in bytes, times in seconds.
+
+    Attributes:
+        checkpoint: the folder.
+        files: of weights.
+        tensors: in them.
+        nbytes: of these tensors.
+        model_class: whose tensors are all there, and no others; "" where there is no config to tell.
+        compared: tensors whose fingerprint was recorded when they were saved.
+        damaged: those that have another one now.
+        seconds: all of it took.
+    """
+
+    checkpoint: str
+    files: int
+    tensors: int
+    nbytes: int
+    model_class: str
+    compared: int
+    damaged: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is known to be damaged."""
+        return not self.damaged
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self) | {"is_sound": self.is_sound}
+
+    def __str__(self) -> str:
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        lines = [
+            f"{self.checkpoint}: {self.tensors} tensors, {in_bytes(self.nbytes)} in {files}, {self.seconds:.1f} s",
+            "  structure   sound: headers, index and sizes agree",
+            f"  coverage    all that {self.model_class} needs, and nothing else"
+            if self.model_class
+            else "  coverage    not known: there is no config.json",
+        ]
+        if self.compared:
+            word = "equal to what was saved" if self.is_sound else "DAMAGED"
+            lines.append(
+                f"  values      {self.compared - len(self.damaged)} of {self.compared} fingerprints {word}"
+            )
+        else:
+            lines.append("  values      not compared: no fingerprints were recorded for these files")
+        return "\n".join([*lines, *listing("damaged", self.damaged)])

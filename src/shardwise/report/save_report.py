@@ -1,0 +1,71 @@
+"""What a save did, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.report.names import listing
+from shardwise.report.sizes import in_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The facts of one save, as seen by one rank. Sizes in bytes, times in seconds.
+
+    Attributes:
+        directory: that was saved to.
+        files: of weights, in order, as they are named now.
+        tensors: in the files.
+        parameters: elements of the model's parameters, tied ones once.
+        checkpoint_bytes: of all tensors in the files.
+        written_bytes: by this rank, headers not counted.
+        dtypes: that were saved, with the number of tensors of each.
+        cast: name of a tensor in the files to ("dtype in the model", "dtype saved").
+        tied: names that are not saved, with the name under which their tensor is.
+        computed: tensors that were not saved by moving elements, but computed from whole ones.
+        removed: files of the older save that are gone.
+        is_verified: everything was read back and compared with memory.
+        seconds: by phase, in order: plan, create, write, sync, verify, commit.
+    """
+
+    rank: int
+    world_size: int
+    directory: str
+    files: tuple[str, ...]
+    tensors: int
+    parameters: int
+    checkpoint_bytes: int
+    written_bytes: int
+    dtypes: Mapping[str, int]
+    cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    computed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    is_verified: bool = False
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {label}" for label, count in self.dtypes.items())
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        size = in_bytes(self.checkpoint_bytes)
+        phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
+        lines = [
+            f"saved {self.tensors} tensors ({kinds}; {size}) in {files} to {self.directory}",
+            f"  rank {self.rank} of {self.world_size} wrote {in_bytes(self.written_bytes)} in {phases}",
+        ]
+        if self.is_verified:
+            lines.append("  read back and compared with memory: equal")
+        for pair in dict.fromkeys(self.cast.values()):
+            names = [name for name, cast in self.cast.items() if cast == pair]
+            lines += listing(f"{pair[0]}→{pair[1]}", names)
+        lines += [f"  tied        {name} = {first}" for name, first in self.tied.items()]
+        lines += listing("computed", self.computed)
+        lines += listing("removed", self.removed)
+        return "\n".join(lines)

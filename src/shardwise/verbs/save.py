@@ -1,0 +1,434 @@
+"""``save``: a model into the hub's layout, each rank writing only its own bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.errors import ConfigError, CoverageError, ShardwiseError, StorageError
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.line import Patience
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.saving_lock import release_lock, take_lock
+from shardwise.execution.shares import agree_on_shares
+from shardwise.execution.sharing import place_of
+from shardwise.execution.world import World
+from shardwise.execution.write import Emitter
+from shardwise.layout import Kind, ModelLayout, Origin
+from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.revert import Reverted, revert, saved_names
+from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.planning import fingerprints
+from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
+from shardwise.planning.save_plan import INDEX_FILE, SavePlan, arrange_writes, plan_save
+from shardwise.planning.schedule import Request
+from shardwise.planning.shares import Boxes
+from shardwise.planning.staging import Staging, staging_within
+from shardwise.report import SaveReport
+from shardwise.storage import StorageWriter, open_storage, open_writer
+from shardwise.tensors import DType
+from shardwise.verbs.load import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class HubNames:
+    """Tensors are saved under the names, and in the shapes, that the model's checkpoints have on the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class InternalNames:
+    """Tensors are saved as the model's modules hold them."""
+
+
+Names: TypeAlias = HubNames | InternalNames
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What was written is not read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareWithMemory:
+    """Before the save is committed, every rank reads back what it wrote and compares it with its memory."""
+
+
+Verification: TypeAlias = Trust | CompareWithMemory
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a save is carried out; none of it changes what is saved.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 4096:
+            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+
+
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "50GB",
+    names: Names = HubNames(),
+    verify: Verification = Trust(),
+    options: SaveOptions = SaveOptions(),
+) -> SaveReport:
+    """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
+
+    Every rank works out the same headers, and writes its own shards to their places in the files: nothing is
+    gathered. What is in the directory counts until the save is committed by one step, and is whole until then;
+    afterwards its files are removed. See docs/save.md.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+
+    Args:
+        model: any module, sharded or not, of transformers or not, brought up by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        tokenizer: a tokenizer or processor whose files are saved beside the weights.
+        dtype: floating-point tensors of 16 bits and more are cast to it; None saves them as they are.
+        max_shard_size: of one file's tensors, in bytes or as "5GB"; a larger tensor has a file of its own.
+        names: as on the hub, or the model's own.
+        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        options: memory budget, progress, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        CoverageError: the model has tensors on meta.
+        DisagreementError: ranks hold different models.
+        FormatError: something that no safetensors file can hold.
+        StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
+        RankLostError: a rank has been lost.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
+    """
+    model = without_compile(model)
+    clock = Clock()
+    with World.current(options.process_group, options.patience) as world:
+        with clock.phase("plan"):
+            target = world.together(lambda: _resolved_dtype(dtype))
+            limit = world.together(lambda: in_bytes_of(max_shard_size))
+            token = world.from_first(_new_token)
+            writer = world.together(lambda: open_writer(directory))
+        with writer:
+            with clock.phase("plan"):
+                held = world.together(lambda: look_inside(model))
+                shares = agree_on_shares(world, held)
+                own = {name: boxes[world.rank] for name, boxes in shares.items()}
+                ready = world.together(
+                    lambda: _prepare(model, held, own, target, limit, names, token, writer, options)
+                )
+                world.require_equal(ready.digest, "the model that is to be saved (names, shapes, dtypes)")
+            return _carry_out(world, writer, ready, tokenizer, verify, options, clock)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
+
+    model: nn.Module
+    layout: ModelLayout
+    reverted: Reverted
+    plan: SavePlan
+    requests: Sequence[Request]
+    tensors: Sequence[torch.Tensor]
+    staging: Staging
+    cast: Mapping[str, tuple[str, str]]
+    digest: str
+
+
+@collected_later()
+def _prepare(
+    model: nn.Module,
+    held: Sequence[Held],
+    own: Mapping[str, Boxes],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    names: Names,
+    token: str,
+    writer: StorageWriter,
+    options: SaveOptions,
+) -> _Prepared:
+    """Decide, on this rank alone. ``own`` is what this rank gives."""
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    reverted = revert(model, layout, internal_names=isinstance(names, InternalNames))
+    if reverted.computed:
+        keys = [key for group in reverted.computed for key, _, _ in group.outputs]
+        raise CoverageError(
+            f"{keys[0]} and {len(keys) - 1} other tensors of the checkpoint are computed from "
+            "whole tensors, which a "
+            "save does not do yet; pass names=InternalNames()"
+        )
+    saved = {
+        key: (key, _saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
+        for key in reverted.order
+    }
+    parameters = sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER)
+    plan = plan_save(list(saved.values()), max_shard_bytes=max_shard_bytes, parameters=parameters, token=token)
+    by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
+    policy = writer.policy
+    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    staging = staging_within(options.budget_bytes, policy.concurrency, on_device=not is_on_host)
+    cast = {
+        key: (output.dtype.label, saved[key][1].label)
+        for key, output in reverted.outputs.items()
+        if output.dtype != saved[key][1]
+    }
+    requests = arrange_writes(
+        [(entry, reverted.outputs[key].expression) for key, entry in plan.entries.items()],
+        {name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes] for name, boxes in own.items()},
+        {name: number for name, (number, _) in by_name.items()},
+        {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
+        policy,
+        staging.nbytes,
+    )
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names)).encode()).hexdigest()
+    return _Prepared(model, layout, reverted, plan, requests, [item.local for item in held], staging, cast, digest)
+
+
+def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor cannot be written as it lies in memory."""
+    stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
+    return item.local.device.type != "cpu" or (stored is not None and _saved_dtype(stored, dtype) != stored)
+
+
+def _saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
+    """Numbers of at least 16 bits follow ``target``; narrower floats, integers and bools stay what they are."""
+    is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
+    return from_torch(target, "dtype") if is_cast and target is not None else dtype
+
+
+def _resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    return found
+
+
+def in_bytes_of(size: int | str) -> int:
+    """A size as "5GB", "200MB" (powers of 1000, as on the hub) or "1GiB", or a number of bytes.
+
+    Raises:
+        ConfigError: for anything else, and for less than a byte.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    nbytes = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        nbytes = int(float(found[1]) * base ** " KMGT".index(found[2] or " "))
+    if nbytes < 1:
+        raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
+    return nbytes
+
+
+def _new_token() -> str:
+    return secrets.token_hex(4)
+
+
+def _carry_out(
+    world: World,
+    writer: StorageWriter,
+    ready: _Prepared,
+    tokenizer: Any,
+    verify: Verification,
+    options: SaveOptions,
+    clock: Clock,
+) -> SaveReport:
+    """Create, write, sync, compare and commit: the same steps for every model and every world size."""
+    plan = ready.plan
+    with clock.phase("create"):
+        begun = world.from_first(lambda: _begin(writer, ready, tokenizer))
+    try:
+        with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
+            emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
+            with clock.phase("write"):
+                world.together(lambda: emitter.write(ready.requests))
+            with clock.phase("sync"):
+                world.together(lambda: emitter.finish(ready.requests))
+        with clock.phase("verify"):
+            if isinstance(verify, CompareWithMemory):
+                _require_same(world, emitter, ready)
+            sums = _add_up(world, plan, emitter)
+    except ShardwiseError:
+        if world.rank == 0:
+            _undo(writer, plan)
+        raise
+    with clock.phase("commit"):
+        removed = world.from_first(lambda: _commit(writer, plan, begun, sums))
+    layout = ready.layout
+    return SaveReport(
+        rank=world.rank,
+        world_size=world.size,
+        directory=writer.root,
+        files=plan.names,
+        tensors=len(plan.entries),
+        parameters=sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER),
+        checkpoint_bytes=plan.nbytes,
+        written_bytes=sum(emitter.written_bytes.values()),
+        dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
+        cast=ready.cast,
+        tied=_tied(ready),
+        removed=tuple(removed),
+        is_verified=isinstance(verify, CompareWithMemory),
+        seconds=dict(clock.seconds),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the first rank found and made before anything was written."""
+
+    standing: Standing
+    small_files: Mapping[str, bytes]
+    recorded: Sequence[fingerprints.Recorded]
+
+
+def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any) -> _Begun:
+    """Mark the folder, look at what is there, and create the files. On the first rank only."""
+    plan = ready.plan
+    small_files = _small_files(ready, tokenizer)
+    take_lock(writer, plan.files[0].name)
+    try:
+        standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
+        recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
+        for name in obsolete(plan, Standing(standing.files, frozenset())):
+            if name != INDEX_FILE and name not in standing.weights:
+                writer.remove(name)  # of a save that was never committed: its space may be needed
+        for file in plan.files:
+            writer.create(file.name, file.nbytes)
+            writer.write(file.name, 0, [memoryview(file.header)])
+    except ShardwiseError:
+        _undo(writer, plan)
+        raise
+    return _Begun(standing, small_files, recorded)
+
+
+def _undo(writer: StorageWriter, plan: SavePlan) -> None:
+    """Remove what was made; the older save is as it was."""
+    with contextlib.suppress(StorageError):
+        for file in plan.files:
+            writer.remove(file.name)
+        release_lock(writer)
+        writer.sync_names()
+
+
+def _small_files(ready: _Prepared, tokenizer: Any) -> dict[str, bytes]:
+    """Config, generation config, the model's own code, and the tokenizer's files, as transformers writes them."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        compat.save_small_files(ready.model, _main_dtype(ready.plan), Path(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _main_dtype(plan: SavePlan) -> torch.dtype | None:
+    """The dtype that most of the saved floating-point numbers have."""
+    numels: Counter[DType] = Counter()
+    for entry in plan.entries.values():
+        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
+            numels[entry.dtype] += entry.numel
+    return to_torch(numels.most_common(1)[0][0]) if numels else None
+
+
+def _require_same(world: World, emitter: Emitter, ready: _Prepared) -> None:
+    """Collective: yes."""
+
+    def compare() -> list[str]:
+        with open_storage(emitter.writer.root).reader as reader:
+            return emitter.require_same(reader, ready.requests)
+
+    differing = world.each(compare)
+    faulty = {rank: keys for rank, keys in enumerate(differing) if keys}
+    if faulty:
+        rank, keys = next(iter(faulty.items()))
+        raise StorageError(
+            f"{keys[0]} and {len(keys) - 1} other tensors that rank {rank} wrote to {emitter.writer.root} read "
+            "otherwise than they are in memory; the disk or its driver loses data: the older save has been kept"
+        )
+
+
+def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
+    """The fingerprint of every tensor, of the parts that ranks wrote. Collective: yes.
+
+    Raises:
+        StorageError: not every byte was written, or some twice.
+    """
+    keys, files = list(plan.entries), [file.name for file in plan.files]
+    own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
+    total = world.sum_words(own)
+    for file, written in zip(plan.files, total[len(keys) :], strict=True):
+        wanted = file.nbytes - len(file.header)
+        if written != wanted:
+            raise StorageError(
+                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them; they hold different "
+                "models, or the mesh leaves out a rank"
+            )
+    return dict(zip(keys, total, strict=False))
+
+
+def _commit(writer: StorageWriter, plan: SavePlan, begun: _Begun, sums: Mapping[str, int]) -> list[str]:
+    """Make the new save count, and remove the older one. On the first rank only; the names of what was removed."""
+    for name, content in begun.small_files.items():
+        if writer.read(name) != content:
+            writer.replace(name, content)
+    sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    recorded = fingerprints.Recorded(sizes, sums)
+    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([*begun.recorded, recorded]))
+    writer.sync_names()
+    for step in commit_steps(plan, begun.standing):
+        match step:
+            case Rename(file, name):
+                writer.rename(file, name)
+            case Replace(file, content):
+                writer.replace(file, content)
+            case Remove(file):
+                writer.remove(file)
+                writer.sync_names()
+    removed = obsolete(plan, begun.standing)
+    for name in removed:
+        writer.remove(name)
+    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([recorded]))
+    release_lock(writer)
+    writer.sync_names()
+    return removed
+
+
+def _tied(ready: _Prepared) -> dict[str, str]:
+    """Names that are not saved, with the name under which their tensor is."""
+    found: dict[str, str] = {}
+    for tensor in ready.layout.saved():
+        kept = saved_names(ready.model, tensor)
+        if kept:
+            found |= {name: kept[0] for name in tensor.names if name not in kept}
+    return found

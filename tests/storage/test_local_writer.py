@@ -1,0 +1,515 @@
+"""What is special about writing to a disk: calls that do less than asked, full disks, links, sudden ends."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import StorageError
+from shardwise.storage import (
+    LOCAL_WRITES,
+    NETWORK_FILE_SYSTEM_WRITES,
+    OBJECT_STORE_WRITES,
+    LocalWriter,
+    local_writer,
+    mounts,
+    vectored,
+)
+
+CONTENT = bytes(range(251)) * 60
+pwritev = os.pwritev
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def put(writer: LocalWriter, file: str, content: bytes = CONTENT) -> None:
+    writer.create(file, len(content))
+    writer.write(file, 0, [memoryview(content)])
+    writer.sync(file)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
+        pytest.skip("no permission to mount")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+# ── calls that do less than asked ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 4096])
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    calls = 0
+
+    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        return pwritev(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    parts = [CONTENT[:size] for size in (3, 0, 1000, 5, 250, 2000)]
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 3258)
+        writer.write("a", 0, [memoryview(part) for part in parts])
+        writer.sync("a")
+        assert (writer.writes, writer.bytes_written) == (calls, 3258)
+    assert (tmp_path / "a").read_bytes() == b"".join(parts)
+    assert calls >= 3258 / most
+
+
+def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def spy(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        asked.append((len(buffers), sum(buffer.nbytes for buffer in buffers)))
+        return pwritev(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", spy)
+    monkeypatch.setattr(vectored, "CALL_BYTES", 1000)
+    monkeypatch.setattr(vectored, "CALL_BUFFERS", 8)
+    parts = [CONTENT[3 * n : 3 * n + 3] for n in range(500)] + [CONTENT[1500:6500]]
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 6500)
+        writer.write("a", 0, [memoryview(part) for part in parts])
+        writer.sync("a")
+    assert (tmp_path / "a").read_bytes() == CONTENT[:6500]
+    assert max(count for count, _ in asked) == 8
+    assert max(nbytes for _, nbytes in asked) == 1000
+
+
+def test_an_interrupted_call_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interruptions = [InterruptedError(errno.EINTR, "interrupted")] * 3
+
+    def interrupted(*arguments: Any) -> int:
+        if interruptions:
+            raise interruptions.pop()
+        return pwritev(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", interrupted)
+    with LocalWriter(tmp_path) as writer:
+        put(writer, "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
+    assert not interruptions
+
+
+def test_a_file_system_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
+    with LocalWriter(tmp_path) as writer, pytest.raises(StorageError, match=r"a in .* at byte 0 failed, .*nothing"):
+        put(writer, "a")
+
+
+# ── room on the disk ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_space_is_set_aside_when_a_file_is_created(tmp_path: Path) -> None:
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 1 << 20)
+        status = (tmp_path / "a").stat()
+        assert (status.st_size, status.st_blocks * 512) == (1 << 20, 1 << 20)
+
+
+def test_a_full_disk_is_told_when_a_file_is_created(small_disk: Path) -> None:
+    with LocalWriter(small_disk) as writer:
+        put(writer, "a")
+        before = open_descriptors()
+        with pytest.raises(
+            StorageError, match=r"b in .*2\.00 MiB failed, the disk is full, .*KiB are free; make room"
+        ):
+            writer.create("b", 2 << 20)
+        assert open_descriptors() == before
+        assert writer.list() == ["a"]
+        put(writer, "b")
+
+
+def test_a_full_disk_leaves_what_was_to_be_replaced(small_disk: Path) -> None:
+    with LocalWriter(small_disk) as writer:
+        writer.replace("index", b"older")
+        with pytest.raises(StorageError, match=r"index in .*the disk is full"):
+            writer.replace("index", bytes(2 << 20))
+        assert writer.read("index") == b"older"
+        assert writer.list() == ["index"]
+
+
+class CannotSetAside:
+    """A C library on a file system without fallocate."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        ctypes.set_errno(0)
+
+    def fallocate(self, *arguments: Any) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+
+def test_where_no_space_can_be_set_aside_a_full_disk_is_told_by_the_write(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", CannotSetAside)
+    with LocalWriter(small_disk) as writer:
+        writer.create("a", 2 << 20)
+        assert (small_disk / "a").stat().st_size == 2 << 20
+        with pytest.raises(StorageError, match=r"a in .*writing at byte \d+ failed, the disk is full"):
+            writer.write("a", 0, [memoryview(bytes(2 << 20))])
+
+
+def test_an_interrupted_setting_aside_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Interrupted(CannotSetAside):
+        def fallocate(self, *arguments: Any) -> int:
+            calls.append(1)
+            ctypes.set_errno(errno.EINTR)
+            return -1 if len(calls) < 3 else 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Interrupted)
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 10)
+    assert len(calls) == 3
+
+
+def test_a_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with (
+            LocalWriter(tmp_path) as writer,
+            pytest.raises(StorageError, match=r"a in .*may not be that large; .*ulimit"),
+        ):
+            writer.create("a", 20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── refusals of the system ────────────────────────────────────────────────────────────────────────
+
+
+def raising(code: int) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.EACCES, "permission denied; make the folder writable for user id"),
+        (errno.EPERM, "permission denied"),
+        (errno.EROFS, "the file system is read-only; .*save elsewhere"),
+        (errno.EDQUOT, "the quota is used up; make room"),
+        (errno.ENOSPC, "the disk is full, .* are free; make room"),
+        (errno.EIO, r"Input/output error \(errno 5\); check the file system"),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "unlink"])
+def test_what_the_system_refuses_names_file_cause_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, words: str
+) -> None:
+    asks: dict[str, Callable[[LocalWriter], object]] = {
+        "open": lambda writer: writer.create("b", 1),
+        "pwritev": lambda writer: writer.write("a", 0, [memoryview(b"1")]),
+        "fdatasync": lambda writer: writer.sync("a"),
+        "rename": lambda writer: writer.replace("a", b"1"),
+        "unlink": lambda writer: writer.remove("a"),
+    }
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 1)
+        monkeypatch.setattr(os, call, raising(code))
+        with pytest.raises(StorageError, match=rf"[ab] in .* failed, {words}") as caught:
+            asks[call](writer)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == code
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o555)
+    user = os.geteuid()
+    with LocalWriter(folder) as writer:
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            for ask in (lambda: writer.create("a", 1), lambda: writer.replace("a", b"1")):
+                with pytest.raises(StorageError, match=r"a in .*permission denied"):
+                    ask()
+        finally:
+            os.seteuid(user)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_sync_that_failed_is_not_made_good_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", raising(errno.EIO))
+            with pytest.raises(StorageError, match="syncing it failed"):
+                writer.sync("a")
+        asks: list[Callable[[], object]] = [
+            lambda: writer.sync("a"),
+            lambda: writer.write("a", 0, [memoryview(b"1")]),
+            lambda: writer.rename("a", "b"),
+        ]
+        for ask in asks:
+            with pytest.raises(StorageError, match=r"a in .*could not be synced before"):
+                ask()
+        writer.remove("a")
+        put(writer, "a")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_sync_folders_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    with LocalWriter(tmp_path) as writer:
+        put(writer, "a")
+        monkeypatch.setattr(os, "fsync", raising(code))
+        writer.rename("a", "b")
+        writer.sync_names()
+        monkeypatch.setattr(os, "fsync", raising(errno.EIO))
+        with pytest.raises(StorageError, match="syncing its names failed"):
+            writer.sync_names()
+
+
+def test_what_is_no_folder_is_no_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for name in ("file", "gone"):
+        with pytest.raises(StorageError, match=f"{name}: is there and is no folder"):
+            LocalWriter(tmp_path / name)
+    with (
+        LocalWriter(tmp_path / "file" / "below") as writer,
+        pytest.raises(StorageError, match="a file is where a folder should be"),
+    ):
+        writer.create("a", 1)
+
+
+def test_folders_and_pipes_are_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = open_descriptors()
+    with LocalWriter(tmp_path) as writer:
+        for name in ("folder", "pipe"):
+            with pytest.raises(StorageError, match=f"{name} in "):
+                writer.write(name, 0, [memoryview(b"1")])
+        with pytest.raises(StorageError, match="pipe in .*not a regular file"):
+            writer.read("pipe")
+        with pytest.raises(StorageError, match="folder in .*a folder is there already"):
+            writer.replace("folder", b"1")
+        assert writer.list() == ["pipe"]
+        assert open_descriptors() == before
+
+
+# ── links ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Path:
+    """A folder of the hub's cache: names that are links to blobs elsewhere."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "b10b").write_bytes(b"of the cache")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "a").symlink_to("../blobs/b10b")
+    (tmp_path / "snapshot" / "gone").symlink_to("../blobs/pruned")
+    return tmp_path / "snapshot"
+
+
+def test_nothing_is_written_through_a_link(cached: Path) -> None:
+    with LocalWriter(cached) as writer:
+        assert writer.read("a") == b"of the cache"
+        assert writer.list() == ["a", "gone"]
+        with pytest.raises(StorageError, match="a in .*a symbolic link"):
+            writer.write("a", 0, [memoryview(b"1")])
+        for name in ("a", "gone"):
+            with pytest.raises(StorageError, match=f"{name} in .*there already"):
+                writer.create(name, 1)
+        writer.replace("a", b"mine")
+        put(writer, "b")
+        writer.rename("b", "gone")
+    assert not (cached / "a").is_symlink()
+    assert (cached / "a").read_bytes() == b"mine"
+    assert (cached / "gone").read_bytes() == CONTENT
+    assert {path.name: path.read_bytes() for path in (cached.parent / "blobs").iterdir()} == {
+        "b10b": b"of the cache"
+    }
+
+
+def test_removing_a_link_leaves_what_it_leads_to(cached: Path) -> None:
+    with LocalWriter(cached) as writer:
+        writer.remove("a")
+        writer.remove("gone")
+    assert list(cached.iterdir()) == []
+    assert (cached.parent / "blobs" / "b10b").read_bytes() == b"of the cache"
+
+
+def test_the_root_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with LocalWriter(tmp_path / "link") as writer:
+        put(writer, "a")
+    assert (tmp_path / "real" / "a").read_bytes() == CONTENT
+
+
+# ── permissions, policies, descriptors ────────────────────────────────────────────────────────────
+
+
+def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with LocalWriter(tmp_path) as writer:
+            put(writer, "a")
+            writer.replace("b", b"1")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in "ab"] == [0o640, 0o640]
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("nfs4", NETWORK_FILE_SYSTEM_WRITES), ("ext4", LOCAL_WRITES)])
+def test_a_folder_is_written_as_its_file_system_likes(
+    kind: str, policy: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / {tmp_path.resolve()} rw - {kind} server:/ rw\n")
+    monkeypatch.setattr(mounts, "_TABLE", str(table))
+    with LocalWriter(tmp_path / "not" / "yet") as writer:
+        assert writer.policy == policy
+    with LocalWriter(tmp_path, policy=OBJECT_STORE_WRITES) as writer:
+        assert writer.policy is OBJECT_STORE_WRITES
+
+
+def test_a_descriptor_is_kept_until_the_sync_and_not_inherited(tmp_path: Path) -> None:
+    before = open_descriptors()
+    with LocalWriter(tmp_path) as writer:
+        for number in range(5):
+            writer.create(f"f{number}", 10)
+            writer.write(f"f{number}", 0, [memoryview(b"1")])
+        assert open_descriptors() == before + 5
+        assert not any(os.get_inheritable(opened.descriptor) for opened in writer._open_files.values())
+        for number in range(4):
+            writer.sync(f"f{number}")
+        assert open_descriptors() == before + 1
+    assert open_descriptors() == before
+
+
+def test_what_is_written_during_a_sync_waits_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fdatasync = os.fdatasync
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 2)
+
+        def meanwhile(descriptor: int) -> None:
+            synced.append(descriptor)
+            fdatasync(descriptor)
+            if len(synced) == 1:
+                writer.write("a", 1, [memoryview(b"2")])
+
+        monkeypatch.setattr(os, "fdatasync", meanwhile)
+        for _ in range(3):
+            writer.sync("a")
+    assert len(synced) == 2
+
+
+def test_what_is_not_synced_is_not_renamed(tmp_path: Path) -> None:
+    with LocalWriter(tmp_path) as writer:
+        writer.create("a", 1)
+        with pytest.raises(StorageError, match="a in .*become b, but was not synced"):
+            writer.rename("a", "b")
+
+
+def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with LocalWriter("here") as writer:
+        monkeypatch.chdir("/")
+        put(writer, "a")
+    assert (tmp_path / "here" / "a").read_bytes() == CONTENT
+
+
+# ── sudden ends ───────────────────────────────────────────────────────────────────────────────────
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    """Notes in ``calls`` what is synced and renamed, by name."""
+
+    def spy(call: str) -> Callable[..., Any]:
+        real = getattr(os, call)
+
+        def noting(target: Any, *others: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+            name = os.path.basename(path)
+            calls.append(f"{call} {'interim' if name.endswith('.incomplete') else name}")
+            return real(target, *others)
+
+        return noting
+
+    for call in ("fsync", "fdatasync", "rename", "unlink"):
+        monkeypatch.setattr(os, call, spy(call))
+
+
+def test_everything_durable_is_synced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    traced(monkeypatch, calls)
+    folder = tmp_path / "new" / "root"
+    with LocalWriter(folder) as writer:
+        put(writer, "a")
+        assert calls == ["fsync new", f"fsync {tmp_path.name}", "fdatasync a"]
+        calls.clear()
+        writer.rename("a", "b")
+        assert calls == ["rename a", "fsync root"]
+        calls.clear()
+        writer.replace("b", b"1")
+        assert calls == ["fsync interim", "rename interim", "fsync root"]
+        calls.clear()
+        writer.remove("b")
+        writer.sync_names()
+        assert calls == ["unlink b", "fsync root"]
+
+
+KILLED = """
+import os, signal, sys
+from shardwise.storage import LocalWriter
+call = sys.argv[2]
+real = getattr(os, call)
+def end(*arguments, **keywords):
+    if call == "pwritev":
+        real(arguments[0], [memoryview(b"half")], 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(os, call, end)
+with LocalWriter(sys.argv[1]) as writer:
+    writer.create("model-new", 8)
+    writer.write("model-new", 0, [memoryview(b"12345678")])
+    writer.sync("model-new")
+    writer.replace("index", b"newer")
+    writer.rename("model-new", "model")
+"""
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "fsync", "rename"])
+def test_a_killed_process_leaves_nothing_under_a_final_name(tmp_path: Path, call: str) -> None:
+    for name in ("index", "model"):
+        (tmp_path / name).write_bytes(b"older")
+    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), call], timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    assert [(tmp_path / name).read_bytes() for name in ("index", "model")] == [b"older"] * 2
+    with LocalWriter(tmp_path) as writer:
+        others = sorted(set(writer.list()) - {"index", "model", "model-new"})
+        # What was under way to another name is told by its own.
+        assert [name.endswith(local_writer.INCOMPLETE) for name in others] == [True] * (call in ("fsync", "rename"))
+        writer.replace("index", b"newer")
+        assert writer.read("index") == b"newer"
