@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,9 +56,12 @@ class Emitter:
 
         Workers(carry_out, self._desks(), self.world.check).run(requests)
 
-    def finish(self, requests: Sequence[Request]) -> None:
-        """Make what these requests wrote durable, and meanwhile add up the fingerprints of it."""
-        files = sorted({request.file for request in requests})
+    def finish(self, requests: Sequence[Request], created: Collection[str] = ()) -> None:
+        """Make what these requests wrote durable, and meanwhile add up the fingerprints of it.
+
+        Files that this rank ``created`` are synced in any case: their sizes are not durable before.
+        """
+        files = sorted({*created, *(request.file for request in requests)})
 
         def sync() -> None:
             for file in files:

@@ -10,7 +10,10 @@ from typing import TypeAlias
 
 from shardwise.planning.save_plan import INDEX_FILE, SINGLE_FILE, SavePlan
 
-_OF_A_SAVE = re.compile(r"model(-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors|\.[0-9a-f]{8}\.incomplete)")
+_OF_A_SAVE = re.compile(
+    r"model(-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors|\.[0-9a-f]{8}\.incomplete)"
+    r"|\.(model|config|generation_config|shardwise)\.[\w.]*[0-9a-f]{8}\.incomplete"
+)
 
 
 @dataclass(frozen=True, slots=True)

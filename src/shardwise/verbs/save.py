@@ -275,7 +275,8 @@ def _carry_out(
             with clock.phase("write"):
                 world.together(lambda: emitter.write(ready.requests))
             with clock.phase("sync"):
-                world.together(lambda: emitter.finish(ready.requests))
+                created = [file.name for file in plan.files] if world.rank == 0 else []
+                world.together(lambda: emitter.finish(ready.requests, created))
         with clock.phase("verify"):
             if isinstance(verify, CompareWithMemory):
                 _require_same(world, emitter, ready)
