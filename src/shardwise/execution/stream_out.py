@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from shardwise.errors import FormatError, StorageError
+from shardwise.errors import StorageError
 from shardwise.execution.landing import memory_of
-from shardwise.execution.stored import StoredTensors
-from shardwise.formats import CheckpointIndex, NewFile
-from shardwise.formats.strict_json import parse_object
-from shardwise.models.dtypes import to_torch
-from shardwise.planning.save_plan import INDEX_FILE, SINGLE_FILE, SavePlan
+from shardwise.execution.saving_lock import release_lock, take_lock
+from shardwise.formats import NewFile
+from shardwise.planning import fingerprints
+from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
+from shardwise.planning.save_plan import INDEX_FILE, SavePlan
 from shardwise.storage import StorageWriter
 from shardwise.tensors import Box, row_blocks
-from shardwise.tensors.fingerprint import fingerprint
+from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 Part = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
@@ -32,11 +31,11 @@ BLOCK_BYTES = 32 << 20
 class Streamed:
     """What has been written: fingerprints of all tensors, by key ([Note: Fingerprints])."""
 
-    fingerprints: dict[str, int] = field(default_factory=dict)
+    fingerprints: dict[str, int]
     nbytes: int = 0
 
     def add(self, key: str, data: memoryview, start: int) -> None:
-        self.fingerprints[key] = (self.fingerprints.get(key, 0) + fingerprint(data, start)) & (1 << 64) - 1
+        self.fingerprints[key] = (self.fingerprints[key] + fingerprint(data, start)) % MODULUS
         self.nbytes += data.nbytes
 
 
@@ -69,56 +68,62 @@ def stream_out(
     Raises:
         StorageError: something could not be written.
     """
-    streamed = Streamed()
-    created: list[str] = []
+    streamed = Streamed(dict.fromkeys(plan.entries, 0))
+    take_lock(writer, plan.files[0].name)
     try:
+        standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
+        older = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
+        for name in obsolete(plan, Standing(standing.files, frozenset())):
+            if name != INDEX_FILE and name not in standing.weights:
+                writer.remove(name)  # of a save that was never committed: its space may be needed
         with ThreadPoolExecutor(1) as pool:
             for file in plan.files:
                 writer.create(file.name, file.nbytes)
-                created.append(file.name)
                 _write_file(writer, file, values, streamed, pool, block_bytes, advance)
                 writer.sync(file.name)
         check(streamed)
     except BaseException:
-        for name in created:
-            with contextlib.suppress(StorageError):
-                writer.remove(name)
+        with contextlib.suppress(StorageError):
+            for file in plan.files:
+                writer.remove(file.name)
+            release_lock(writer)
+            writer.sync_names()
         raise
-    commit(writer, plan, companions)
-    return Streamed({key: streamed.fingerprints.get(key, 0) for key in plan.entries}, streamed.nbytes)
+    recorded = fingerprints.Recorded(
+        {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}, streamed.fingerprints
+    )
+    _commit(writer, plan, standing, companions, [*older, recorded])
+    return streamed
 
 
-def commit(writer: StorageWriter, plan: SavePlan, companions: Mapping[str, bytes]) -> None:
-    """Let a written and synced save count, in one step; then remove the files of the one it replaces.
-
-    Raises:
-        StorageError: the save that counts is the old one, or the new one, whole, but not both.
-    """
-    older = weights_in(writer)
-    writer.sync_names()
+def _commit(
+    writer: StorageWriter,
+    plan: SavePlan,
+    standing: Standing,
+    companions: Mapping[str, bytes],
+    recorded: Sequence[fingerprints.Recorded],
+) -> None:
+    """Let a written and synced save count, in one step; then remove the files of the one it replaces."""
     for name, content in companions.items():
-        writer.replace(name, content)
-    if plan.index is None:
-        (file,), (name,) = plan.files, plan.names
-        writer.rename(file.name, name)
-    else:
-        writer.replace(INDEX_FILE, plan.index)
-    for name in sorted(older - set(plan.names) - ({INDEX_FILE} if plan.index is not None else set())):
-        writer.remove(name)
+        if writer.read(name) != content:
+            writer.replace(name, content)
+    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes(recorded))
     writer.sync_names()
-
-
-def weights_in(writer: StorageWriter) -> set[str]:
-    """The files of the save that counts in a folder: those named by its index, the index, the single file."""
-    present = set(writer.list())
-    found = present & {SINGLE_FILE, INDEX_FILE}
-    content = writer.read(INDEX_FILE) if INDEX_FILE in present else None
-    if content is not None:
-        with contextlib.suppress(FormatError):  # not an index of ours; it is replaced all the same
-            named = parse_object(content, what=INDEX_FILE).get("weight_map")
-            values = named.values() if isinstance(named, dict) else ()
-            found |= {name for name in values if isinstance(name, str) and name in present}
-    return found
+    for step in commit_steps(plan, standing):
+        match step:
+            case Rename(file, name):
+                writer.rename(file, name)
+            case Replace(file, content):
+                writer.replace(file, content)
+            case Remove(file):
+                writer.remove(file)
+                writer.sync_names()
+    for name in obsolete(plan, standing):
+        writer.remove(name)
+    if len(recorded) > 1:
+        writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes(recorded[-1:]))
+    release_lock(writer)
+    writer.sync_names()
 
 
 def _write_file(
@@ -170,23 +175,3 @@ def _batches(file: NewFile, block_bytes: int) -> Iterator[list[tuple[Part, int]]
             inside += nbytes
     if batch:
         yield batch
-
-
-def fingerprints_of(
-    stored: StoredTensors, index: CheckpointIndex, block_bytes: int = BLOCK_BYTES
-) -> dict[str, int]:
-    """Of every tensor of a checkpoint, by key. Memory: a block."""
-    found = Streamed()
-    for item in index.tensors():
-        dtype, place = to_torch(item.dtype), 0
-        for box in row_blocks(item.shape, max(1, block_bytes // item.dtype.itemsize)):
-            (value,) = stored.values_of([(item.key, box, dtype)])
-            found.add(item.key, memory_of(value.view(-1).view(torch.uint8)), place)
-            place += value.nbytes
-        found.fingerprints.setdefault(item.key, 0)
-    return found.fingerprints
-
-
-def as_json(content: Mapping[str, object]) -> bytes:
-    """A small file, as transformers writes its own."""
-    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

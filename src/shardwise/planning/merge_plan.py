@@ -311,6 +311,9 @@ class _Planner:
             return
         wanted = form.factors(shape, rank)
         for leaf, right in zip((a, b), wanted, strict=True):
+            if leaf.dtype.kind != "float":
+                self.fault("factors that are no fractions", f"{shown(leaf.key)}: {leaf.dtype.label}")
+                return
             if leaf.shape != right:
                 self.fault(
                     "shapes that do not fit",

@@ -33,6 +33,7 @@ from shardwise.storage import HubOptions, open_storage, resolve
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.verbs import offline
 from shardwise.verbs.outline import ModelOptions, Outline, config_of
+from shardwise.verbs.save import in_bytes_of
 
 DEFAULT_ADAPTER_NAME = "default"
 MAX_SHARD_SIZE = "50GB"
@@ -45,7 +46,7 @@ def merge_adapter(
     out: str | os.PathLike[str],
     *,
     adapter_name: str = DEFAULT_ADAPTER_NAME,
-    max_shard_size: str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
     **options: Unpack[ModelOptions],
 ) -> MergeAdapterReport:
     """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
@@ -77,7 +78,7 @@ def merge_adapter(
     base_folder, target = resolve(base, in_cache, download=False), Path(out)
     lora_folder = _adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
     offline.require_other_folder(target, [base_folder, lora_folder])
-    max_shard_bytes = offline.size_in_bytes(max_shard_size)
+    max_shard_bytes = in_bytes_of(max_shard_size)
     folder = base_folder if base_folder.is_dir() else base_folder.parent
     with ExitStack() as stack:
         lora = stack.enter_context(_open_adapter(lora_folder))

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
 from shardwise.execution.stored import StoredTensors
-from shardwise.execution.stream_out import Streamed, fingerprints_of
+from shardwise.execution.stream_out import Streamed
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.formats.distributed import METADATA
 from shardwise.layout import Kind, ModelLayout
@@ -31,6 +31,8 @@ from shardwise.storage.names import shown
 from shardwise.tensors import numel
 from shardwise.verbs import offline
 from shardwise.verbs.outline import ModelOptions, config_of
+from shardwise.verbs.reopen import verify
+from shardwise.verbs.save import in_bytes_of
 
 MAX_SHARD_SIZE = "50GB"
 
@@ -57,7 +59,7 @@ def merge_weights(
     *,
     base: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
     afterwards: Afterwards = KeepSource(),
 ) -> MergeWeightsReport:
     """Write a checkpoint as safetensors files under the names of the hub.
@@ -88,7 +90,7 @@ def merge_weights(
     if not given.exists():
         raise StorageError(f"{given}: no such file or folder; check the path")
     folder = given if given.is_dir() else given.parent
-    max_shard_bytes = offline.size_in_bytes(max_shard_size)
+    max_shard_bytes = in_bytes_of(max_shard_size)
     with ExitStack() as stack:
         opened = open_storage(given)
         reader = stack.enter_context(opened.reader)
@@ -237,17 +239,10 @@ def _verify(out: Path, streamed: Streamed) -> None:
     Raises:
         StorageError: naming what is not as it was written.
     """
-    reader, index = offline.open_local(out)
-    with reader, offline.placer_of(reader, index) as placer:
-        found = fingerprints_of(StoredTensors(placer, stored_tensors(index)), index)
-    differing = sorted(
-        key
-        for key in found.keys() | streamed.fingerprints.keys()
-        if found.get(key) != streamed.fingerprints.get(key)
-    )
-    if differing:
+    report = verify(out)
+    if report.damaged or report.compared != len(streamed.fingerprints):
         raise StorageError(
-            f"{out}: {len(differing)} tensors, such as {shown(differing[0])}, are not read back as they were "
+            f"{out}: {', '.join(map(shown, report.damaged[:5])) or 'tensors'} are not read back as they were "
             "written, so the checkpoint they come from was not removed; check the disk"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.place import Placer, opaque_bytes
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.stored import StoredTensors
-from shardwise.execution.stream_out import Streamed, as_json, stream_out
+from shardwise.execution.stream_out import Streamed, stream_out
 from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -280,7 +281,7 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
         content["dtype"] = dtype
     if untied:
         content["tie_word_embeddings"] = False
-    return as_json(content)
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
@@ -369,31 +370,3 @@ def open_local(folder: Path, weights_name: str | None = None) -> tuple[LocalRead
     except BaseException:
         reader.close()
         raise
-
-
-def size_in_bytes(text: str) -> int:
-    """As in "5GB" (10**9), "500MiB" (2**20), or a number of bytes.
-
-    Raises:
-        ConfigError: it is no size above 0.
-    """
-    number, unit = text.strip().upper(), 1
-    for name, factor in _UNITS.items():
-        if number.endswith(name):
-            number, unit = number.removesuffix(name).strip(), factor
-            break
-    try:
-        nbytes = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        raise ConfigError(f"{text!r} is no size, as 5GB, 500MB or 2GiB are")
-    return nbytes
-
-
-_UNITS: Final = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40} | {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
