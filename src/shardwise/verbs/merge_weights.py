@@ -30,7 +30,7 @@ from shardwise.storage import HubOptions, LocalReader, OpenStorage, open_storage
 from shardwise.storage.names import shown
 from shardwise.tensors import numel
 from shardwise.verbs import offline
-from shardwise.verbs.outline import ModelOptions, config_of
+from shardwise.verbs.outline import ModelOptions, class_of, config_of
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import in_bytes_of
 
@@ -98,36 +98,24 @@ def merge_weights(
         offline.require_other_folder(target, [folder, *_folders_of(folder, index)])
         _require_removable(afterwards, index)
         placer = stack.enter_context(offline.placer_of(reader, index))
-        config_folder = _config_folder(folder, base)
-        if config_folder is None:
-            if dtype is not None:
-                raise ConfigError(
-                    "dtype has to be applied as the model says, and no config.json was found; pass base="
-                )
-            outgoing, parameters, notes = _as_named(index, placer), 0, list[str]()
-            names = f"the checkpoint's own: no config.json in or above {folder}; with base=... they are the hub's"
-            companions: dict[str, bytes] = {}
-        else:
-            outgoing, parameters, notes = _as_on_hub(
-                config_folder, index, placer, has_base=base is not None, dtype=dtype
-            )
-            names = f"the hub's, by {config_folder / 'config.json'}"
-            companions = offline.companions_of(config_folder, folder)
-            companions["config.json"] = offline.config_content(
-                config_folder, dtype=_written_dtype(outgoing, dtype), untied=False
-            )
+        named = _named(folder, index, placer, base=base, dtype=dtype)
+        outgoing, companions = named.outgoing, dict[str, bytes]()
+        if named.folder is not None:
+            companions = offline.companions_of(named.folder, folder)
+            written_dtype = _written_dtype(outgoing, dtype)
+            companions["config.json"] = offline.config_content(named.folder, dtype=written_dtype, untied=False)
         writer = stack.enter_context(offline.writer_to(target))
         streamed, files = offline.write_out(
             writer,
             outgoing,
-            parameters,
+            named.parameters,
             max_shard_bytes=max_shard_bytes,
             companions=companions,
             check=lambda _: None,
             label="Merging",
         )
-        if config_folder is not None:
-            offline.write_templates(target, offline.templates_of([folder, config_folder]))
+        if named.folder is not None:
+            offline.write_templates(target, offline.templates_of([folder, named.folder]))
     removed = ""
     if isinstance(afterwards, RemoveSource):
         _verify(target, streamed)
@@ -136,19 +124,47 @@ def merge_weights(
         checkpoint=str(given),
         out=str(target),
         layout=index.layout,
-        names=names,
+        names=named.names,
         tensors=len(streamed.fingerprints),
         nbytes=streamed.nbytes,
         files=files,
         companions=tuple(sorted(companions)),
         verified=len(streamed.fingerprints) if removed else 0,
         removed=removed,
-        notes=tuple(notes),
+        notes=named.notes,
         seconds=time.perf_counter() - start,
     )
 
 
 # Names
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What is to be written, under which names, and the folder of the config by which they were found."""
+
+    outgoing: Outgoing
+    names: str
+    folder: Path | None = None
+    parameters: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def _named(
+    folder: Path, index: CheckpointIndex, placer: Placer, *, base: str | os.PathLike[str] | None, dtype: str | None
+) -> _Named:
+    """The hub's names where the model is known; else those of the checkpoint, with the reason."""
+    config_folder = _config_folder(folder, base)
+    if config_folder is None:
+        return _as_named(index, placer, dtype, f"no config.json in or above {folder}; pass base= for the hub's")
+    try:
+        config = config_of(config_folder, _options(dtype))
+        class_of(config_folder, config, _options(dtype))
+    except ConfigError as error:
+        if base is not None:
+            raise
+        return _as_named(index, placer, dtype, str(error))
+    return _as_on_hub(config_folder, config, index, placer, has_base=base is not None, dtype=dtype)
 
 
 def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | None:
@@ -164,24 +180,35 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, placer: Placer) -> Outgoing:
-    """Every tensor under the name it has."""
+def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: str) -> _Named:
+    """Every tensor as it is, under the name it has."""
+    if dtype is not None:
+        raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
     carried = [(item.key, item.dtype, item.shape) for item in index.tensors()]
     stored = StoredTensors(placer, stored_tensors(index))
-    return Outgoing(Reverted({}, (), ()), ModelLayout(()), stored.values_of, stored, carried)
+    outgoing = Outgoing(Reverted({}, (), ()), ModelLayout(()), stored.values_of, stored, carried)
+    notes = (f"not taken along: {', '.join(map(shown, index.ignored[:5]))}",) if index.ignored else ()
+    return _Named(outgoing, f"the checkpoint's own ({why})", notes=notes)
+
+
+def _options(dtype: str | None) -> ModelOptions:
+    return ModelOptions() if dtype is None else ModelOptions(dtype=dtype)
 
 
 def _as_on_hub(
-    config_folder: Path, index: CheckpointIndex, placer: Placer, *, has_base: bool, dtype: str | None
-) -> tuple[Outgoing, int, list[str]]:
-    """The model's tensors as the hub has them; also how many parameters it has, and notes."""
-    options = ModelOptions() if dtype is None else ModelOptions(dtype=dtype)
-    config = config_of(config_folder, options)
-    source = offline.read_source(config_folder, config, index, placer, options)
+    folder: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    placer: Placer,
+    *,
+    has_base: bool,
+    dtype: str | None,
+) -> _Named:
+    """The model's tensors as the hub has them."""
+    source = offline.read_source(folder, config, index, placer, _options(dtype))
     if dtype is None:
         source = source.as_stored()
-    notes = source.notes + offline.ties_undone(source)
-    if has_base and (transforms := _used_for(config_folder, config, source)):
+    if has_base and (transforms := _used_for(folder, config, source)):
         compat.record_conversions(source.built.model, transforms)
     elif any(item.was_used() for item in source.built.transforms):
         compat.record_conversions(source.built.model, source.built.transforms)
@@ -189,7 +216,9 @@ def _as_on_hub(
     values = StoredTensors(placer, source.by_every_name()).values_of
     carried = offline.carried_beside(source, reverted)
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is Kind.PARAMETER)
-    return Outgoing(reverted, source.layout, values, source.stored, carried), parameters, notes
+    outgoing = Outgoing(reverted, source.layout, values, source.stored, carried)
+    notes = (*source.notes, *offline.ties_undone(source))
+    return _Named(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
 
 
 def _used_for(folder: Path, config: PreTrainedConfig, source: offline.Source) -> list[object]:
