@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.storage import LocalWriter
-from shardwise.verbs.merge_weights import RemoveSource, merge_weights
+from shardwise.verbs.merge_weights import RemoveSource, TorchFile, merge_weights
 
 _NAMES = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "mixtral", "phi3", "gpt2")
 
@@ -206,3 +206,55 @@ def test_a_config_that_names_no_model_is_told(small, tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such file or folder"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+# Files of torch.save
+
+
+def test_one_file_of_torch(small, tmp_path: Path) -> None:
+    step = copied(small[0], tmp_path)
+    report = merge_weights(step, tmp_path / "out", file_format=TorchFile(), afterwards=RemoveSource())
+    assert report.files == ("pytorch_model.bin",)
+    same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), small[1])
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "pytorch_model.bin",
+        "tokenizer_config.json",
+    ]
+    assert not (step / "pytorch_model_fsdp_0").exists()
+    merge_weights(tmp_path / "out", tmp_path / "back")
+    same(tensors_of(tmp_path / "back"), small[1])
+
+
+def test_a_file_of_torch_is_one_and_beside_no_safetensors(small, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in one piece"):
+        merge_weights(small[0], tmp_path / "out", file_format=TorchFile(), max_shard_size="10KB")
+    merge_weights(small[0], tmp_path / "out")
+    with pytest.raises(ConfigError, match="read before any"):
+        merge_weights(small[0], tmp_path / "out", file_format=TorchFile())
+
+
+def test_the_state_of_an_optimizer_becomes_one_file(small, tmp_path: Path) -> None:
+    step = copied(small[0], tmp_path)
+    report = merge_weights(step / "optimizer_0", tmp_path / "out", afterwards=RemoveSource())
+    assert report.files == ("optimizer.bin",)
+    found = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)
+    assert found["param_groups"] == [{"lr": 0.1}]
+    assert [entry["step"] for entry in found["state"].values()] == [3, 3]
+    for name, entry in found["state"].items():
+        assert torch.equal(entry["exp_avg"], small[1][name]), name
+    assert not (step / "optimizer_0").exists()
+    assert (step / "pytorch_model_fsdp_0").exists()
+
+
+def test_damage_to_a_file_of_torch_keeps_the_source(small, tmp_path: Path, monkeypatch) -> None:
+    step = copied(small[0], tmp_path)
+    write = LocalWriter.write
+
+    def lossy(self, file, start, buffers):
+        write(self, file, start, [memoryview(bytes(buffer.nbytes)) for buffer in buffers])
+
+    monkeypatch.setattr(LocalWriter, "write", lossy)
+    with pytest.raises(StorageError, match="not read back as they were written"):
+        merge_weights(step / "optimizer_0", tmp_path / "out", afterwards=RemoveSource())
+    assert (step / "optimizer_0" / ".metadata").exists()
