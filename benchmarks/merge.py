@@ -78,13 +78,12 @@ def run_arm(arm: str, shape: Shape, root: Path, out: Path) -> None:
         merge_adapter(root / shape.name, adapter, out)
 
 
-def measure_here(arm: str, shape: Shape, root: Path) -> dict[str, float]:
+def measure_here(arm: str, shape: Shape, root: Path, out: Path) -> dict[str, float]:
     """In this process, which is fresh: once on a tiny model, then on this one."""
     from transformers.utils import logging as hf_logging
 
     warnings.simplefilter("ignore")
     hf_logging.disable_progress_bar()
-    out = root / "merged"
     shutil.rmtree(out, ignore_errors=True)
     run_arm(arm, shape.tiny(), root, out)
     shutil.rmtree(out)
@@ -104,7 +103,7 @@ def measure_here(arm: str, shape: Shape, root: Path) -> dict[str, float]:
     return {"seconds": seconds, "growth_mib": memory.growth / (1 << 20), "cached": cached_fraction(files)}
 
 
-def same_values(root: Path, shape: Shape) -> bool:
+def same_values(root: Path, out: Path, shape: Shape) -> bool:
     """Whether the last outcome has the base's tensors, bit for bit."""
     from safetensors.torch import load_file
 
@@ -112,7 +111,7 @@ def same_values(root: Path, shape: Shape) -> bool:
     for file in files_of(root / shape.name):
         wanted |= load_file(file)
     found: dict[str, torch.Tensor] = {}
-    for file in files_of(root / "merged"):
+    for file in files_of(out):
         found |= load_file(file)
     return all(torch.equal(found[key], wanted[key]) for key in found) and len(found) >= len(wanted) - shape.is_tied
 
@@ -121,14 +120,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-1.7b", choices=[name for name in SHAPES if "moe" not in name])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmarks")
+    parser.add_argument("--to", type=Path, help="Where the outcome goes; a tmpfs takes the disk out of the times.")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     shape = SHAPES[given.model]
+    merged = (given.to or given.dir) / "shardwise-merged"
     if given.arm:
-        print(json.dumps(measure_here(given.arm, shape, given.dir)))
+        print(json.dumps(measure_here(given.arm, shape, given.dir, merged)))
         return 0
     for item in (shape, shape.tiny()):
         prepare(item, given.dir)
@@ -138,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "model": shape.name,
+        "to": str(merged.parent),
         "nbytes": shape.nbytes,
         "arms": {arm: [] for arm in ARMS},
         "same": {},
@@ -145,12 +147,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in range(given.repeats):
         for arm in ARMS:
             command = [sys.executable, "-m", "benchmarks.merge", "--arm", arm, "--model", given.model]
-            done = subprocess.run([*command, "--dir", str(given.dir)], check=True, capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, "--dir", str(given.dir), "--to", str(merged.parent)],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             results["arms"][arm].append(json.loads(done.stdout.splitlines()[-1]))
             say(f"{arm}: {results['arms'][arm][-1]}")
             if "weights" in arm and arm not in results["same"]:
-                results["same"][arm] = same_values(given.dir, shape)
-    shutil.rmtree(given.dir / "merged", ignore_errors=True)
+                results["same"][arm] = same_values(given.dir, merged, shape)
+    shutil.rmtree(merged, ignore_errors=True)
     out = given.out or Path(__file__).parent / "results" / f"merge-{results['date'][:10]}-{results['model']}.json"
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     out.with_suffix(".md").write_text(render(results))
@@ -161,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render(results: dict[str, Any]) -> str:
     """The results as a page."""
     about = (
-        f"{results['model']}, {results['nbytes'] / 1e9:.2f} GB bf16, files in the page cache, written and synced "
+        f"{results['model']}, {results['nbytes'] / 1e9:.2f} GB bf16, files in the page cache, written to {results['to']} and synced "
         "(accelerate's file by the benchmark); fresh processes, arms in turn, once on a tiny model first."
     )
     lines = [
