@@ -168,8 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render(results: dict[str, Any]) -> str:
     """The results as a page."""
     about = (
-        f"{results['model']}, {results['nbytes'] / 1e9:.2f} GB bf16, files in the page cache, written to {results['to']} and synced "
-        "(accelerate's file by the benchmark); fresh processes, arms in turn, once on a tiny model first."
+        f"{results['model']}, {results['nbytes'] / 1e9:.2f} GB bf16, files in the page cache, written to "
+        f"{results['to']} and synced (accelerate's file by the benchmark); fresh processes, arms in turn, once on a "
+        "tiny model first."
     )
     lines = [
         "# Merging",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.merge_adapter import merge_adapter
+    from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.reopen import verify
@@ -67,6 +69,7 @@ _HOMES = {
     "Ignore": "shardwise.planning.consent",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
+    "KeepSource": "shardwise.verbs.merge_weights",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "ModelPlan": "shardwise.models.wrap",
@@ -78,8 +81,10 @@ _HOMES = {
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
@@ -87,6 +92,7 @@ _HOMES = {
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StorageError": "shardwise.errors",
+    "TorchFile": "shardwise.verbs.merge_weights",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -94,6 +100,8 @@ _HOMES = {
     "WholeModel": "shardwise.models.wrap",
     "from_pretrained": "shardwise.verbs.pretrained",
     "load": "shardwise.verbs.load",
+    "merge_adapter": "shardwise.verbs.merge_adapter",
+    "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
     "shard": "shardwise.verbs.shard",
@@ -120,6 +128,7 @@ __all__ = [
     "Ignore",
     "Initialize",
     "InternalNames",
+    "KeepSource",
     "LoadOptions",
     "LoadReport",
     "ModelPlan",
@@ -131,8 +140,10 @@ __all__ = [
     "PlacementError",
     "RankLostError",
     "Refuse",
+    "RemoveSource",
     "ReopenReport",
     "RequireMemory",
+    "Safetensors",
     "SaveOptions",
     "SaveReport",
     "ShardOptions",
@@ -140,6 +151,7 @@ __all__ = [
     "Sharding",
     "ShardwiseError",
     "StorageError",
+    "TorchFile",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -148,6 +160,8 @@ __all__ = [
     "__version__",
     "from_pretrained",
     "load",
+    "merge_adapter",
+    "merge_weights",
     "plan",
     "save",
     "shard",
