@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.load import commit, machine, say
-from benchmarks.meter import MemoryWatch, cached_fraction, files_of, wait_for_quiet, warm_cache
+from benchmarks.meter import MemoryWatch, Usage, cached_fraction, files_of, wait_for_quiet, warm_cache
 
 RANK = 16
 ARMS = ("shardwise weights", "accelerate weights", "shardwise adapter")
@@ -96,11 +96,17 @@ def measure_here(arm: str, shape: Shape, root: Path, out: Path) -> dict[str, flo
     warm_cache(files)
     os.sync()
     wait_for_quiet(2)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), Usage.now()
     with MemoryWatch() as memory:
         run_arm(arm, shape, root, out)
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "growth_mib": memory.growth / (1 << 20), "cached": cached_fraction(files)}
+        seconds, used = time.perf_counter() - start, Usage.now().since(before)
+    processor_s = used.user_s + used.system_s
+    return {
+        "seconds": seconds,
+        "processor_s": processor_s,
+        "growth_mib": memory.growth / (1 << 20),
+        "cached": cached_fraction(files),
+    }
 
 
 def same_values(root: Path, out: Path, shape: Shape) -> bool:
@@ -169,8 +175,8 @@ def render(results: dict[str, Any]) -> str:
     """The results as a page."""
     about = (
         f"{results['model']}, {results['nbytes'] / 1e9:.2f} GB bf16, files in the page cache, written to "
-        f"{results['to']} and synced (accelerate's file by the benchmark); fresh processes, arms in turn, once on a "
-        "tiny model first."
+        f"{results['to']} and synced (accelerate's file by the benchmark); fresh processes, arms in turn, once on "
+        "a tiny model first."
     )
     lines = [
         "# Merging",
@@ -179,15 +185,17 @@ def render(results: dict[str, Any]) -> str:
         ", ".join(f"{key} {value}" for key, value in results["machine"].items() if isinstance(value, str | int)),
         about,
         "",
-        "| arm | seconds | min .. max | memory growth MiB | values |",
-        "|---|--:|--:|--:|---|",
+        "| arm | seconds | min .. max | processor seconds | memory growth MiB | values |",
+        "|---|--:|--:|--:|--:|---|",
     ]
     for arm, runs in results["arms"].items():
         seconds = [run["seconds"] for run in runs]
         growth = max(run["growth_mib"] for run in runs)
         same = {True: "same", False: "DIFFER", None: "-"}[results["same"].get(arm)]
         spread = f"{min(seconds):.2f} .. {max(seconds):.2f}"
-        lines.append(f"| {arm} | {statistics.median(seconds):.2f} | {spread} | {growth:,.0f} | {same} |")
+        processor = statistics.median(run["processor_s"] for run in runs)
+        median = statistics.median(seconds)
+        lines.append(f"| {arm} | {median:.2f} | {spread} | {processor:.2f} | {growth:,.0f} | {same} |")
     return "\n".join([*lines, ""])
 
 
