@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     shape = SHAPES[given.model]
     merged = (given.to or given.dir) / "shardwise-merged"
     if given.arm:

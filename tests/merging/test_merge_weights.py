@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from tests import zoo
 from tests.merging.adapters import tensors_of
 from tests.quiet import quieten
+from tests.verbs import torch_saves
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import ConfigError, FormatError, StorageError
@@ -258,3 +260,24 @@ def test_damage_to_a_file_of_torch_keeps_the_source(small, tmp_path: Path, monke
     with pytest.raises(StorageError, match="not read back as they were written"):
         merge_weights(step / "optimizer_0", tmp_path / "out", afterwards=RemoveSource())
     assert (step / "optimizer_0" / ".metadata").exists()
+
+
+@pytest.mark.distributed
+def test_what_ranks_wrote_with_accelerates_functions(worlds, tmp_path: Path) -> None:
+    model = zoo.build(specimen("qwen3_moe"))
+    zoo.save_original(model, tmp_path / "base")
+    run = tmp_path / "run"
+    worlds(3).run(torch_saves.save_like_accelerate, str(tmp_path / "base"), str(run))
+    merge_weights(run, tmp_path / "out", base=tmp_path / "base")
+    same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base"))
+    merge_weights(run / "optimizer_0", tmp_path / "out")
+    found = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(run / "optimizer_0", tmp_path / "wanted.bin")
+    wanted = torch.load(tmp_path / "wanted.bin", weights_only=True)["optimizer"]
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for name, entry in wanted["state"].items():
+        for part, value in entry.items():
+            assert torch.equal(torch.as_tensor(found["state"][name][part]), torch.as_tensor(value)), (name, part)

@@ -27,7 +27,7 @@ Read = Callable[[Box], torch.Tensor]
 _KEPT_BYTES = 256 << 20
 """Of factors that are kept for the next block, and the most that one block may need of one factor."""
 
-_NORM_BLOCK_BYTES = 32 << 20
+_NORM_BLOCK_BYTES = 16 << 20
 
 
 @dataclass
@@ -56,14 +56,16 @@ class EditedTensors:
         """
         base = read(box)
         value = self._edited(name, shape, edits, len(edits), box, base, read)
-        rounded, before = value.to(dtype), base.to(dtype)
-        if not torch.equal(rounded, before):
-            self.changed.update(edit.module for edit in edits)
-            if bool((~rounded.isfinite() & before.isfinite()).any()):
-                raise FormatError(
-                    f"{shown(name)}: merging makes values that are not finite in {dtype}; the adapter "
-                    f"({', '.join(shown(edit.module) for edit in edits)}) is damaged, or the dtype too narrow"
-                )
+        rounded = value.to(dtype)
+        modules = {edit.module for edit in edits}
+        if not modules <= self.changed and not torch.equal(rounded, base.to(dtype)):
+            self.changed |= modules
+        is_suspect = not bool(rounded.sum(dtype=torch.float32).isfinite())  # quicker than asking each element
+        if is_suspect and bool((~rounded.isfinite() & base.to(dtype).isfinite()).any()):
+            raise FormatError(
+                f"{shown(name)}: merging makes values that are not finite in {dtype}; the adapter "
+                f"({', '.join(shown(edit.module) for edit in edits)}) is damaged, or the dtype too narrow"
+            )
         return rounded
 
     def is_without_effect(self, edits: Sequence[Edit]) -> bool:
@@ -92,16 +94,17 @@ class EditedTensors:
                 case Replaced(_, leaf):
                     value = self._box(leaf, box, base.dtype)
                 case Added(_, scaling, leaf):
-                    value = value + scaling * self._box(leaf, box, base.dtype)
+                    value = torch.add(value, self._box(leaf, box, base.dtype), alpha=scaling)
                 case LowRank():
-                    value = value + self._delta(edit, shape, box, base.dtype)
+                    value = torch.add(value, self._delta(edit, shape, box, base.dtype), alpha=edit.scaling)
                     if edit.magnitude is not None:
-                        value = value * self._stretch(name, shape, edits, number, read)[_along(edit, box, shape)]
+                        value *= self._stretch(name, shape, edits, number, read)[_along(edit, box, shape)]
                 case _:
                     assert_never(edit)
         return value
 
     def _delta(self, edit: LowRank, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """A box of ``B @ A``, not yet scaled."""
         starts, stops = box.offsets, tuple(start + size for start, size in zip(box.offsets, box.sizes, strict=True))
         rank = edit.rank
         if edit.form.is_stacked:
@@ -111,16 +114,16 @@ class EditedTensors:
             a = whole_a.view(experts, rank, -1)[first:stop, :, starts[ins] : stops[ins]].to(dtype)
             b = whole_b.view(-1, rank, experts)[starts[outs] : stops[outs], :, first:stop].to(dtype)
             delta = torch.bmm(b.permute(2, 0, 1), a)
-            return edit.scaling * (delta if edit.form is Form.EXPERTS else delta.transpose(1, 2))
+            return delta if edit.form is Form.EXPERTS else delta.transpose(1, 2)
         if edit.form is Form.COLUMNS:
             a = self._factor(edit.a, Box((0, starts[0]), (rank, box.sizes[0])), dtype)
             b = self._factor(edit.b, Box((starts[1], 0), (box.sizes[1], rank)), dtype)
-            return edit.scaling * (a.t() @ b.t())
+            return a.t() @ b.t()
         a = self._factor(edit.a, Box((0, *starts[1:]), (rank, *box.sizes[1:])), dtype)
         b = self._factor(
             edit.b, Box((starts[0], *(0 for _ in shape[1:])), (box.sizes[0], *edit.b.shape[1:])), dtype
         )
-        return edit.scaling * (b.reshape(-1, rank) @ a.reshape(rank, -1)).view(box.sizes)
+        return (b.reshape(-1, rank) @ a.reshape(rank, -1)).view(box.sizes)
 
     def _stretch(
         self, name: str, shape: tuple[int, ...], edits: Sequence[Edit], number: int, read: Read
@@ -140,7 +143,7 @@ class EditedTensors:
         for box in row_blocks(shape, _NORM_BLOCK_BYTES // 4):
             base = read(box)
             value = self._edited(name, shape, edits, number, box, base, read)
-            value = value + self._delta(edit, shape, box, base.dtype)
+            value = torch.add(value, self._delta(edit, shape, box, base.dtype), alpha=edit.scaling)
             others = [dim for dim in range(len(shape)) if dim != kept]
             rows = slice(box.offsets[kept], box.offsets[kept] + box.sizes[kept])
             squares[rows] += value.square().sum(dim=others, dtype=torch.float64)

@@ -23,7 +23,7 @@ from shardwise.tensors.fingerprint import MODULUS, fingerprint
 Part = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 8 << 20
 """Of what is written at once. A few times this much is in memory."""
 
 

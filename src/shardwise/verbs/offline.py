@@ -35,7 +35,7 @@ from shardwise.storage import LocalReader, LocalWriter, OpenStorage, StorageRead
 from shardwise.storage.names import shown
 from shardwise.verbs.outline import ModelOptions, Outline, outline
 
-BUDGET_BYTES: Final = 128 << 20
+BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
 
 _CONFIG = "config.json"
