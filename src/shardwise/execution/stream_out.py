@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,8 +156,16 @@ def _write_file(
         position += nbytes
         advance(nbytes)
         del tensors
+        _give_back()
     if pending is not None:
         pending.result()
+
+
+def _give_back() -> None:
+    """Free memory to the system: what lasts lies between blocks that come and go, and would keep their holes."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _batches(file: NewFile, block_bytes: int) -> Iterator[list[tuple[Part, int]]]:
