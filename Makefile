@@ -25,7 +25,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format sweep test-oldest test-gpu bench-load clean
+.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-merge clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ test-gpu: $(VENV)/project ## what only a GPU can prove
 
 bench-load: $(VENV)/project ## loading against peers and the roof; half an hour, ARGS=--quick for minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.load $(ARGS)
+
+bench-merge: $(VENV)/project ## merging against accelerate; minutes
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
+    from shardwise.verbs.merge_adapter import merge_adapter
+    from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
@@ -78,6 +80,7 @@ _HOMES = {
     "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
+    "KeepSource": "shardwise.verbs.merge_weights",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "MergedAdapter": "shardwise.models.lora",
@@ -90,8 +93,10 @@ _HOMES = {
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
+    "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
@@ -103,6 +108,7 @@ _HOMES = {
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
+    "TorchFile": "shardwise.verbs.merge_weights",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -113,6 +119,8 @@ _HOMES = {
     "load": "shardwise.verbs.load",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
+    "merge_adapter": "shardwise.verbs.merge_adapter",
+    "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
     "set_model_state": "shardwise.verbs.state",
@@ -145,6 +153,7 @@ __all__ = [
     "InIntervals",
     "Initialize",
     "InternalNames",
+    "KeepSource",
     "LoadOptions",
     "LoadReport",
     "MergedAdapter",
@@ -157,8 +166,10 @@ __all__ = [
     "PlacementError",
     "RankLostError",
     "Refuse",
+    "RemoveSource",
     "ReopenReport",
     "RequireMemory",
+    "Safetensors",
     "SaveOptions",
     "SaveReport",
     "ShardOptions",
@@ -170,6 +181,7 @@ __all__ = [
     "StateReport",
     "StorageError",
     "StreamOptions",
+    "TorchFile",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -179,6 +191,8 @@ __all__ = [
     "from_pretrained",
     "iter_hf_tensors",
     "load",
+    "merge_adapter",
+    "merge_weights",
     "model_state",
     "optimizer_state",
     "plan",

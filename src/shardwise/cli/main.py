@@ -9,6 +9,8 @@ import click
 _COMMANDS = {
     "demo": "bring up, prove and train a small model that it makes itself",
     "inspect": "what a checkpoint holds, from its headers",
+    "merge-adapter": "fold a LoRA into its base, in bounded memory",
+    "merge-weights": "a sharded checkpoint as safetensors files of the hub",
     "plan": "what a load takes on every rank, before it",
     "train": "fine-tune a model on chat data",
     "verify": "open a checkpoint again and compare; or load it on N ranks and compare",
@@ -16,7 +18,7 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """A group that imports ``shardwise.cli.NAME`` for the command NAME."""
+    """A group that imports ``shardwise.cli.NAME`` for the command NAME, with underscores."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return sorted(_COMMANDS)
@@ -24,8 +26,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"shardwise.cli.{cmd_name}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        name = cmd_name.replace("-", "_")
+        module = importlib.import_module(f"shardwise.cli.{name}")
+        command: click.Command = getattr(module, f"{name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

@@ -2,6 +2,7 @@
 
 from shardwise.conversion.bindings import Bindings
 from shardwise.conversion.copies import Copy, copies, pieces
+from shardwise.conversion.covering import covering_box, needed_boxes
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -36,6 +37,8 @@ __all__ = [
     "Stored",
     "concat",
     "copies",
+    "covering_box",
+    "needed_boxes",
     "permute",
     "pieces",
     "reshape",

@@ -1,6 +1,12 @@
 """What is stored: what files say of their tensors, and the checkpoints that they make up. Without torch."""
 
-from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
+from shardwise.formats.checkpoint_index import (
+    CheckpointIndex,
+    StoredTensor,
+    holds_optimizer,
+    open_checkpoint,
+    open_state,
+)
 from shardwise.formats.safetensors import FileHeader, TensorEntry, parse_header, read_header
 from shardwise.formats.safetensors_header import NewFile, lay_out
 
@@ -10,8 +16,10 @@ __all__ = [
     "NewFile",
     "StoredTensor",
     "TensorEntry",
+    "holds_optimizer",
     "lay_out",
     "open_checkpoint",
+    "open_state",
     "parse_header",
     "read_header",
 ]

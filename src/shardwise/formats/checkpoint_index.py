@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.composed import Composed, FoundTensor, Joined, Part, StoredView, View, Whole, tiling
-from shardwise.formats.distributed import METADATA, read_distributed
+from shardwise.formats.distributed import METADATA, read_distributed, read_metadata
 from shardwise.formats.faults import Faults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
@@ -137,6 +137,31 @@ def open_checkpoint(
                 )
             weights_name = opened.file
         return _open(opened.reader, weights_name, extra_files)
+
+
+def open_state(reader: StorageReader) -> CheckpointIndex:
+    """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
+
+    Raises as :func:`open_checkpoint`.
+    """
+    faults, found = Faults(reader.root), _Contents()
+    contents = read_distributed(reader, choose=lambda _: Choice((), ()))
+    assert contents is not None
+    found.files.update(contents.files)
+    for place in read_metadata(reader).objects.values():
+        found.files.setdefault(place.file, reader.size(place.file))
+    _add_tensors(contents.tensors, contents.choice, found, faults)
+    faults.raise_if_any()
+    layout: Layout = "torch distributed checkpoint"
+    return CheckpointIndex(reader.root, found.files, found.entries, {}, layout, found.composed)
+
+
+def holds_optimizer(reader: StorageReader) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` has an optimizer's state and no model."""
+    if METADATA not in reader.list():
+        return False
+    tensors = read_metadata(reader).tensors
+    return bool(tensors) and choose_model(tensors) is None
 
 
 def _open_local(place: pathlib.Path) -> OpenStorage:

@@ -8,8 +8,8 @@ lies what ``torch.save`` made of the chunk. Source of the layout: torch's ``dist
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NoReturn
 
@@ -49,10 +49,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DistributedMetadata:
-    """What a folder holds: tensors by the keys that lead to them, and the keys of all else."""
+    """What a folder holds: tensors by the keys that lead to them, and the keys of all else.
+
+    ``objects`` are where values lie that are no tensors, as ``torch.save`` writes them; ``levels`` the keys as they
+    were, with numbers where there were lists, of all that is there.
+    """
 
     tensors: Mapping[Path, SavedTensor]
     others: tuple[tuple[Path, str], ...]
+    objects: Mapping[Path, Place] = field(default_factory=dict)
+    levels: Mapping[Path, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,19 @@ class DistributedFiles:
     others: tuple[tuple[Path, str], ...]
 
 
-def read_distributed(reader: StorageReader, folder: str = "") -> DistributedFiles | None:
+def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadata:
+    """What ``.metadata`` in ``folder`` tells; see :func:`parse_metadata`."""
+    file = f"{folder}{METADATA}"
+    what = f"{shown(file)} in {reader.root}"
+    nbytes = reader.size(file)
+    if nbytes > MAX_METADATA_BYTES:
+        raise FormatError(f"{what}: it has {nbytes} bytes, {MAX_METADATA_BYTES} is the limit")
+    return parse_metadata(reader.read(file, 0, nbytes), folder, what=what)
+
+
+def read_distributed(
+    reader: StorageReader, folder: str = "", choose: Callable[[Collection[Path]], Choice | None] = choose_model
+) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
 
     Read are the metadata, and of every chunk the directory of its archive.
@@ -75,11 +93,8 @@ def read_distributed(reader: StorageReader, folder: str = "") -> DistributedFile
     """
     file = f"{folder}{METADATA}"
     what = f"{shown(file)} in {reader.root}"
-    nbytes = reader.size(file)
-    if nbytes > MAX_METADATA_BYTES:
-        raise FormatError(f"{what}: it has {nbytes} bytes, {MAX_METADATA_BYTES} is the limit")
-    metadata = parse_metadata(reader.read(file, 0, nbytes), folder, what=what)
-    choice = choose_model(metadata.tensors)
+    metadata = read_metadata(reader, folder)
+    choice = choose(metadata.tensors)
     if choice is None:
         return None
     wanted = {path: tensor for path, tensor in metadata.tensors.items() if choice.key_of(path) is not None}
@@ -153,6 +168,7 @@ class _Parser:
     def __init__(self, folder: str, what: str) -> None:
         self.folder = folder
         self.what = what
+        self.objects: dict[str, Place] = {}
 
     def parse(self, root: object) -> DistributedMetadata:
         fields = self.fields(root, "Metadata")
@@ -162,6 +178,8 @@ class _Parser:
         paths = paths if isinstance(paths, dict) else {}
         tensors: dict[Path, SavedTensor] = {}
         others: list[tuple[Path, str]] = []
+        objects: dict[Path, Place] = {}
+        levels: dict[Path, tuple[str | int, ...]] = {}
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
                 self.refuse("state_dict_metadata is not by key")
@@ -171,8 +189,14 @@ class _Parser:
                     self.refuse(f"{shown(key)} and {shown(tensors[path].key)} are in the same place")
                 tensors[path] = self.tensor(key, item, places)
             else:
-                others.append((self.path(key, paths.get(key)), "bytes"))
-        return DistributedMetadata(tensors, tuple(others))
+                path = self.path(key, paths.get(key))
+                others.append((path, "bytes"))
+                if key in self.objects:
+                    objects[path] = self.objects[key]
+            given = paths.get(key)
+            is_named = isinstance(given, tuple) and tuple(map(str, given)) == path
+            levels[path] = given if is_named and isinstance(given, tuple) else path
+        return DistributedMetadata(tensors, tuple(others), objects, levels)
 
     def refuse(self, cause: str) -> NoReturn:
         raise FormatError(f"{self.what}: {cause}; it is damaged or of another format: write the checkpoint again")
@@ -208,6 +232,7 @@ class _Parser:
             place = self.place(key, self.fields(info, "_StorageInfo"))
             by_file[place.file].append((place.bytes, key))
             if offsets is None:  # bytes
+                self.objects[key] = place
                 continue
             spot = key, self.sizes(offsets, f"the offset of {shown(key)}")
             if spot in found:

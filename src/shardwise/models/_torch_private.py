@@ -4,7 +4,7 @@ Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module
 counters of tensors; the store of the default process group, and the device of a group's object collectives;
 ``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a parameter's padded
 storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which indices a rank
-holds, also of ``_StridedShard``).
+holds, also of ``_StridedShard``); fake tensors (to write a file with room for bytes that come later).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
@@ -43,6 +45,14 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 def is_temporary(module: nn.Module, name: str) -> bool:
     """Whether a buffer was registered with ``persistent=False``."""
     return name in module._non_persistent_buffers_set
+
+
+def save_without_data(make: Callable[[], object], file: Path) -> None:
+    """``torch.save`` of what ``make`` makes, with room for the bytes of its tensors, which take no memory."""
+    with FakeTensorMode():
+        hollow = make()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(hollow, file)
 
 
 def writes_to(tensor: torch.Tensor) -> int:

@@ -1,0 +1,166 @@
+"""``adapter_config.json`` of PEFT: what of it decides the merged weights, and what cannot be merged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shardwise.errors import ConfigError, FormatError
+from shardwise.formats.strict_json import parse_object
+from shardwise.storage.names import shown
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+
+_OF_NO_CONCERN: Final = frozenset(
+    {
+        # whose it is, and where it came from
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        # which modules were chosen: the tensors tell
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # training, and the initialisation of factors
+        *("lora_dropout", "megatron_core", "eva_config", "runtime_config", "qalora_group_size"),
+        # whether a weight is stored as (in, out): its module tells, as in PEFT
+        "fan_in_fan_out",
+        # options of initialisations, which ``init_lora_weights`` chooses among
+        *("loftq_config", "corda_config", "lora_ga_config"),
+    }
+)
+_CHANGES_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MAX_RANK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What an adapter's config says of the merged weights, under PEFT's names.
+
+    ``target_parameters`` None means that no parameters were targeted.
+    """
+
+    r: int
+    lora_alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    modules_to_save: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
+
+    def rank(self, name: str) -> int:
+        """Of the module, or parameter, of this name."""
+        return self.rank_pattern.get(_pattern_for(self.rank_pattern, name), self.r)
+
+    def scaling(self, name: str) -> float:
+        """The factor of ``lora_B @ lora_A`` for the module, or parameter, of this name."""
+        alpha = self.alpha_pattern.get(_pattern_for(self.alpha_pattern, name), self.lora_alpha)
+        rank = self.rank(name)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def saves_module(self, name: str) -> bool:
+        """Whether the module of this name was trained whole, as a copy beside the base's own."""
+        return any(name.endswith(module) for module in self.modules_to_save)
+
+
+def parse_adapter_config(text: bytes, *, what: str) -> LoraConfig:
+    """The config in ``text``; ``what`` names the file in messages.
+
+    Raises:
+        FormatError: it is not such a file, or a value makes no sense.
+        ConfigError: it is a kind of adapter that cannot be merged without more than its tensors.
+    """
+    content = parse_object(text, what=what)
+    kind = content.pop("peft_type", None)
+    if kind != "LORA":
+        raise ConfigError(f"{what}: peft_type is {shown(repr(kind))}, and only LORA adapters can be merged")
+    _refuse_changed_base(content.pop("init_lora_weights", True), what)
+    patterns = {name: _pattern(content, name, what) for name in ("rank_pattern", "alpha_pattern")}
+    config = LoraConfig(
+        r=_rank(content.pop("r", 8), "r", what),
+        lora_alpha=_number(content.pop("lora_alpha", 8), "lora_alpha", what),
+        rank_pattern={key: _rank(value, f"rank_pattern of {key}", what) for key, value in patterns["rank_pattern"]},
+        alpha_pattern={
+            key: _number(value, f"alpha_pattern of {key}", what) for key, value in patterns["alpha_pattern"]
+        },
+        modules_to_save=_names(content, "modules_to_save", what),
+        target_parameters=_names(content, "target_parameters", what),
+        bias=_bias(content.pop("bias", "none"), what),
+        **{
+            name: _flag(content.pop(name, False), name, what)
+            for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+        },
+    )
+    unknown = [name for name, value in content.items() if name not in _OF_NO_CONCERN and value not in _UNUSED]
+    if unknown:
+        raise ConfigError(
+            f"{what}: the adapter uses {', '.join(shown(name) for name in sorted(unknown))}, with which it cannot "
+            "be merged; merge it with the version of PEFT that made it, or leave it beside its base"
+        )
+    return config
+
+
+_UNUSED: Final[tuple[object, ...]] = (None, False, [], {}, "")
+
+
+def _refuse_changed_base(init: object, what: str) -> None:
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+        raise ConfigError(
+            f"{what}: init_lora_weights is {shown(repr(init))}, which changes the base's weights before training, "
+            "so that the adapter does not fit the base as it is stored; save it as a plain LoRA first (PEFT's "
+            "save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+
+
+def _pattern_for(patterns: Mapping[str, Any], name: str) -> str:
+    """``get_pattern_key`` of PEFT: the first pattern that matches the end of the name, else the name."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), name)
+
+
+def _pattern(content: dict[str, object], name: str, what: str) -> list[tuple[str, object]]:
+    value = content.pop(name, None) or {}
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: {name} is {shown(repr(value))}, not an object; save the adapter again")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise FormatError(
+                f"{what}: {shown(pattern)} in {name} is no regular expression ({error}); correct it"
+            ) from error
+    return list(value.items())
+
+
+def _names(content: dict[str, object], name: str, what: str) -> tuple[str, ...]:
+    value = content.pop(name, None) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise FormatError(f"{what}: {name} is {shown(repr(value))}, not a list of names; save the adapter again")
+    return tuple(value)
+
+
+def _rank(value: object, name: str, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_RANK:
+        raise FormatError(f"{what}: {shown(name)} is {shown(repr(value))}, not a rank from 1 to {_MAX_RANK}")
+    return value
+
+
+def _number(value: object, name: str, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise FormatError(f"{what}: {shown(name)} is {shown(repr(value))}, not a number")
+    return value
+
+
+def _flag(value: object, name: str, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise FormatError(f"{what}: {name} is {shown(repr(value))}, neither true nor false")
+    return value
+
+
+def _bias(value: object, what: str) -> str:
+    if value not in ("none", "all", "lora_only"):
+        raise FormatError(f"{what}: bias is {shown(repr(value))}, not one of none, all and lora_only")
+    return str(value)

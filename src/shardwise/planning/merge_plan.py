@@ -1,0 +1,376 @@
+"""The plan of merging an adapter: which tensors of the base it changes, how, and of which of its own tensors.
+
+[Note: Names in an adapter] PEFT names a factor after the module that it belongs to, in the model as it was trained:
+``base_model.model.<module>.lora_A.weight``. Several parameters of one module (stacked experts) are wrapped one
+around the other, in the order in which the module has them, and so called ``<module>.lora_A``,
+``<module>.base_layer.lora_A`` and so on from the last to the first. An adapter of an older transformers may name
+modules that are now part of a larger tensor, such as one expert. These are tensors of the hub's checkpoint still,
+and the adapter is folded in there, on the way out.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from shardwise.conversion import Stored
+from shardwise.errors import CoverageError
+from shardwise.formats.peft_adapter import LoraConfig
+from shardwise.storage.names import shown
+
+Shape: TypeAlias = tuple[int, ...]
+
+_LISTED = 20
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
+)
+
+
+class Form(enum.Enum):
+    """How a weight lies with respect to ``lora_B @ lora_A``, which is (out, in)."""
+
+    ROWS = "(out, in, ...)"
+    COLUMNS = "(in, out)"
+    EXPERTS = "(experts, out, in)"
+    EXPERT_COLUMNS = "(experts, in, out)"
+
+    @property
+    def is_stacked(self) -> bool:
+        return self in (Form.EXPERTS, Form.EXPERT_COLUMNS)
+
+    def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
+        """The shapes of (lora_A, lora_B) for a weight of this shape."""
+        match self:
+            case Form.ROWS:
+                return (rank, *shape[1:]), (shape[0], rank, *(1 for _ in shape[2:]))
+            case Form.COLUMNS:
+                return (rank, shape[0]), (shape[1], rank)
+            case Form.EXPERTS:
+                return (shape[0] * rank, shape[2]), (shape[1], shape[0] * rank)
+            case Form.EXPERT_COLUMNS:
+                return (shape[0] * rank, shape[1]), (shape[2], shape[0] * rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """``scaling * B @ A`` is added to a weight; with a magnitude (DoRA), rows, or columns, are then given that."""
+
+    module: str
+    form: Form
+    rank: int
+    scaling: float
+    a: Stored
+    b: Stored
+    magnitude: Stored | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """``scaling`` times a tensor of the adapter is added."""
+
+    module: str
+    scaling: float
+    leaf: Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A tensor of the adapter is there instead."""
+
+    module: str
+    leaf: Stored
+
+
+Edit: TypeAlias = LowRank | Added | Replaced
+
+
+@dataclass(frozen=True)
+class MergeTargets:
+    """What of a base an adapter may change.
+
+    Attributes:
+        tensors: shapes of the model's saved tensors, by each of their names.
+        keys: shapes of the checkpoint's tensors that are no tensor of the model, by key.
+        parameters: the names, in the order of the module, of the parameters that sit in a module itself.
+        columns: modules that keep their weights as (in, out).
+        renamed: from a name that a checkpoint may use to the model's; None where there is none.
+    """
+
+    tensors: Mapping[str, Shape]
+    keys: Mapping[str, Shape]
+    parameters: Mapping[str, Sequence[str]]
+    columns: frozenset[str]
+    renamed: Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What is done to the model's tensors, by name, and to tensors of the checkpoint, by key; replacements first.
+
+    ``modules`` are those that the adapter changes, as it names them.
+    """
+
+    tensors: Mapping[str, tuple[Edit, ...]]
+    keys: Mapping[str, tuple[Edit, ...]]
+    modules: tuple[str, ...]
+
+
+@dataclass
+class _Parts:
+    """The tensors that belong to one module, by their names in PEFT."""
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+
+    def get(self, *names: str) -> Stored | None:
+        return next((self.tensors[name] for name in names if name in self.tensors), None)
+
+
+def plan_merge(
+    config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, *, adapter_name: str, what: str
+) -> MergePlan:
+    """Match every tensor of an adapter with what it changes.
+
+    Args:
+        config: of the adapter.
+        stored: its tensors, by key.
+        targets: what the base has.
+        adapter_name: whose tensors are meant where keys have the name of their adapter in them.
+        what: names the adapter and its base in the error.
+
+    Raises:
+        CoverageError: with every tensor that is not used, every module that the base does not have, and every
+            shape that does not fit, at once.
+    """
+    return _Planner(config, stored, targets, adapter_name).plan(what)
+
+
+def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
+    """Tensors that ``modules_to_save`` made copies of, by the name of the model's tensor: keys of the adapter."""
+    found = {_bare(key, adapter_name): key for key in stored if not _FACTOR.fullmatch(key.removeprefix(_PREFIX))}
+    return {name: key for name, key in found.items() if config.saves_module(name.rpartition(".")[0])}
+
+
+def _bare(key: str, adapter_name: str) -> str:
+    """The name in the model of a tensor that is no factor."""
+    name = key.removeprefix(_PREFIX)
+    for wrapper in (f".modules_to_save.{adapter_name}.", ".modules_to_save.", ".base_layer."):
+        name = name.replace(wrapper, ".")
+    return name
+
+
+class _Planner:
+    def __init__(
+        self, config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, adapter_name: str
+    ) -> None:
+        self.config = config
+        self.stored = stored
+        self.targets = targets
+        self.adapter_name = adapter_name
+        self.faults: dict[str, list[str]] = {}
+        self.tensors: dict[str, list[Edit]] = {}
+        self.keys: dict[str, list[Edit]] = {}
+        self.modules: dict[str, None] = {}
+
+    def plan(self, what: str) -> MergePlan:
+        factors: dict[str, _Parts] = {}
+        for key, leaf in self.stored.items():
+            name = key.removeprefix(_PREFIX)
+            if found := _FACTOR.fullmatch(name):
+                self.sort_factor(factors, key, leaf, found)
+            else:
+                self.replace(key, leaf)
+        for module, parts in factors.items():
+            self.fold(module, parts)
+        if self.faults:
+            raise CoverageError(self.message(what))
+        return MergePlan(
+            {name: _replacements_first(edits) for name, edits in self.tensors.items()},
+            {key: _replacements_first(edits) for key, edits in self.keys.items()},
+            tuple(self.modules),
+        )
+
+    def fault(self, kind: str, sentence: str) -> None:
+        self.faults.setdefault(kind, []).append(sentence)
+
+    def message(self, what: str) -> str:
+        lines = [f"{what}: the adapter does not fit the base"]
+        for kind, sentences in self.faults.items():
+            lines.append(f"  {kind}: {len(sentences)}")
+            lines += [f"    {sentence}" for sentence in sentences[:_LISTED]]
+            if len(sentences) > _LISTED:
+                lines.append(f"    ... and {len(sentences) - _LISTED} more")
+        return "\n".join([*lines, "Merge it into the base that it was trained on."])
+
+    # What a key means
+
+    def is_ours(self, adapter: str | None) -> bool:
+        return adapter is None or adapter == self.adapter_name
+
+    def sort_factor(self, factors: dict[str, _Parts], key: str, leaf: Stored, found: re.Match[str]) -> None:
+        part, kind = found["part"], found["kind"] or "weight"
+        if not self.is_ours(found["adapter"]):
+            self.fault("tensors that are not used", f"{shown(key)}: is of the adapter {shown(found['adapter'])}")
+            return
+        name = part if kind == "weight" else f"{part}.{kind}"
+        parts = factors.setdefault(found["module"], _Parts()).tensors
+        if name in parts:
+            self.fault("tensors that are stored twice", f"{shown(key)} and {shown(parts[name].key)}")
+        parts[name] = leaf
+
+    def replace(self, key: str, leaf: Stored) -> None:
+        """A tensor that is no factor: one that was trained whole, or a bias."""
+        bare = _bare(key, self.adapter_name)
+        module = bare.rpartition(".")[0]
+        place = self.find(bare)
+        if place is None:
+            self.fault("tensors that are not used", f"{shown(key)}: the base has no {shown(bare)}")
+        elif leaf.shape != place[2]:
+            self.fault(
+                "shapes that do not fit", f"{shown(key)}: {leaf.shape}, the base has {shown(bare)} as {place[2]}"
+            )
+        else:
+            self.add(place, module, Replaced(module, leaf))
+
+    def fold(self, name: str, parts: _Parts) -> None:
+        """The factors that PEFT keeps under this name."""
+        module, depth = _unwrapped(name)
+        parameters = self.targeted(module)
+        if parameters and depth < len(parameters):
+            self.fold_low_rank(module, f"{module}.{parameters[-1 - depth]}", parts, is_parameter=True)
+        elif depth:
+            self.fault(
+                "tensors that are not used",
+                f"{', '.join(shown(leaf.key) for leaf in parts.tensors.values())}: target_parameters names "
+                f"{len(parameters)} parameters of {shown(module)}",
+            )
+        else:
+            self.fold_low_rank(module, f"{module}.weight", parts, is_parameter=False)
+
+    def targeted(self, module: str) -> list[str]:
+        """The parameters of a module that ``target_parameters`` chooses, in the order of the module."""
+        wanted = self.config.target_parameters
+        renamed = self.module_in_base(module, wanted)
+        names = self.targets.parameters.get(renamed, ()) if renamed is not None else ()
+        return [
+            name
+            for name in names
+            if any(f"{module}.{name}" == item or f".{module}.{name}".endswith(f".{item}") for item in wanted)
+        ]
+
+    def module_in_base(self, module: str, parameters: Sequence[str]) -> str | None:
+        """What the base calls a module that has parameters of these names."""
+        if module in self.targets.parameters:
+            return module
+        for short in dict.fromkeys(item.rpartition(".")[2] for item in parameters):
+            found = self.targets.renamed(f"{module}.{short}")
+            if found is not None:
+                return found.rpartition(".")[0]
+        return None
+
+    def find(self, name: str) -> tuple[dict[str, list[Edit]], str, Shape] | None:
+        """Where a tensor is, under this or the base's own name: among which edits, its name there, its shape."""
+        targets = self.targets
+        if name not in targets.tensors and (renamed := targets.renamed(name)) in targets.tensors:
+            assert renamed is not None
+            return self.tensors, renamed, targets.tensors[renamed]
+        if name in targets.tensors:
+            return self.tensors, name, targets.tensors[name]
+        if name in targets.keys:
+            return self.keys, name, targets.keys[name]
+        return None
+
+    def add(self, place: tuple[dict[str, list[Edit]], str, Shape], module: str, edit: Edit) -> None:
+        edits, name, _ = place
+        edits.setdefault(name, []).append(edit)
+        self.modules[module] = None
+
+    # Factors
+
+    def fold_low_rank(self, module: str, weight: str, parts: _Parts, *, is_parameter: bool) -> None:
+        a, b = parts.get("lora_A", "lora_embedding_A"), parts.get("lora_B", "lora_embedding_B")
+        listed = ", ".join(shown(leaf.key) for leaf in parts.tensors.values())
+        if a is None or b is None:
+            absent = "lora_A" if a is None else "lora_B"
+            self.fault("tensors that are missing in the adapter", f"{absent} of {shown(module)}, beside {listed}")
+            return
+        place = self.find(weight)
+        if place is None:
+            self.fault("modules that the base does not have", f"{shown(weight)}, wanted by {listed}")
+            return
+        named = weight if is_parameter else module
+        rank = self.config.rank(named)
+        form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts.tensors)
+        shape = place[2]
+        if len(shape) < 2 or (form.is_stacked and len(shape) != 3) or (form is Form.COLUMNS and len(shape) != 2):
+            self.fault("shapes that do not fit", f"{listed}: the base has {shown(weight)} as {shape}")
+            return
+        wanted = form.factors(shape, rank)
+        for leaf, right in zip((a, b), wanted, strict=True):
+            if leaf.dtype.kind != "float":
+                self.fault("factors that are no fractions", f"{shown(leaf.key)}: {leaf.dtype.label}")
+                return
+            if leaf.shape != right:
+                self.fault(
+                    "shapes that do not fit",
+                    f"{shown(leaf.key)}: {leaf.shape}, but {right} fits r={rank} and the base's {shown(weight)} of "
+                    f"shape {shape}",
+                )
+                return
+        magnitude = self.magnitude(module, shape[1 if form is Form.COLUMNS else 0], parts)
+        self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude))
+        self.fold_bias(module, named, parts)
+
+    def form_of(self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool) -> Form:
+        _, name, shape = place
+        keeps_columns = name.rpartition(".")[0] in self.targets.columns
+        if is_parameter:
+            if len(shape) != 3:
+                return Form.ROWS
+            return Form.EXPERT_COLUMNS if keeps_columns else Form.EXPERTS
+        return Form.COLUMNS if is_embedding or keeps_columns else Form.ROWS
+
+    def magnitude(self, module: str, size: int, parts: _Parts) -> Stored | None:
+        found = parts.get("lora_magnitude_vector")
+        if found is None:
+            if self.config.use_dora:
+                self.fault(
+                    "tensors that are missing in the adapter",
+                    f"lora_magnitude_vector of {shown(module)}, which use_dora promises",
+                )
+        elif not self.config.use_dora:
+            self.fault("tensors that are not used", f"{shown(found.key)}: use_dora is not set")
+        elif sorted(found.shape)[-1:] != [size] or any(other != 1 for other in sorted(found.shape)[:-1]):
+            self.fault("shapes that do not fit", f"{shown(found.key)}: {found.shape}, but ({size},) is wanted")
+        return found
+
+    def fold_bias(self, module: str, named: str, parts: _Parts) -> None:
+        bias = parts.get("lora_B.bias")
+        for name in ("lora_A.bias", "lora_embedding_A.bias", "lora_embedding_B.bias", "lora_magnitude_vector.bias"):
+            if name in parts.tensors:
+                self.fault("tensors that are not used", f"{shown(parts.tensors[name].key)}: LoRA has no such bias")
+        if bias is None:
+            return
+        place = self.find(f"{module}.bias")
+        if place is None:
+            self.fault("modules that the base does not have", f"{shown(module)}.bias, wanted by {shown(bias.key)}")
+        elif bias.shape != place[2]:
+            self.fault("shapes that do not fit", f"{shown(bias.key)}: {bias.shape}, the base's bias is {place[2]}")
+        else:
+            self.add(place, named, Added(named, self.config.scaling(named), bias))
+
+
+def _unwrapped(name: str) -> tuple[str, int]:
+    """A module's name without the wrappers around it, and how many there are."""
+    depth = 0
+    while name.endswith(".base_layer"):
+        name, depth = name.removesuffix(".base_layer"), depth + 1
+    return name, depth
+
+
+def _replacements_first(edits: Sequence[Edit]) -> tuple[Edit, ...]:
+    return tuple(sorted(edits, key=lambda edit: not isinstance(edit, Replaced)))

@@ -1,0 +1,271 @@
+"""``merge_adapter``: a LoRA folded into its base, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Unpack
+
+from shardwise.conversion import Stored
+from shardwise.errors import CoverageError, FormatError
+from shardwise.execution.edited import EditedTensors
+from shardwise.execution.outgoing import MergedModel, Outgoing
+from shardwise.execution.place import Placer
+from shardwise.execution.stored import StoredTensors
+from shardwise.execution.stream_out import Streamed
+from shardwise.execution.twins import are_equal
+from shardwise.formats import CheckpointIndex
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
+from shardwise.layout import Kind
+from shardwise.models import transformers_compat as compat
+from shardwise.models.forms import modules_of_columns, parameters_by_module
+from shardwise.models.revert import Reverted
+from shardwise.models.rules import assign_keys
+from shardwise.planning import stored_tensors
+from shardwise.planning.merge_plan import Edit, MergePlan, MergeTargets, plan_merge, tensors_trained_whole
+from shardwise.report.merge_report import MergeAdapterReport
+from shardwise.storage import HubOptions, open_storage, resolve
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.verbs import offline
+from shardwise.verbs.outline import ModelOptions, Outline, config_of
+from shardwise.verbs.save import in_bytes_of
+
+DEFAULT_ADAPTER_NAME = "default"
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    adapter_name: str = DEFAULT_ADAPTER_NAME,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **options: Unpack[ModelOptions],
+) -> MergeAdapterReport:
+    """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
+
+    Block by block: a box of the base is read, ``scaling * B @ A`` added in float32 to what of it the adapter
+    changes, and the sum rounded once ([Note: One rounding]).
+
+    Args:
+        base: a folder, or a hub id in the cache.
+        adapter: a folder of PEFT's with ``adapter_config.json``, or a hub id in the cache.
+        out: a folder, made where it is not there. A model in it is replaced once all is written.
+        adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
+        max_shard_size: as in ``"5GB"``: of one file's tensors.
+
+    Keyword arguments: see :class:`~shardwise.verbs.outline.ModelOptions`; the outcome has their ``dtype``.
+
+    Collective: no.
+    Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or an adapter of this kind cannot be merged.
+        CoverageError: adapter and base do not fit, naming each tensor; or merging would change nothing.
+        FormatError, StorageError: a file contradicts its format, or cannot be read or written.
+
+    Where it raises, a model that was in ``out`` before is there still.
+    """
+    start = time.perf_counter()
+    in_cache = HubOptions(local_files_only=True)
+    base_folder, target = resolve(base, in_cache, download=False), Path(out)
+    lora_folder = _adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+    offline.require_other_folder(target, [base_folder, lora_folder])
+    max_shard_bytes = in_bytes_of(max_shard_size)
+    folder = base_folder if base_folder.is_dir() else base_folder.parent
+    with ExitStack() as stack:
+        lora = stack.enter_context(_open_adapter(lora_folder))
+        config = config_of(folder, options)
+        opened = open_storage(base_folder)
+        reader = stack.enter_context(opened.reader)
+        index = offline.index_of(opened, config)
+        placer = stack.enter_context(offline.placer_of(reader, index))
+        source = offline.read_source(
+            folder, config, index, placer, options, lambda built: _pulled_apart(built, lora, adapter_name)
+        )
+        compat.record_conversions(source.built.model, source.built.transforms)
+        reverted = source.revert()
+        plan = plan_merge(
+            lora.config,
+            lora.tensors,
+            _targets(source, reverted),
+            adapter_name=adapter_name,
+            what=f"{lora_folder} and {base_folder}",
+        )
+        edits = _by_every_name(source, plan.tensors)
+        edited = EditedTensors(StoredTensors(lora.placer, stored_tensors(lora.index)))
+        _require_effect(plan, edited, lora_folder)
+        merged = MergedModel(StoredTensors(placer, source.by_every_name()), source.layout, edits, edited)
+        outgoing = Outgoing(
+            reverted,
+            source.layout,
+            merged.values_of,
+            source.stored,
+            offline.carried_beside(source, reverted),
+            plan.keys,
+            edited,
+        )
+        dtype = options.get("dtype", "auto")
+        written_dtype = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        untied = bool(offline.ties_undone(source))
+        companions = offline.companions_of(folder, lora_folder)
+        companions["config.json"] = offline.config_content(folder, dtype=written_dtype, untied=untied)
+        writer = stack.enter_context(offline.writer_to(target))
+
+        def check(_: Streamed) -> None:
+            if not edited.changed:
+                raise _without_effect(lora_folder, plan)
+
+        streamed, names = offline.write_out(
+            writer,
+            outgoing,
+            sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is Kind.PARAMETER),
+            max_shard_bytes=max_shard_bytes,
+            companions=companions,
+            check=check,
+            label="Merging",
+        )
+        offline.write_templates(target, offline.templates_of([lora_folder, folder]))
+    return MergeAdapterReport(
+        base=str(base_folder),
+        adapter=str(lora_folder),
+        out=str(target),
+        model_class=type(source.built.model).__name__,
+        dtype=str(config.dtype).removeprefix("torch."),
+        modules=len(plan.modules),
+        unchanged=tuple(name for name in plan.modules if name not in edited.changed),
+        tensors=len(streamed.fingerprints),
+        nbytes=streamed.nbytes,
+        files=names,
+        companions=tuple(sorted(companions)),
+        notes=(*source.notes, *_about_ties(source, plan), *offline.ties_undone(source)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass
+class _Adapter:
+    """An adapter that has been opened."""
+
+    config: LoraConfig
+    index: CheckpointIndex
+    placer: Placer
+    tensors: Mapping[str, Stored]
+    close: ExitStack
+
+    def __enter__(self) -> _Adapter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close.close()
+
+
+def _adapter_folder(given: Path, adapter_name: str) -> Path:
+    """The folder itself, or that of the adapter of this name in it, where PEFT puts all but the default one."""
+    if not given.is_dir():
+        raise FormatError(f"{given}: is a file; pass the folder with {ADAPTER_CONFIG}")
+    fault = why_unsafe(adapter_name)
+    if fault is not None or "/" in adapter_name:
+        raise FormatError(f"{shown(adapter_name)}: is no name of an adapter; pass the one it was saved under")
+    for folder in (given / adapter_name, given):
+        if (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    inside = sorted(place.parent.name for place in given.glob(f"*/{ADAPTER_CONFIG}"))
+    remedy = f"choose one by adapter_name: {', '.join(map(shown, inside))}" if inside else "check the path"
+    raise FormatError(f"{given}: there is no {ADAPTER_CONFIG}; {remedy}")
+
+
+def _open_adapter(folder: Path) -> _Adapter:
+    path = folder / ADAPTER_CONFIG
+    config = parse_adapter_config(offline.small_file(path), what=str(path))
+    names = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
+    if not names:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    with ExitStack() as stack:
+        reader, index = offline.open_local(folder, names[0])
+        stack.enter_context(reader)
+        placer = stack.enter_context(offline.placer_of(reader, index))
+        tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
+        if not tensors:
+            raise FormatError(f"{folder / names[0]}: holds no tensors; save the adapter again")
+        return _Adapter(config, index, placer, tensors, stack.pop_all())
+
+
+def _pulled_apart(built: Outline, lora: _Adapter, adapter_name: str) -> set[str]:
+    """Names declared tied that are so no more: the adapter brings values for one that the other does not get."""
+    if lora.config.ensure_weight_tying:
+        return set()
+    whole = tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
+    expressions = stored_tensors(lora.index)
+    apart: set[str] = set()
+    for target, origin in compat.declared_ties(built.model).items():
+        ours = [whole[name] for name in (target, origin) if name in whole]
+        if not ours or target not in built.layout.by_name:
+            continue
+        one, other = ours[0], ours[-1]
+        dtype = built.layout.by_name[target].dtype
+        if len(ours) < 2 or not are_equal(expressions[one], expressions[other], dtype, lora.placer, rank=0, size=1):
+            apart.add(target)
+    return apart
+
+
+def _targets(source: offline.Source, reverted: Reverted) -> MergeTargets:
+    names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
+    prefix = compat.base_model_prefix(source.built.model)
+
+    @cache
+    def renamed(name: str) -> str | None:
+        return next(iter(assign_keys([name], names, source.built.transforms, prefix).plain), None)
+
+    return MergeTargets(
+        tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
+        keys={key: output.shape for key, output in reverted.outputs.items()},
+        parameters=parameters_by_module(source.built.model),
+        columns=modules_of_columns(source.built.model),
+        renamed=renamed,
+    )
+
+
+def _by_every_name(source: offline.Source, edits: Mapping[str, tuple[Edit, ...]]) -> dict[str, tuple[Edit, ...]]:
+    """The edits of tensors that have several names, under each of them."""
+    found: dict[str, tuple[Edit, ...]] = {}
+    for tensor in source.layout.saved():
+        together = tuple(edit for name in tensor.names for edit in edits.get(name, ()))
+        if together:
+            found |= dict.fromkeys(tensor.names, together)
+    return found
+
+
+def _require_effect(plan: MergePlan, edited: EditedTensors, folder: Path) -> None:
+    """At least one edit may change something, before anything is written."""
+    if all(edited.is_without_effect(edits) for edits in (*plan.tensors.values(), *plan.keys.values())):
+        raise _without_effect(folder, plan)
+
+
+def _without_effect(folder: Path, plan: MergePlan) -> CoverageError:
+    first = shown(plan.modules[0])
+    return CoverageError(
+        f"{folder}: the outcome would equal the base: the deltas of all {len(plan.modules)} modules ({first}, ...) "
+        "are zero, or too small for the dtype; take an adapter that has been trained, or a wider dtype"
+    )
+
+
+def _about_ties(source: offline.Source, plan: MergePlan) -> list[str]:
+    """What is merged into one of several names of a tensor shows under the others, too."""
+    notes: list[str] = []
+    for tensor in source.layout.saved():
+        changed = [name for name in tensor.names if name in plan.tensors]
+        if len(tensor.names) > 1 and changed:
+            others = [name for name in tensor.names if name not in changed]
+            if others:
+                notes.append(f"{', '.join(changed)} is merged, and so {', '.join(others)}, tied to it, changes too")
+            elif len(changed) > 1:
+                notes.append(f"the deltas of {' and '.join(changed)}, which are tied, are added up")
+    return notes

@@ -1,0 +1,372 @@
+"""What the commands have in common that make one checkpoint of another, alone and without building the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from shardwise.conversion import Expression, Opaque, stored_leaves
+from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
+from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
+from shardwise.execution.place import Placer, opaque_bytes
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.stored import StoredTensors
+from shardwise.execution.stream_out import Streamed, stream_out
+from shardwise.execution.twins import are_equal
+from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.formats.strict_json import parse_object
+from shardwise.layout import Kind, ModelLayout, Origin, TensorLayout
+from shardwise.models import transformers_compat as compat
+from shardwise.models.revert import Reverted, revert
+from shardwise.models.view import layout_of, look_inside
+from shardwise.planning import Consent, Ignore, LoadPlan, ModelRules, Refuse, Tie, plan_load, stored_tensors
+from shardwise.planning.save_plan import Saved, plan_save
+from shardwise.storage import LocalReader, LocalWriter, OpenStorage, StorageReader, StorageWriter
+from shardwise.storage.names import shown
+from shardwise.verbs.outline import ModelOptions, Outline, outline
+
+BUDGET_BYTES: Final = 32 << 20
+"""For the staging of reads."""
+
+_CONFIG = "config.json"
+_TOKENIZER: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
+_TEMPLATES = "additional_chat_templates"
+_MAX_COMPANION_BYTES = 256 << 20
+
+
+@dataclass
+class Source:
+    """A checkpoint and the model it is of, on meta: all that is known before a tensor is read.
+
+    Attributes:
+        stored: the checkpoint's tensors, by key.
+        expressions: the model's tensors made of them, by the first of their names.
+        carried: keys of tensors that the model does not have.
+        apart: names declared tied that have values of their own.
+        notes: what a reader of the outcome should know.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    index: CheckpointIndex
+    built: Outline
+    layout: ModelLayout
+    stored: StoredTensors
+    expressions: dict[str, Expression]
+    carried: tuple[str, ...]
+    apart: tuple[str, ...]
+    notes: list[str]
+
+    def as_stored(self) -> Source:
+        """The same source, every tensor in the dtype in which it is stored."""
+
+        def stored(tensor: TensorLayout) -> TensorLayout:
+            expression = self.expressions.get(tensor.fqn)
+            if expression is None or isinstance(expression, Opaque):
+                return tensor
+            return replace(tensor, dtype=next(stored_leaves(expression)).dtype)
+
+        return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
+
+    def revert(self) -> Reverted:
+        """The model's tensors as the checkpoint has them, less those that it does not have."""
+        found = revert(self.built.model, self.layout)
+        absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
+            name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
+        }
+        if not absent:
+            return found
+        outputs = {
+            key: output
+            for key, output in found.outputs.items()
+            if not any(leaf.key in absent for leaf in stored_leaves(output.expression))
+        }
+        computed = tuple(item for item in found.computed if not absent.intersection(item.sources))
+        kept = {*outputs, *(key for item in computed for key, _, _ in item.outputs)}
+        return Reverted(outputs, computed, tuple(key for key in found.order if key in kept))
+
+    def by_every_name(self) -> dict[str, Expression]:
+        """``expressions`` under all names of each tensor."""
+        return {
+            name: self.expressions[tensor.fqn]
+            for tensor in self.layout.saved()
+            if tensor.fqn in self.expressions
+            for name in tensor.names
+        }
+
+
+@contextmanager
+def placer_of(
+    reader: StorageReader, index: CheckpointIndex, advance: ProgressBar | None = None
+) -> Iterator[Placer]:
+    """Reads a checkpoint's tensors, on this process alone."""
+    world = World(0, 1)
+    with ProgressBar("", world, 0, enabled=False) as silent:
+        yield Placer(reader, index, BUDGET_BYTES, advance or silent, world)
+
+
+def read_source(
+    folder: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    placer: Placer,
+    options: ModelOptions,
+    untied: Callable[[Outline], set[str]] = lambda _: set(),
+) -> Source:
+    """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
+
+    ``untied`` says which names that are declared tied will have values of their own, though not in the checkpoint.
+
+    Raises:
+        ConfigError: the model cannot be built.
+        CoverageError: with every tensor that is missing or does not fit. Tensors that the model does not know are
+            carried along.
+    """
+    built = outline(folder, config, index, options)
+    notes: list[str] = []
+    offers = built.bindings.offers
+    differing = {
+        name
+        for name, other in built.ties_stored_twice()
+        if not are_equal(
+            offers[name][0], offers[other][0], built.layout.by_name[name].dtype, placer, rank=0, size=1
+        )
+    }
+    built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice() if name not in differing)
+    apart = differing | untied(built)
+    sources = compat.declared_ties(built.model)
+    for name in apart:
+        origin = sources.get(name, name)
+        offered = offers.get(name) or offers.get(origin)
+        if offered:  # what was tied begins as a copy of what it was tied to
+            built.bindings = replace(built.bindings, offers={**built.bindings.offers, name: offered})
+    built.equal_ties -= apart
+    built.tie(apart)
+    layout = layout_of(look_inside(built.model), lambda item: Origin.INIT_WEIGHTS)
+    plan = plan_load(
+        index,
+        layout,
+        built.bindings_less_ties(),
+        ModelRules(*compat.ignore_patterns(built.model)),
+        Consent(Refuse(), Refuse(), Ignore(only=("*",))),
+    )
+    expressions = {name: read.expression for name, read in plan.reads().items()}
+    _require_bounded(expressions)
+    if tied := [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]:
+        notes += [f"{name} is tied to {source}: one tensor" for name, source in tied if _is_parameter(plan, name)]
+    if plan.ignored_keys:
+        notes.append(
+            f"{len(plan.ignored_keys)} tensors that the model does not have are carried along, such as "
+            f"{shown(plan.ignored_keys[0])}"
+        )
+    if index.ignored:
+        notes.append(f"not taken along: {', '.join(shown(item) for item in index.ignored[:5])}")
+    stored = StoredTensors(placer, stored_tensors(index))
+    return Source(
+        folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
+    )
+
+
+def _is_parameter(plan: LoadPlan, name: str) -> bool:
+    return plan.layout.by_name[name].kind is Kind.PARAMETER
+
+
+def _require_bounded(expressions: Mapping[str, Expression]) -> None:
+    for name, expression in expressions.items():
+        if isinstance(expression, Opaque) and 2 * opaque_bytes(expression) > COMPUTED_BYTES:
+            raise CoverageError(
+                f"{name} is computed by {expression.label} from {len(expression.inputs)} whole tensors, which "
+                f"takes {2 * opaque_bytes(expression):,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load "
+                "the model with transformers and save it"
+            )
+
+
+# Where it goes
+
+
+def require_other_folder(out: Path, sources: Sequence[Path]) -> None:
+    """A folder for the outcome that is none of those it is made of, whatever links lead there.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    for source in sources:
+        folder = source if source.is_dir() else source.parent
+        same = os.path.realpath(out) == os.path.realpath(folder)
+        if same or (out.exists() and os.path.samefile(out, folder)):
+            raise ConfigError(
+                f"{out} is {folder} itself, which would be overwritten while it is read; name another"
+            )
+
+
+@contextmanager
+def writer_to(out: Path) -> Iterator[LocalWriter]:
+    """Writes to a folder, which is made where it is not there."""
+    with LocalWriter(out) as writer:
+        yield writer
+
+
+def write_out(
+    writer: StorageWriter,
+    outgoing: Outgoing,
+    parameters: int,
+    *,
+    max_shard_bytes: int,
+    companions: Mapping[str, bytes],
+    check: Callable[[Streamed], None],
+    label: str,
+) -> tuple[Streamed, tuple[str, ...]]:
+    """Plan the files, write them, and let them count; also their names."""
+    outgoing.require_bounded()
+    plan = plan_save(
+        outgoing.tensors(), max_shard_bytes=max_shard_bytes, parameters=parameters, token=secrets.token_hex(4)
+    )
+    with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
+        streamed = stream_out(
+            writer, plan, outgoing.values, companions=companions, check=check, advance=bar.advance
+        )
+    return streamed, plan.names
+
+
+# What comes along
+
+
+def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
+    """The small files beside a model's weights, by name: configs, tokenizer, chat template, code it names.
+
+    A folder ``own`` that has a tokenizer gives its own instead of the base's.
+    """
+    found = _files(base, _BROUGHT_ALONG)
+    if own is not None and _has_tokenizer(own):
+        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
+        found |= _files(own, _TOKENIZER)
+    config = _parsed_config(base)
+    if "auto_map" in config:
+        found |= _files(base, ("*.py",))
+    return found
+
+
+def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
+    """``config.json`` as it fits what is written: its dtype, whether it is tied, and the usual names of weights."""
+    content = _parsed_config(folder)
+    content.pop("transformers_weights", None)
+    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for part in parts:
+        for name in ("dtype", "torch_dtype"):
+            if dtype is not None and name in part:
+                part[name] = dtype
+        if untied and "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    if dtype is not None and "torch_dtype" not in content:
+        content["dtype"] = dtype
+    if untied:
+        content["tie_word_embeddings"] = False
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Further chat templates, from the first folder that has any."""
+    for folder in folders:
+        found = _files(folder / _TEMPLATES, ("*.jinja",))
+        if found:
+            return found
+    return {}
+
+
+def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
+    """Further chat templates lie in a folder of their own."""
+    if templates:
+        with LocalWriter(out / _TEMPLATES) as writer:
+            for name, content in templates.items():
+                writer.replace(name, content)
+
+
+def _parsed_config(folder: Path) -> dict[str, object]:
+    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return bool(_files(folder, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")))
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    """Regular files in a folder whose names match, in full; links are followed, as in the hub's cache."""
+    if not folder.is_dir():
+        return {}
+    found: dict[str, bytes] = {}
+    try:
+        for place in sorted(folder.iterdir()):
+            if _is_any(place.name, patterns) and place.is_file():
+                if place.stat().st_size > _MAX_COMPANION_BYTES:
+                    raise FormatError(f"{place}: is larger than any config or tokenizer; move it away")
+                found[place.name] = place.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{folder}: reading it failed, {error.strerror}; make it readable") from error
+    return found
+
+
+def small_file(path: Path) -> bytes:
+    """The content of a config."""
+    found = _files(path.parent, (path.name,))
+    if path.name not in found:
+        raise StorageError(f"{path}: no such file; check the path")
+    return found[path.name]
+
+
+def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
+    """What the folder of a model with this config holds."""
+    return open_checkpoint(
+        opened.reader,
+        weights_name=opened.file or getattr(config, "transformers_weights", None),
+        extra_files=getattr(type(config), "extra_files", ()),
+    )
+
+
+def carried_beside(source: Source, reverted: Reverted) -> list[Saved]:
+    """Tensors that the model does not have, to be saved as they are, less those that are saved already."""
+    tensors = {item.key: item for item in source.index.tensors()}
+    return [
+        (key, tensors[key].dtype, tensors[key].shape)
+        for key in source.carried
+        if key not in reverted.order and key in tensors
+    ]
+
+
+def ties_undone(source: Source) -> list[str]:
+    """Notes on the names that are declared tied and are not."""
+    return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
+
+
+def open_local(folder: Path, weights_name: str | None = None) -> tuple[LocalReader, CheckpointIndex]:
+    """A reader of a folder and what it holds; whoever calls closes the reader."""
+    reader = LocalReader(folder)
+    try:
+        return reader, open_checkpoint(reader, weights_name=weights_name)
+    except BaseException:
+        reader.close()
+        raise

@@ -1,0 +1,68 @@
+"""``shardwise merge-adapter`` and ``shardwise merge-weights``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from tests import zoo
+from tests.merging.adapters import save_adapter, tensors_of
+from tests.quiet import quieten
+
+from shardwise.cli.main import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet():
+    quieten()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    zoo.save_original(
+        zoo.build(next(item for item in zoo.causal_lm_specimens() if item.model_type == "llama")), folder
+    )
+    return folder
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_help_names_both() -> None:
+    text = run("--help").output
+    assert "merge-adapter" in text
+    assert "merge-weights" in text
+
+
+def test_merge_adapter(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
+    result = run(
+        "merge-adapter", base, adapter, tmp_path / "out", "--dtype", "bfloat16", "--max-shard-size", "50KB"
+    )
+    assert result.exit_code == 0, result.output
+    assert "merged 2 of 2 modules" in result.output
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+    as_json = json.loads(run("merge-adapter", base, adapter, tmp_path / "out", "--json").output)
+    assert as_json["modules"] == 2
+    refused = run("merge-adapter", base, adapter, base)
+    assert refused.exit_code == 2
+    assert "itself" in refused.output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_merge_weights(base: Path, tmp_path: Path) -> None:
+    dcp.save(tensors_of(base), checkpoint_id=tmp_path / "run", no_dist=True)
+    result = run("merge-weights", tmp_path / "run", tmp_path / "out", "--base", base, "--remove-source")
+    assert result.exit_code == 0, result.output
+    assert "verified" in result.output
+    assert not (tmp_path / "run").exists()
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(base).keys()
+    result = run("merge-weights", tmp_path / "out", tmp_path / "bin", "--format", "bin", "--json")
+    assert json.loads(result.output)["files"] == ["pytorch_model.bin"]
+    assert run("merge-weights", tmp_path / "run", tmp_path / "out").exit_code == 2

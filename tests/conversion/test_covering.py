@@ -1,0 +1,50 @@
+"""Boxes of the leaves that hold all a box of an expression is made of; and blocks that lie in one piece."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.random_expressions import Grower, random_box, view
+
+from shardwise.conversion import covering_box, needed_boxes, pieces
+from shardwise.tensors import Box, Strided, row_blocks
+
+
+def cut(array, box):
+    return array[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
+    rng = random.Random(seed)
+    grower = Grower(rng)
+    expression, array = grower.grow(rng.randint(0, 5))
+    box = random_box(rng, expression.shape)
+    made = np.full(box.numel, -7)
+    for key, parts in needed_boxes(expression, box).items():
+        assert all(part.is_within(grower.leaves[key].shape) for part in parts)
+        assert not any(one.intersect(two) for number, one in enumerate(parts) for two in parts[number + 1 :])
+        for part in parts:
+            memory = np.ascontiguousarray(cut(grower.leaves[key], part)).reshape(-1)
+            for copy in pieces(expression, {key: [(part, Strided.contiguous(part.sizes))]}, box):
+                view(made, copy.target)[...] = view(memory, copy.source)
+    wanted = cut(array, box)
+    assert np.array_equal(made.reshape(wanted.shape), wanted)
+
+
+def test_columns_need_no_more_than_columns():
+    assert covering_box(Strided(2, (5, 3), (8, 1)), (5, 8)) == Box((0, 2), (5, 3))
+    assert covering_box(Strided(3, (4, 5), (1, 8)), (5, 8)) == Box((0, 3), (5, 4))
+    assert covering_box(Strided(16, (16,), (1,)), (5, 8)) == Box((2, 0), (2, 8))
+    assert covering_box(Strided(0, (), ()), ()) == Box((), ())
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=4), most=st.integers(1, 30))
+def test_row_blocks_are_the_tensor_in_order(shape, most):
+    places = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    found = [cut(places, box).reshape(-1) for box in row_blocks(shape, most)]
+    assert all(0 < len(block) <= most for block in found)
+    assert np.array_equal(np.concatenate([np.empty(0, int), *found]), places.reshape(-1))
+    assert all(one[-1] + 1 == two[0] for one, two in pairwise(found))

@@ -1,0 +1,139 @@
+"""``merge_adapter`` against PEFT's own ``merge_and_unload``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import zoo
+from tests.merging.adapters import merged_by_peft, save_adapter, tensors_of, ulps_apart
+from tests.quiet import quieten
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from shardwise.verbs.merge_adapter import merge_adapter
+
+_SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_CONFIGS = {
+    "qwen3": Qwen3Config(**_SMALL),
+    "tied": Qwen3Config(**_SMALL | {"tie_word_embeddings": True}),
+    "biased": LlamaConfig(**_SMALL, attention_bias=True),
+    "moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=16),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet():
+    quieten()
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    made: dict[str, Path] = {}
+    for name, config in _CONFIGS.items():
+        model = AutoModelForCausalLM.from_config(config)
+        zoo.fill(model)
+        made[name] = tmp_path_factory.mktemp(name)
+        zoo.save_original(model, made[name], max_shard_size="30KB")
+        (made[name] / "tokenizer_config.json").write_text('{"of": "the base"}')
+        (made[name] / "chat_template.jinja").write_text("base")
+    return made
+
+
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+# Base, config of the adapter, modules that are merged.
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "lora": ("qwen3", {"r": 4, "lora_alpha": 16, "target_modules": _ATTENTION}, 8),
+    "all linear": ("qwen3", {"r": 3, "target_modules": "all-linear"}, 14),
+    "rslora": ("qwen3", {"r": 4, "lora_alpha": 16, "use_rslora": True, "target_modules": ["up_proj"]}, 2),
+    "dora": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}, 4),
+    "dora of the embedding": ("qwen3", {"r": 4, "use_dora": True, "target_modules": ["embed_tokens"]}, 1),
+    "embedding": ("qwen3", {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}, 2),
+    "tied embedding": ("tied", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}, 3),
+    "tied head": ("tied", {"r": 4, "target_modules": ["lm_head"]}, 1),
+    "patterns": (
+        "qwen3",
+        {
+            "r": 4,
+            "target_modules": [*_ATTENTION, "gate_proj"],
+            "rank_pattern": {"q_proj": 2, "layers.1.self_attn.k_proj": 6, r"layers\.0\..*v_proj": 1},
+            "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 40, "gate_proj": 3},
+        },
+        10,
+    ),
+    "rslora and patterns": (
+        "qwen3",
+        {"r": 4, "use_rslora": True, "target_modules": _ATTENTION, "rank_pattern": {"q_proj": 2}},
+        8,
+    ),
+    "modules to save": (
+        "qwen3",
+        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+        12,
+    ),
+    "lora bias": ("biased", {"r": 4, "lora_bias": True, "target_modules": ["q_proj", "o_proj"]}, 4),
+    "biases of the base": ("biased", {"r": 4, "bias": "all", "target_modules": ["q_proj"]}, 8),
+    "columns": ("gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, 6),
+    "dora of columns": (
+        "gpt2",
+        {"r": 4, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True},
+        2,
+    ),
+    "experts": (
+        "moe",
+        {
+            "r": 3,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
+            "rank_pattern": {"experts.down_proj": 2},
+        },
+        6,
+    ),
+    "one parameter of experts": ("moe", {"r": 3, "target_parameters": ["experts.down_proj"]}, 2),
+    "router": ("moe", {"r": 3, "target_parameters": ["mlp.gate.weight"]}, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_what_peft_merges(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    base, config, modules = CASES[case]
+    adapter = save_adapter(bases[base], tmp_path / "adapter", **config)
+    report = merge_adapter(bases[base], adapter, tmp_path / "out", max_shard_size="40KB", dtype="bfloat16")
+    truth = merged_by_peft(bases[base], adapter)
+    compare(truth, tmp_path / "out", torch.bfloat16)
+    assert (report.modules, report.unchanged) == (modules, ())
+    assert f"merged {modules} of {modules} modules" in str(report)
+
+
+def compare(truth: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
+    """The files are what transformers saves of this model, rounded once, or the next number."""
+    wanted_folder = out.parent / "wanted"
+    truth.save_pretrained(wanted_folder)
+    wanted, found = tensors_of(wanted_folder), tensors_of(out)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].dtype == dtype
+        assert ulps_apart(found[key], tensor.to(dtype)) <= 1, key
+
+
+def test_it_loads_and_computes_as_the_adapted_model_does(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = save_adapter(bases["moe"], tmp_path / "adapter", target_parameters=["experts.down_proj"], r=2)
+    merge_adapter(bases["moe"], adapter, tmp_path / "out")
+    truth = merged_by_peft(bases["moe"], adapter).eval()
+    with zoo.silenced():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    inputs = zoo.sample_inputs(found)
+    torch.testing.assert_close(found(**inputs).logits, truth(**inputs).logits, rtol=1e-4, atol=1e-5)
