@@ -52,11 +52,11 @@ STAGES = {
     "sync": ("shardwise.storage.local_writer", "LocalWriter.sync"),
     "compare": ("shardwise.execution.write", "Emitter.require_same"),
     "add up": ("torch.distributed", "all_reduce"),
-    "commit": ("shardwise.verbs.save", "_commit"),
-    "beside": ("shardwise.verbs.save", "fingerprints.to_bytes"),
+    "commit": ("shardwise.verbs.save", "commit_save"),
+    "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
     "name": ("shardwise.storage.local_writer", "LocalWriter.rename"),
     "remove": ("shardwise.storage.local_writer", "LocalWriter.remove"),
-    "tidy": ("shardwise.verbs.save", "release_lock"),
+    "tidy": ("shardwise.execution.committing", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.errors import StorageError
+from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.landing import memory_of
-from shardwise.execution.saving_lock import release_lock, take_lock
 from shardwise.formats import NewFile
-from shardwise.planning import fingerprints
-from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
-from shardwise.planning.save_plan import INDEX_FILE, SavePlan
+from shardwise.planning.save_plan import SavePlan
 from shardwise.storage import StorageWriter
 from shardwise.tensors import Box, row_blocks
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
@@ -70,61 +66,19 @@ def stream_out(
         StorageError: something could not be written.
     """
     streamed = Streamed(dict.fromkeys(plan.entries, 0))
-    take_lock(writer, plan.files[0].name)
     try:
-        standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
-        older = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
-        for name in obsolete(plan, Standing(standing.files, frozenset())):
-            if name != INDEX_FILE and name not in standing.weights:
-                writer.remove(name)  # of a save that was never committed: its space may be needed
+        before = begin_save(writer, plan)
         with ThreadPoolExecutor(1) as pool:
             for file in plan.files:
                 writer.create(file.name, file.nbytes)
                 _write_file(writer, file, values, streamed, pool, block_bytes, advance)
                 writer.sync(file.name)
         check(streamed)
+        commit_save(writer, plan, before, companions, streamed.fingerprints)
     except BaseException:
-        with contextlib.suppress(StorageError):
-            for file in plan.files:
-                writer.remove(file.name)
-            release_lock(writer)
-            writer.sync_names()
+        undo_save(writer, plan)
         raise
-    recorded = fingerprints.Recorded(
-        {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}, streamed.fingerprints
-    )
-    _commit(writer, plan, standing, companions, [*older, recorded])
     return streamed
-
-
-def _commit(
-    writer: StorageWriter,
-    plan: SavePlan,
-    standing: Standing,
-    companions: Mapping[str, bytes],
-    recorded: Sequence[fingerprints.Recorded],
-) -> None:
-    """Let a written and synced save count, in one step; then remove the files of the one it replaces."""
-    for name, content in companions.items():
-        if writer.read(name) != content:
-            writer.replace(name, content)
-    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes(recorded))
-    writer.sync_names()
-    for step in commit_steps(plan, standing):
-        match step:
-            case Rename(file, name):
-                writer.rename(file, name)
-            case Replace(file, content):
-                writer.replace(file, content)
-            case Remove(file):
-                writer.remove(file)
-                writer.sync_names()
-    for name in obsolete(plan, standing):
-        writer.remove(name)
-    if len(recorded) > 1:
-        writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes(recorded[-1:]))
-    release_lock(writer)
-    writer.sync_names()
 
 
 def _write_file(

@@ -82,12 +82,12 @@ def stream_torch_file(
     except BaseException:
         with contextlib.suppress(StorageError):
             writer.remove(token)
-            release_lock(writer)
+            release_lock(writer, token)
         raise
     for companion, content in companions.items():
         writer.replace(companion, content)
     writer.rename(token, name)
-    release_lock(writer)
+    release_lock(writer, token)
     writer.sync_names()
     return streamed
 

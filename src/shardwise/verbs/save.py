@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -22,6 +21,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
+from shardwise.execution.committing import Before, begin_save, commit_save, undo_save
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
@@ -37,9 +37,7 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.revert import Reverted, revert, saved_names
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
-from shardwise.planning import fingerprints
-from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
-from shardwise.planning.save_plan import INDEX_FILE, SavePlan, arrange_writes, plan_save
+from shardwise.planning.save_plan import SavePlan, arrange_writes, plan_save
 from shardwise.planning.schedule import Request
 from shardwise.planning.shares import Boxes
 from shardwise.planning.staging import Staging, staging_within
@@ -322,10 +320,10 @@ def _carry_out(
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.from_first(lambda: _commit(writer, plan, begun, sums))
+            removed = world.from_first(lambda: commit_save(writer, plan, begun.before, begun.small_files, sums))
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         if world.rank == 0:
-            _undo(writer, plan)
+            undo_save(writer, plan)
         raise
     layout = ready.layout
     return SaveReport(
@@ -379,38 +377,20 @@ def _write_by_owners(
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What the first rank found and made before anything was written."""
+    """What the first rank found before anything was written, and what it will put beside the weights."""
 
-    standing: Standing
+    before: Before
     small_files: Mapping[str, bytes]
-    recorded: Sequence[fingerprints.Recorded]
 
 
 def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any, *, creates: bool) -> _Begun:
     """Mark the folder, look at what is there, and perhaps create the files. On the first rank only."""
-    plan = ready.plan
     small_files = _small_files(ready, tokenizer)
-    take_lock(writer, plan.token)
-    standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
-    recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
-    for name in obsolete(plan, Standing(standing.files, frozenset())):
-        if name != INDEX_FILE and name not in standing.weights:
-            writer.remove(name)  # of a save that was never committed: its space may be needed
-    for file in plan.files if creates else ():
+    before = begin_save(writer, ready.plan)
+    for file in ready.plan.files if creates else ():
         writer.create(file.name, file.nbytes)
         writer.write(file.name, 0, [memoryview(file.header)])
-    return _Begun(standing, small_files, recorded)
-
-
-def _undo(writer: StorageWriter, plan: SavePlan) -> None:
-    """Remove what was made, save for what counts by now; the older save is as it was."""
-    with contextlib.suppress(StorageError):
-        if plan.index is None or writer.read(INDEX_FILE) != plan.index:
-            for file in plan.files:
-                writer.remove(file.name)
-    with contextlib.suppress(StorageError):
-        release_lock(writer, plan.token)
-        writer.sync_names()
+    return _Begun(before, small_files)
 
 
 def _small_files(ready: _Prepared, tokenizer: Any) -> dict[str, bytes]:
@@ -474,49 +454,6 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
                 "models, or the mesh leaves out a rank"
             )
     return dict(zip(keys, total, strict=False))
-
-
-def _commit(writer: StorageWriter, plan: SavePlan, begun: _Begun, sums: Mapping[str, int]) -> list[str]:
-    """Make the new save count, and remove the older one. On the first rank only; the names of what was removed."""
-    require_lock(writer, plan.token)
-    sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    recorded = fingerprints.Recorded(sizes, sums)
-    both = fingerprints.to_bytes([*begun.recorded, recorded])
-    _put_beside(writer, {**begun.small_files, fingerprints.FINGERPRINTS_FILE: both})
-    for step in commit_steps(plan, begun.standing):
-        match step:
-            case Rename(file, name):
-                writer.rename(file, name)
-            case Replace(file, content):
-                writer.replace(file, content)
-            case Remove(file):
-                writer.remove(file)
-                writer.sync_names()
-    removed = obsolete(plan, begun.standing)
-    for name in removed:
-        writer.remove(name)
-    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([recorded]))
-    release_lock(writer, plan.token)
-    writer.sync_names()
-    return removed
-
-
-def _put_beside(writer: StorageWriter, files: Mapping[str, bytes]) -> None:
-    """Put small files beside the older save's weights; when one cannot be, what was there is put back."""
-    before = {name: writer.read(name) for name in files}
-    try:
-        for name, content in files.items():
-            if before[name] != content:
-                writer.replace(name, content)
-        writer.sync_names()
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            for name, old in before.items():
-                if old is None:
-                    writer.remove(name)
-                elif writer.read(name) != old:
-                    writer.replace(name, old)
-        raise
 
 
 def _tied(ready: _Prepared) -> dict[str, str]:

@@ -1,0 +1,105 @@
+"""Beginning a save, letting it count, and giving it up: what one process does for all; see [Note: One commit]."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import StorageError
+from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
+from shardwise.planning import fingerprints
+from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
+from shardwise.planning.save_plan import INDEX_FILE, SavePlan
+from shardwise.storage import StorageWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What was in the folder: the weights that count, and what saves have recorded of theirs."""
+
+    standing: Standing
+    recorded: Sequence[fingerprints.Recorded]
+
+
+def begin_save(writer: StorageWriter, plan: SavePlan) -> Before:
+    """Mark the folder, look at what is there, and remove what saves left behind that were never committed.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    take_lock(writer, plan.token)
+    standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
+    recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
+    for name in obsolete(plan, Standing(standing.files, frozenset())):
+        if name != INDEX_FILE and name not in standing.weights:
+            writer.remove(name)  # its space may be needed
+    return Before(standing, recorded)
+
+
+def undo_save(writer: StorageWriter, plan: SavePlan) -> None:
+    """Remove what was made, save for what counts by now; the older save is as it was."""
+    with contextlib.suppress(StorageError):
+        if plan.index is None or writer.read(INDEX_FILE) != plan.index:
+            for file in plan.files:
+                writer.remove(file.name)
+    with contextlib.suppress(StorageError):
+        release_lock(writer, plan.token)
+        writer.sync_names()
+
+
+def commit_save(
+    writer: StorageWriter,
+    plan: SavePlan,
+    before: Before,
+    small_files: Mapping[str, bytes],
+    sums: Mapping[str, int],
+) -> list[str]:
+    """Make a written and synced save count, in one step, and remove the older one; the names of what was removed.
+
+    Args:
+        writer: of the folder.
+        plan: of the save.
+        before: what was there when it began.
+        small_files: what lies beside the weights, by name.
+        sums: the fingerprint of every tensor, by key.
+    """
+    require_lock(writer, plan.token)
+    sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    recorded = fingerprints.Recorded(sizes, sums)
+    both = fingerprints.to_bytes([*before.recorded, recorded])
+    _put_beside(writer, {**small_files, fingerprints.FINGERPRINTS_FILE: both})
+    for step in commit_steps(plan, before.standing):
+        match step:
+            case Rename(file, name):
+                writer.rename(file, name)
+            case Replace(file, content):
+                writer.replace(file, content)
+            case Remove(file):
+                writer.remove(file)
+                writer.sync_names()
+    removed = obsolete(plan, before.standing)
+    for name in removed:
+        writer.remove(name)
+    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([recorded]))
+    release_lock(writer, plan.token)
+    writer.sync_names()
+    return removed
+
+
+def _put_beside(writer: StorageWriter, files: Mapping[str, bytes]) -> None:
+    """Put small files beside the older save's weights; when one cannot be, what was there is put back."""
+    before = {name: writer.read(name) for name in files}
+    try:
+        for name, content in files.items():
+            if before[name] != content:
+                writer.replace(name, content)
+        writer.sync_names()
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            for name, old in before.items():
+                if old is None:
+                    writer.remove(name)
+                elif writer.read(name) != old:
+                    writer.replace(name, old)
+        raise
