@@ -95,6 +95,8 @@ highest = samples = 0
 print("ready", flush=True)
 while not select.select([0], [], [], float(sys.argv[2]))[0]:
     text = os.pread(status, 4096, 0)
+    if b"RssAnon:" not in text:
+        break  # the process has ended
     level = sum(int(text.partition(name)[2].split(None, 1)[0]) for name in (b"RssAnon:", b"RssShmem:"))
     highest, samples = max(highest, 1024 * level), samples + 1
 print(highest, samples)
