@@ -25,7 +25,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-merge clean
+.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-merge clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ test-gpu: $(VENV)/project ## what only a GPU can prove
 
 bench-load: $(VENV)/project ## loading against peers and the roof; half an hour, ARGS=--quick for minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.load $(ARGS)
+
+bench-save: $(VENV)/project ## saving against transformers, torch and the roof; ten minutes
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.save $(ARGS)
 
 bench-merge: $(VENV)/project ## merging against accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)
