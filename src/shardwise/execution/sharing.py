@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -143,7 +145,7 @@ def read_shared(
     """Read the shared tensors, each byte by one of the peers, and hand them over.
 
     Collective: yes.
-    Memory: the budget, a quarter of it each for reading, for what has been read for this round and for the next,
+    Memory: the budget, a fifth of it each for reading, for what has been read for this round and for the next two,
     and for what is sent and received.
     """
     together: dict[tuple[DeviceMesh | None, int | None], list[Destination]] = {}
@@ -181,8 +183,8 @@ class _Sharing:
         self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
-        agenda = self._agenda(self._placer.budget_bytes // 4)
-        self._ahead = self._one_ahead(agenda.rounds)
+        agenda = self._agenda(self._placer.budget_bytes // 5)
+        self._ahead = self._read_ahead(agenda.rounds)
         device = self._staging_device()
         exchange(self._peers, agenda.rounds, self.give, self.take, self.dtype_of, device, agenda.moves)
 
@@ -223,15 +225,18 @@ class _Sharing:
             self._fetched.update(next(self._ahead).value(self._peers.check))
         return self._fetched.pop(parcel)
 
-    def _one_ahead(self, agenda: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
-        """What this rank gives, round by round; while one is handed over, the next is read."""
+    def _read_ahead(self, agenda: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
+        """What this rank gives, round by round; while one is handed over, the next two are read.
+
+        Two, since the last requests of a round leave the storage idle that the first of another can use.
+        """
         begun = (Ahead(partial(self._fetch, parcels)) for parcels in agenda)
-        current = next(begun, None)
-        while current is not None:
+        waiting = deque(islice(begun, 2))
+        while waiting:
+            current = waiting.popleft()
             current.value(self._peers.check)
-            following = next(begun, None)
+            waiting.extend(islice(begun, 1))
             yield current
-            current = following
 
     def _fetch(self, parcels: Round) -> dict[Parcel, torch.Tensor]:
         """Read what this rank gives in a round, all at once: the storage is asked for many ranges together.
