@@ -50,3 +50,12 @@ def from_torch(dtype: torch.dtype, fqn: str) -> DType:
     if dtype not in _FROM_TORCH:
         raise PlacementError(f"{fqn} is {dtype}, which safetensors cannot hold")
     return _FROM_TORCH[dtype]
+
+
+def saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
+    """What a tensor is saved in when ``target`` is asked for.
+
+    Floating-point numbers of at least 16 bits follow it; narrower ones, integers and bools stay what they are.
+    """
+    is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
+    return from_torch(target, "dtype") if is_cast and target is not None else dtype

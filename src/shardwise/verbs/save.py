@@ -34,7 +34,7 @@ from shardwise.execution.world import World
 from shardwise.execution.write import Emitter
 from shardwise.layout import Kind, ModelLayout, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
 from shardwise.models.revert import Reverted, revert, saved_names
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.save_plan import SavePlan, arrange_writes, plan_save
@@ -209,7 +209,7 @@ def _prepare(
             "save does not do yet; pass names=InternalNames()"
         )
     saved = {
-        key: (key, _saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
+        key: (key, saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
         for key in reverted.order
     }
     parameters = sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER)
@@ -249,13 +249,7 @@ def _prepare(
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
     """Whether a tensor cannot be written as it lies in memory."""
     stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
-    return item.local.device.type != "cpu" or (stored is not None and _saved_dtype(stored, dtype) != stored)
-
-
-def _saved_dtype(dtype: DType, target: torch.dtype | None) -> DType:
-    """Numbers of at least 16 bits follow ``target``; narrower floats, integers and bools stay what they are."""
-    is_cast = target is not None and dtype.kind == "float" and dtype.bits >= 16
-    return from_torch(target, "dtype") if is_cast and target is not None else dtype
+    return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
 
 
 def _resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from shardwise.execution.merge import MergingGiver
 from shardwise.execution.shares import agree_on_shares
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorLayout
-from shardwise.models.dtypes import to_torch
+from shardwise.models.dtypes import saved_dtype, to_torch
 from shardwise.models.lora import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
@@ -124,7 +124,7 @@ def _walk(
         outputs = supply.outputs
         world.require_equal(list(outputs), "the list of keys")
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
-        dtypes = {key: _dtype_of(output, dtype) for key, output in outputs.items()}
+        dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
         rounds = world.together(lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes))
         home = _home(held)
@@ -220,12 +220,6 @@ def _outputs(model: nn.Module, layout: ModelLayout, names: Names) -> Mapping[str
             "names=InternalNames() for the model's own tensors"
         )
     return {key: made.outputs[key] for key in made.order}
-
-
-def _dtype_of(output: Output, dtype: torch.dtype | None) -> torch.dtype:
-    """Numbers of at least 16 bits follow ``dtype``; narrower floats, integers and bools stay what they are."""
-    is_cast = dtype is not None and output.dtype.kind == "float" and output.dtype.bits >= 16
-    return dtype if is_cast and dtype is not None else to_torch(output.dtype)
 
 
 @contextlib.contextmanager
