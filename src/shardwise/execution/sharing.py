@@ -36,6 +36,10 @@ from shardwise.planning.sharing import (
 from shardwise.tensors import Box, Strided
 
 
+_ROUND_BYTES = 32 << 20
+"""The most that a rank gives and gets in a round: the last one is handed over while nothing is left to read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The ranks with which a tensor's bytes could be shared: along one axis of its mesh, or (None) all ranks."""
@@ -145,8 +149,8 @@ def read_shared(
     """Read the shared tensors, each byte by one of the peers, and hand them over.
 
     Collective: yes.
-    Memory: the budget, a fifth of it each for reading, for what has been read for this round and for the next two,
-    and for what is sent and received.
+    Memory: the budget, at most a fifth of it each for reading, for what has been read for this round and for the
+    next two, and for what is sent and received.
     """
     together: dict[tuple[DeviceMesh | None, int | None], list[Destination]] = {}
     for item in sorted(items, key=lambda item: item.fqn):
@@ -183,7 +187,7 @@ class _Sharing:
         self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
-        agenda = self._agenda(self._placer.budget_bytes // 5)
+        agenda = self._agenda(min(self._placer.budget_bytes // 5, _ROUND_BYTES))
         self._ahead = self._read_ahead(agenda.rounds)
         device = self._staging_device()
         exchange(self._peers, agenda.rounds, self.give, self.take, self.dtype_of, device, agenda.moves)
