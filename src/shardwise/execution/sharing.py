@@ -35,8 +35,7 @@ from shardwise.planning.sharing import (
 )
 from shardwise.tensors import Box, Strided
 
-
-_ROUND_BYTES = 32 << 20
+_ROUND_BYTES = 20 << 20
 """The most that a rank gives and gets in a round: the last one is handed over while nothing is left to read."""
 
 
