@@ -2,13 +2,17 @@
 
 A server on this machine (:class:`shardwise.testing.http_store.HttpStoreProcess`) sends no more than a given number
 of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
-of shards and as two replicas of two.
+of shards and as two replicas of two. Part of ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +88,31 @@ def load_from(url: str, warm_up: str, replicas: int) -> dict[str, float]:
         "read_bytes": report.read_bytes,
         "checkpoint_bytes": report.checkpoint_bytes,
     }
+
+
+def main() -> None:
+    """Measure Qwen3-0.6B, and write the outcome to ``results``."""
+    from benchmarks.checkpoints import SHAPES, write
+    from benchmarks.load import RANKS, commit, machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
+    given = parser.parse_args()
+    shape = SHAPES["qwen3-0.6b"]
+    folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python -m benchmarks.remote --repeats {given.repeats}",
+        "commit": commit(),
+        "machine": machine(),
+        **measure(folder, warm_up, RANKS, given.repeats, timeout_s=600),
+    }
+    text = json.dumps(results, indent=1) + "\n"
+    out = Path(__file__).parent / "results" / f"remote-{results['date'][:10]}-{results['commit'][:12]}.json"
+    out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
