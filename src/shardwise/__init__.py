@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.forms import Full, Sharded
+    from shardwise.planning.forms import FullState, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
@@ -73,7 +73,7 @@ _HOMES = {
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
-    "Full": "shardwise.planning.forms",
+    "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
@@ -101,7 +101,7 @@ _HOMES = {
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
     "ShardReport": "shardwise.report",
-    "Sharded": "shardwise.planning.forms",
+    "ShardedState": "shardwise.planning.forms",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
     "StateOptions": "shardwise.execution.states",
@@ -146,7 +146,7 @@ __all__ = [
     "FirstRank",
     "Forecast",
     "FormatError",
-    "Full",
+    "FullState",
     "HubNames",
     "HubOptions",
     "Ignore",
@@ -174,7 +174,7 @@ __all__ = [
     "SaveReport",
     "ShardOptions",
     "ShardReport",
-    "Sharded",
+    "ShardedState",
     "Sharding",
     "ShardwiseError",
     "StateOptions",

@@ -11,8 +11,8 @@ from tests.verbs.streaming import sharded
 
 from shardwise.errors import ShardwiseError, StorageError
 from shardwise.execution.assemble import Giver
+from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.owners import write_by_owners
-from shardwise.execution.shares import agree_on_shares
 from shardwise.execution.world import World
 from shardwise.layout import Origin
 from shardwise.models.revert import revert

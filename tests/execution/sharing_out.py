@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.shares import agree_on_shares
+from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.world import World
 from shardwise.models.view import look_inside
 

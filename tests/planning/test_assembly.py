@@ -15,8 +15,8 @@ from shardwise.conversion import Stored, concat, slice_dim
 from shardwise.formats import NewFile
 from shardwise.planning.assembly import Wanted, plan_assembly
 from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.giving import shares_by_rank
 from shardwise.planning.owners import choose_owners
-from shardwise.planning.shares import shares_by_rank
 from shardwise.tensors import Box, DType
 
 ITEMSIZE = 4

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
-from shardwise import EveryRank, FirstRank, Full, Ignore, Sharded, Sharding
+from shardwise import EveryRank, FirstRank, FullState, Ignore, ShardedState, Sharding
 from shardwise.models.rebind import state_like
 from shardwise.models.view import local_boxes, look_inside, raw_bytes, strided_view
 
@@ -164,8 +164,8 @@ def full_state(way: str, maker: str) -> list[str]:
     whole = plain(way, 1)
     expected = by_name(whole, trained(whole, maker, 2))
     given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
-    every = shardwise.optimizer_state(model, given, Full(on=EveryRank()), options=SMALL)
-    first = shardwise.optimizer_state(model, given, Full(on=FirstRank()), options=SMALL)
+    every = shardwise.optimizer_state(model, given, FullState(on=EveryRank()), options=SMALL)
+    first = shardwise.optimizer_state(model, given, FullState(on=FirstRank()), options=SMALL)
     faults = differences(every, expected)
     faults += differences(first, expected if not dist.is_initialized() or dist.get_rank() == 0 else {})
     held = {id(value) for item in optimizers for values in item.state.values() for value in values.values()}
@@ -179,22 +179,22 @@ def against_torch(maker: str) -> list[str]:
     optimizers = trained(model, maker, 2)
     whole = StateDictOptions(full_state_dict=True)
     theirs = get_optimizer_state_dict(model, optimizers, options=whole)
-    ours = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    ours = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     faults = differences(ours, theirs, "full")
     sharded_theirs = get_optimizer_state_dict(model, optimizers)
-    faults += differences(shardwise.optimizer_state(model, optimizers, Sharded()), sharded_theirs, "sharded")
+    faults += differences(shardwise.optimizer_state(model, optimizers, ShardedState()), sharded_theirs, "sharded")
     for name, state in (("theirs", theirs), ("their shards", sharded_theirs)):
         target = sharded("", 1)
         fresh = MAKERS[maker](target, 0.5)
         shardwise.set_optimizer_state(target, fresh, state)
-        again = shardwise.optimizer_state(target, fresh, Full(on=EveryRank()))
+        again = shardwise.optimizer_state(target, fresh, FullState(on=EveryRank()))
         faults += differences(in_order(again), in_order(ours), name)
     target = sharded("", 1)
     fresh = MAKERS[maker](target, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(target, fresh, ours, options=whole)
-    again = shardwise.optimizer_state(target, fresh, Full(on=EveryRank()))
+    again = shardwise.optimizer_state(target, fresh, FullState(on=EveryRank()))
     for group in again["param_groups"]:  # which torch makes lists
         if "betas" in group:
             group["betas"] = tuple(group["betas"])
@@ -212,21 +212,23 @@ def there_and_back(way: str, maker: str, brought_by: str, onto: str) -> tuple[li
     target = sharded(onto, 2)
     theirs = MAKERS[maker](target, 0.5)
     if brought_by == "shards":
-        values = shardwise.model_state(source, Sharded())
-        state: Any = shardwise.optimizer_state(source, optimizers, Sharded())
+        values = shardwise.model_state(source, ShardedState())
+        state: Any = shardwise.optimizer_state(source, optimizers, ShardedState())
     else:
-        values = shardwise.model_state(source, Full(on=EveryRank()))
-        state = part_of(shardwise.optimizer_state(source, optimizers, Full(on=EveryRank())), brought_by)
+        values = shardwise.model_state(source, FullState(on=EveryRank()))
+        state = part_of(shardwise.optimizer_state(source, optimizers, FullState(on=EveryRank())), brought_by)
     shardwise.set_model_state(target, values)
     with mock.patch.object(Optimizer, "step", refuse_to_step):
         report = shardwise.set_optimizer_state(target, theirs, state, options=SMALL)
     whole = plain(way, 1)
     whole_optimizers = trained(whole, maker, 2)
     expected = in_order(by_name(whole, whole_optimizers))
-    faults = differences(in_order(shardwise.optimizer_state(target, theirs, Full(on=EveryRank()))), expected)
+    faults = differences(in_order(shardwise.optimizer_state(target, theirs, FullState(on=EveryRank()))), expected)
     step(target, theirs, 5)
     step(whole, whole_optimizers, 5)
-    faults += differences(shardwise.model_state(target, Full(on=EveryRank())), dict(whole.state_dict()), "then")
+    faults += differences(
+        shardwise.model_state(target, FullState(on=EveryRank())), dict(whole.state_dict()), "then"
+    )
     for parameter, values in ((p, v) for item in theirs for p, v in item.state.items()):
         for entry, value in values.items():
             if isinstance(parameter, DTensor) and entry != "step":
@@ -281,10 +283,10 @@ def refused(fault: str) -> tuple[str, str, list[str]]:
     """The error, and what has changed of the optimizer."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
-    state = spoil(fault, shardwise.optimizer_state(model, optimizers, Full(on=EveryRank())))
+    before = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
+    state = spoil(fault, shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank())))
     kind, text = attempt(lambda: shardwise.set_optimizer_state(model, optimizers, state))
-    after = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    after = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     return kind, text, differences(after, before)
 
 
@@ -292,9 +294,9 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
     """A parameter that the state does not know, one that it knows beside, and one whose moments do not fit."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    before = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    before = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     step(model, optimizers, 5)
-    expected = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    expected = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     for name in ("embed.weight", "blocks.0.0.weight"):
         before["param_groups"][0]["params"].remove(name)
     before["param_groups"][0]["params"] += ["old.weight", "_orig_mod.head.weight"]
@@ -310,7 +312,7 @@ def tolerated() -> tuple[list[str], dict[str, Any]]:
         on_unexpected=Ignore(only=("old.*",)),
         on_mismatched=Ignore(only=("blocks.1.0.weight: exp_avg",)),
     )
-    after = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    after = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     kept = {"blocks.0.0.weight": expected["state"]["blocks.0.0.weight"]}
     moment = {"exp_avg": expected["state"]["blocks.1.0.weight"]["exp_avg"]}
     wanted = before["state"] | kept
@@ -325,23 +327,23 @@ def afresh() -> tuple[list[str], tuple[str, ...]]:
     model = sharded("", 1)
     optimizers = MAKERS["adamw"](model, 1)
     step(model, optimizers, 0)
-    state = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    state = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     target = sharded("", 2)
     fresh = MAKERS["adamw"](target, 1)
     report = shardwise.set_optimizer_state(target, fresh, state)
-    return differences(shardwise.optimizer_state(target, fresh, Full(on=EveryRank())), state), report.afresh
+    return differences(shardwise.optimizer_state(target, fresh, FullState(on=EveryRank())), state), report.afresh
 
 
 def wider() -> tuple[dict[str, Any], list[str]]:
     """State in half precision, for parameters in single."""
     model = sharded("", 1)
     optimizers = trained(model, "adamw", 2)
-    state = shardwise.optimizer_state(model, optimizers, Full(on=EveryRank()))
+    state = shardwise.optimizer_state(model, optimizers, FullState(on=EveryRank()))
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].bfloat16()
     fresh = MAKERS["adamw"](model, 1)
     report = shardwise.set_optimizer_state(model, fresh, state)
-    found = shardwise.optimizer_state(model, fresh, Full(on=EveryRank()))
+    found = shardwise.optimizer_state(model, fresh, FullState(on=EveryRank()))
     for values in state["state"].values():
         values["exp_avg"] = values["exp_avg"].float()
     return report.to_dict(), differences(found["state"], state["state"])

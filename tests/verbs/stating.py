@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import EveryRank, FirstRank, Full, Ignore, Sharded, Sharding
+from shardwise import EveryRank, FirstRank, FullState, Ignore, ShardedState, Sharding
 from shardwise.errors import StorageError
 from shardwise.execution import exchange
 from shardwise.models.view import raw_bytes
@@ -86,8 +86,8 @@ def state_differences(state: dict[str, torch.Tensor], expected: dict[str, torch.
 def full_state(way: str, on: FirstRank | EveryRank) -> list[str]:
     """Faults of what this rank gets."""
     model = sharded(way, 1)
-    state = shardwise.model_state(model, Full(on=on), options=SMALL)
-    own = shardwise.model_state(model, Sharded())["embed.weight"]
+    state = shardwise.model_state(model, FullState(on=on), options=SMALL)
+    own = shardwise.model_state(model, ShardedState())["embed.weight"]
     if isinstance(on, FirstRank) and dist.is_initialized() and dist.get_rank() > 0:
         return [f"this rank got {name}" for name in state]
     faults = state_differences(state, plain(way, 1).state_dict())
@@ -112,16 +112,16 @@ def there_and_back(way: str, brought_by: str, onto: str) -> tuple[list[str], dic
     target = sharded(onto, 2)
     before = [id(parameter) for parameter in target.parameters()]
     if brought_by == "shards":
-        state = shardwise.model_state(sharded(way, 1), Sharded())
+        state = shardwise.model_state(sharded(way, 1), ShardedState())
     else:
-        state = part_of(shardwise.model_state(sharded(way, 1), Full(on=EveryRank())), brought_by)
+        state = part_of(shardwise.model_state(sharded(way, 1), FullState(on=EveryRank())), brought_by)
     report = shardwise.set_model_state(target, state, options=SMALL)
     inner = getattr(target, "_orig_mod", target)
     faults = sharding.differences(inner, plain(way, 1))
     faults = [fault for fault in faults if ".angles" not in fault and (fault, onto) != ("modes changed", "wrapped")]
     if before != [id(parameter) for parameter in target.parameters()]:
         faults.append("parameters are other objects")
-    saved = {id(tensor): tensor for tensor in shardwise.model_state(target, Sharded()).values()}
+    saved = {id(tensor): tensor for tensor in shardwise.model_state(target, ShardedState()).values()}
     own_bytes = sum(local(tensor).nbytes for tensor in {id(t): t for t in saved.values()}.values())
     return faults, report.to_dict() | {"own_bytes": own_bytes}
 
@@ -188,7 +188,7 @@ def spoil(fault: str, state: dict[str, torch.Tensor]) -> Any:
         case "nobody":
             return None
         case "parts of several":
-            parts = shardwise.model_state(sharded("", 3), Sharded())
+            parts = shardwise.model_state(sharded("", 3), ShardedState())
             return parts if rank == 1 else state
     return state
 
@@ -246,7 +246,7 @@ def failing_gather(failing: int, on: FirstRank | EveryRank) -> tuple[str, str]:
         return begin(self, lane)
 
     with mock.patch.object(exchange._Hold, "_view", view):
-        error = attempt(lambda: shardwise.model_state(model, Full(on=on), options=SMALL))
+        error = attempt(lambda: shardwise.model_state(model, FullState(on=on), options=SMALL))
     dist.barrier()  # the ranks are in step afterwards
     return error
 
@@ -260,7 +260,7 @@ def other_models() -> tuple[str, str]:
 
 def other_arguments() -> tuple[str, str]:
     model = sharded("", 1)
-    form = Full(on=FirstRank() if dist.get_rank() == 0 else EveryRank())
+    form = FullState(on=FirstRank() if dist.get_rank() == 0 else EveryRank())
     return attempt(lambda: shardwise.model_state(model, form))
 
 
@@ -321,17 +321,17 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
     }
     shardwise.shard(model)
     only = shardwise.AdapterOnly(adapter)
-    state = shardwise.model_state(model, Full(on=EveryRank()), only=only)
+    state = shardwise.model_state(model, FullState(on=EveryRank()), only=only)
     faults = state_differences(state, expected)
     target = lora(2, adapters)
     shardwise.shard(target)
-    base = {name: local(tensor).clone() for name, tensor in shardwise.model_state(target, Sharded()).items()}
-    shards = shardwise.model_state(model, Sharded(), only=only)
+    base = {name: local(tensor).clone() for name, tensor in shardwise.model_state(target, ShardedState()).items()}
+    shards = shardwise.model_state(model, ShardedState(), only=only)
     given = state if dist.get_rank() == 0 else None
     for brought in (given, shards):
         shardwise.set_model_state(target, brought, only=only)
-        faults += state_differences(shardwise.model_state(target, Full(on=EveryRank()), only=only), expected)
-    now = shardwise.model_state(target, Sharded())
+        faults += state_differences(shardwise.model_state(target, FullState(on=EveryRank()), only=only), expected)
+    now = shardwise.model_state(target, ShardedState())
     changed = [name for name, tensor in now.items() if not torch.equal(base[name], local(tensor))]
     return faults, changed
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests import zoo
 from tests.verbs import saving
 from tests.verbs.conftest import small_qwen3
@@ -190,3 +192,16 @@ def test_what_was_saved_loads_in_transformers(tmp_path, tied_qwen3):
             assert unlike(dict(model.state_dict()), dict(wanted.state_dict())) == []
     assert (tmp_path / "model.safetensors").exists()
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_a_model_with_an_adapter_has_no_names_on_the_hub(qwen3, tmp_path):
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(qwen3), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    with pytest.raises(shardwise.ConfigError, match="adapters of PEFT's.*AdapterOnly"):
+        shardwise.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    shardwise.save(model, tmp_path / "all", names=shardwise.InternalNames())
+    assert any("lora_A" in name for name in load_file(tmp_path / "all" / "model.safetensors"))
+    shardwise.save(model.merge_and_unload(), tmp_path / "merged")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.verbs import stating
 
-from shardwise import ConfigError, EveryRank, FirstRank, Full
+from shardwise import ConfigError, EveryRank, FirstRank, FullState
 
 pytestmark = pytest.mark.distributed
 
@@ -122,10 +122,10 @@ def test_other_arguments_are_an_error_on_every_rank(worlds):
 
 @pytest.mark.parametrize("form", [FirstRank(), "full", None])
 def test_what_is_no_form_is_refused(form):
-    with pytest.raises(ConfigError, match="is none; pass Full"):
+    with pytest.raises(ConfigError, match="is none; pass FullState"):
         stating.shardwise.model_state(stating.sharding.Net(), form)
     with pytest.raises(ConfigError, match="on is FirstRank"):
-        Full(on="first")
+        FullState(on="first")
 
 
 def test_a_model_without_values_has_no_state(worlds):

@@ -19,7 +19,7 @@ from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.models.view import Held, local_boxes, strided_view
 from shardwise.planning.assembly import Block, Gift, Piece, Round
-from shardwise.planning.shares import Boxes
+from shardwise.planning.giving import Boxes
 from shardwise.tensors import Box
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -13,7 +13,7 @@ from shardwise.execution.exchange import Traffic, exchange
 from shardwise.execution.world import World
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.exchange import Parcel, Wanted, covers, from_holders, rounds
-from shardwise.planning.forms import Full
+from shardwise.planning.forms import FullState
 from shardwise.report import collapse
 from shardwise.tensors import Box
 
@@ -84,7 +84,7 @@ def _there(place: Landing | None) -> Landing:
 
 
 def gather(
-    world: World, tensors: Mapping[str, torch.Tensor], form: Full, *, budget_bytes: int, device: torch.device
+    world: World, tensors: Mapping[str, torch.Tensor], form: FullState, *, budget_bytes: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU, on the ranks that are to have them; on the others none.
 

@@ -19,8 +19,8 @@ from shardwise.formats import NewFile
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.assembly import Block, Round, plan_assembly
 from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.giving import Boxes
 from shardwise.planning.owners import choose_owners, wanted_by_owners
-from shardwise.planning.shares import Boxes
 from shardwise.storage import StorageWriter
 from shardwise.tensors import numel
 from shardwise.tensors.fingerprint import MODULUS, fingerprint

@@ -60,7 +60,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
 
     With ``internal_names`` these are the model's tensors under their own names. The layout's boxes play no role.
     """
-    names = {name: tensor for tensor in layout.saved() for name in saved_names(model, tensor)}
+    names = {name: tensor for tensor in layout.saved() for name in names_in_file(model, tensor)}
     transforms = [] if internal_names else compat.saved_conversions(model)
     facade = ModelFacade(model, layout)
 
@@ -88,7 +88,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     return Reverted(outputs, tuple(computed), tuple(followed))
 
 
-def saved_names(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
+def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     """The names under which a tensor is saved: one, as transformers chooses it among those that are tied.
 
     Where names of a transformers model share a tensor without being declared tied, it could not tie them again:

@@ -72,3 +72,8 @@ def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[
 
     chosen: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     return chosen
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether adapters of PEFT's are in a model, so that its tensors are not those of its class's checkpoints."""
+    return hasattr(model, "peft_config")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shardwise.conversion import Expression, Stored, pieces, skeleton
 from shardwise.planning.exchange import ALIGNMENT_BYTES, cut
-from shardwise.planning.shares import Boxes
+from shardwise.planning.giving import Boxes
 from shardwise.tensors import Box, Strided
 
 _SPARE = 1.25

@@ -13,7 +13,7 @@ Receivers: TypeAlias = FirstRank | EveryRank
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class FullState:
     """Whole tensors on the CPU, on the ranks ``on``: ``FirstRank()`` or ``EveryRank()``. Others get nothing."""
 
     on: Receivers = field(default_factory=FirstRank)
@@ -21,7 +21,7 @@ class Full:
     def __post_init__(self) -> None:
         on: object = self.on
         if not isinstance(on, (FirstRank, EveryRank)):
-            raise ConfigError(f"Full(on={on!r}): on is FirstRank() or EveryRank()")
+            raise ConfigError(f"FullState(on={on!r}): on is FirstRank() or EveryRank()")
 
     def receivers(self, size: int) -> range:
         """The ranks that get the tensors, of so many."""
@@ -29,11 +29,11 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedState:
     """What each rank has: DTensors where tensors are sharded, in the model's own memory. Nothing is moved."""
 
 
-Form: TypeAlias = Full | Sharded
+Form: TypeAlias = FullState | ShardedState
 
 
 def require_form(form: object) -> None:
@@ -42,7 +42,8 @@ def require_form(form: object) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if not isinstance(form, (Full, Sharded)):
+    if not isinstance(form, (FullState, ShardedState)):
         raise ConfigError(
-            f"the form {form!r} is none; pass Full(on=FirstRank()), Full(on=EveryRank()) or Sharded()"
+            f"the form {form!r} is none; pass FullState(on=FirstRank()), FullState(on=EveryRank()) or "
+            "ShardedState()"
         )

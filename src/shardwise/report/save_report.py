@@ -25,7 +25,6 @@ class SaveReport:
         dtypes: that were saved, with the number of tensors of each.
         cast: name of a tensor in the files to ("dtype in the model", "dtype saved").
         tied: names that are not saved, with the name under which their tensor is.
-        computed: tensors that were not saved by moving elements, but computed from whole ones.
         removed: files of the older save that are gone.
         is_verified: everything was read back and compared with memory.
         seconds: by phase, in order: plan, create, write, sync, verify, commit.
@@ -42,7 +41,6 @@ class SaveReport:
     dtypes: Mapping[str, int]
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    computed: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     is_verified: bool = False
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -66,6 +64,5 @@ class SaveReport:
             names = [name for name, cast in self.cast.items() if cast == pair]
             lines += listing(f"{pair[0]}→{pair[1]}", names)
         lines += [f"  tied        {name} = {first}" for name, first in self.tied.items()]
-        lines += listing("computed", self.computed)
         lines += listing("removed", self.removed)
         return "\n".join(lines)

@@ -23,7 +23,7 @@ from shardwise.formats import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
 from shardwise.layout import Kind
 from shardwise.models import transformers_compat as compat
-from shardwise.models.forms import modules_of_columns, parameters_by_module
+from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Reverted
 from shardwise.models.rules import assign_keys
 from shardwise.planning import stored_tensors

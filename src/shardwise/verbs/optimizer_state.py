@@ -21,7 +21,7 @@ from shardwise.models.optimizer_state import Given, copied, labelled, read, set_
 from shardwise.models.rebind import Bound, Key, Scalar, look_at, state_like
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import Form, Full, require_form
+from shardwise.planning.forms import Form, FullState, require_form
 from shardwise.planning.groups import GroupMatch, match_groups
 from shardwise.planning.matching import Brought, Match, OnFault, Place, Tolerance, few, match
 from shardwise.planning.sources import digest
@@ -34,7 +34,7 @@ from shardwise.verbs.load import Clock
 def optimizer_state(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
-    form: Form = Full(),  # noqa: B008 - frozen
+    form: Form = FullState(),  # noqa: B008 - frozen
     *,
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def optimizer_state(
     not been stepped have no state: no step is taken here.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: for ``Full``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the CPU. For
-    ``Sharded`` none: the tensors are the optimizers' own.
+    Memory: for ``FullState``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``ShardedState`` none: the tensors are the optimizers' own.
 
     Args:
         model: whose parameters the optimizers hold.
         optimizers: one, or several in the same order on every rank.
-        form: ``Full(on=FirstRank())``, ``Full(on=EveryRank())``, or ``Sharded()``.
+        form: ``FullState(on=FirstRank())``, ``FullState(on=EveryRank())``, or ``ShardedState()``.
         options: budget, process group, patience.
 
     Returns:
@@ -75,7 +75,7 @@ def optimizer_state(
         scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
         world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
         world.together(lambda: refuse_meta(tensors, "the optimizers"))
-        if not isinstance(form, Full):
+        if not isinstance(form, FullState):
             return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
         home = _home(held, list(tensors.values()))
         found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)

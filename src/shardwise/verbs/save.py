@@ -23,26 +23,27 @@ from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Before, begin_save, commit_save, undo_save
 from shardwise.execution.garbage import collected_later
+from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
 from shardwise.execution.owners import write_by_owners
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
-from shardwise.execution.shares import agree_on_shares
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter
 from shardwise.layout import Kind, ModelLayout, Origin
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
-from shardwise.models.revert import Reverted, revert, saved_names
+from shardwise.models.revert import Reverted, names_in_file, revert
+from shardwise.models.selection import has_adapters
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.planning.giving import Boxes
 from shardwise.planning.save_plan import SavePlan, arrange_writes, plan_save
 from shardwise.planning.schedule import Request
-from shardwise.planning.shares import Boxes
 from shardwise.planning.staging import Staging, staging_within
 from shardwise.report import SaveReport
-from shardwise.storage import StorageWriter, open_storage, open_writer
+from shardwise.storage import StorageWriter, WritePolicy, open_storage, open_writer
 from shardwise.tensors import DType
 from shardwise.verbs.load import Clock
 
@@ -139,19 +140,22 @@ def save(
     clock = Clock()
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("plan"):
-            target = world.together(lambda: _resolved_dtype(dtype))
-            limit = world.together(lambda: in_bytes_of(max_shard_size))
             token = world.from_first(_new_token)
+            request = world.together(
+                lambda: _Request(
+                    model, directory, tokenizer, _resolved_dtype(dtype), in_bytes_of(max_shard_size), names, token
+                )
+            )
             writer = world.together(lambda: open_writer(directory))
         with writer:
             with clock.phase("plan"):
                 held = world.together(lambda: look_inside(model))
                 shares = agree_on_shares(world, held)
                 ready = world.together(
-                    lambda: _prepare(model, held, shares, world.rank, target, limit, names, token, writer, options)
+                    lambda: _prepare(request, held, shares, world.rank, writer.policy, options.budget_bytes)
                 )
                 world.require_equal(ready.digest, "what is to be saved (names, shapes, dtypes, and sizes of files)")
-            return _carry_out(world, writer, ready, tokenizer, verify, options, clock)
+            return _carry_out(world, writer, ready, verify, options, clock)
 
 
 def require_writable(directory: str | os.PathLike[str]) -> None:
@@ -168,11 +172,24 @@ def require_writable(directory: str | os.PathLike[str]) -> None:
         release_lock(writer, token)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is to be saved, and as what. ``token`` sets this save apart from any other."""
+
+    model: nn.Module
+    directory: str | os.PathLike[str]
+    tokenizer: Any
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    names: Names
+    token: str
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
 
-    model: nn.Module
+    request: _Request
     held: Sequence[Held]
     shares: Mapping[str, Sequence[Boxes]]
     layout: ModelLayout
@@ -187,26 +204,28 @@ class _Prepared:
 
 @collected_later()
 def _prepare(
-    model: nn.Module,
+    request: _Request,
     held: Sequence[Held],
     shares: Mapping[str, Sequence[Boxes]],
     rank: int,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    names: Names,
-    token: str,
-    writer: StorageWriter,
-    options: SaveOptions,
+    policy: WritePolicy,
+    budget_bytes: int,
 ) -> _Prepared:
     """Decide, on this rank alone. ``shares`` are what each rank gives."""
+    dtype = request.dtype
+    if isinstance(request.names, HubNames) and has_adapters(request.model):
+        raise ConfigError(
+            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
+            "take the adapter by model_state with AdapterOnly(), merge it first (merge_and_unload, shardwise "
+            "merge-adapter), or pass names=InternalNames() for all tensors as the model names them"
+        )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    reverted = revert(model, layout, internal_names=isinstance(names, InternalNames))
+    reverted = revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
     if reverted.computed:
         keys = [key for group in reverted.computed for key, _, _ in group.outputs]
         raise CoverageError(
-            f"{keys[0]} and {len(keys) - 1} other tensors of the checkpoint are computed from "
-            "whole tensors, which a "
-            "save does not do yet; pass names=InternalNames()"
+            f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
+            "a save does not do yet; pass names=InternalNames()"
         )
     saved = {
         key: (key, saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
@@ -215,15 +234,14 @@ def _prepare(
     parameters = sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER)
     plan = plan_save(
         list(saved.values()),
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=request.max_shard_bytes,
         parameters=parameters,
-        token=token,
-        can_rename=writer.policy.can_rename,
+        token=request.token,
+        can_rename=policy.can_rename,
     )
     by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
-    policy = writer.policy
     is_on_host = all(item.local.device.type == "cpu" for item in held)
-    staging = staging_within(options.budget_bytes, policy.concurrency, on_device=not is_on_host)
+    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
         key: (output.dtype.label, saved[key][1].label)
         for key, output in reverted.outputs.items()
@@ -243,7 +261,7 @@ def _prepare(
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     tensors = [item.local for item in held]
-    return _Prepared(model, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
+    return _Prepared(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
@@ -286,7 +304,6 @@ def _carry_out(
     world: World,
     writer: StorageWriter,
     ready: _Prepared,
-    tokenizer: Any,
     verify: Verification,
     options: SaveOptions,
     clock: Clock,
@@ -296,7 +313,7 @@ def _carry_out(
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            begun = world.from_first(lambda: _begin(writer, ready, tokenizer, creates=not has_owners))
+            begun = world.from_first(lambda: _begin(writer, ready, creates=not has_owners))
             world.together(lambda: require_lock(writer, plan.token))
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
@@ -377,9 +394,9 @@ class _Begun:
     small_files: Mapping[str, bytes]
 
 
-def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any, *, creates: bool) -> _Begun:
+def _begin(writer: StorageWriter, ready: _Prepared, *, creates: bool) -> _Begun:
     """Mark the folder, look at what is there, and perhaps create the files. On the first rank only."""
-    small_files = _small_files(ready, tokenizer)
+    small_files = _small_files(ready.request, ready.plan)
     before = begin_save(writer, ready.plan)
     for file in ready.plan.files if creates else ():
         writer.create(file.name, file.nbytes)
@@ -387,10 +404,11 @@ def _begin(writer: StorageWriter, ready: _Prepared, tokenizer: Any, *, creates: 
     return _Begun(before, small_files)
 
 
-def _small_files(ready: _Prepared, tokenizer: Any) -> dict[str, bytes]:
+def _small_files(request: _Request, plan: SavePlan) -> dict[str, bytes]:
     """Config, generation config, the model's own code, and the tokenizer's files, as transformers writes them."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        compat.save_small_files(ready.model, _main_dtype(ready.plan), Path(folder))
+        compat.save_small_files(request.model, _main_dtype(plan), Path(folder))
+        tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
                 raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained; pass a tokenizer or processor")
@@ -418,7 +436,7 @@ def _require_same(world: World, emitter: Emitter, ready: _Prepared) -> None:
     """Collective: yes."""
 
     def compare() -> list[str]:
-        with open_storage(emitter.writer.root).reader as reader:
+        with open_storage(ready.request.directory).reader as reader:
             return emitter.require_same(reader, ready.requests)
 
     differing = world.each(compare)
@@ -426,7 +444,7 @@ def _require_same(world: World, emitter: Emitter, ready: _Prepared) -> None:
     if faulty:
         rank, keys = next(iter(faulty.items()))
         raise StorageError(
-            f"{keys[0]} and {len(keys) - 1} other tensors that rank {rank} wrote to {emitter.writer.root} read "
+            f"{len(keys)} tensors, such as {keys[0]}, that rank {rank} wrote to {emitter.writer.root} read "
             "otherwise than they are in memory; the disk or its driver loses data: the older save has been kept"
         )
 
@@ -454,7 +472,7 @@ def _tied(ready: _Prepared) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
     found: dict[str, str] = {}
     for tensor in ready.layout.saved():
-        kept = saved_names(ready.model, tensor)
+        kept = names_in_file(ready.request.model, tensor)
         if kept:
             found |= {name: kept[0] for name in tensor.names if name not in kept}
     return found

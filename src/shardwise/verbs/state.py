@@ -24,7 +24,7 @@ from shardwise.models.dtypes import in_memory
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import Form, Full, require_form
+from shardwise.planning.forms import Form, FullState, require_form
 from shardwise.planning.matching import OnFault, Place, Tolerance, match
 from shardwise.report import StateReport
 from shardwise.verbs.load import Clock
@@ -33,7 +33,7 @@ from shardwise.verbs.load import Clock
 @torch.no_grad()
 def model_state(
     model: nn.Module,
-    form: Form = Full(),  # noqa: B008 - frozen
+    form: Form = FullState(),  # noqa: B008 - frozen
     *,
     only: Selection = Everything(),  # noqa: B008
     options: StateOptions = StateOptions(),  # noqa: B008
@@ -44,12 +44,12 @@ def model_state(
     order. Tied parameters are there under each of their names, as one tensor.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
-    Memory: for ``Full``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the CPU. For
-    ``Sharded`` none: the tensors share the memory of the model.
+    Memory: for ``FullState``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
+    CPU. For ``ShardedState`` none: the tensors share the memory of the model.
 
     Args:
         model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
-        form: ``Full(on=FirstRank())``, ``Full(on=EveryRank())``, or ``Sharded()``.
+        form: ``FullState(on=FirstRank())``, ``FullState(on=EveryRank())``, or ``ShardedState()``.
         only: ``Everything()``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
         options: budget, process group, patience.
 
@@ -73,7 +73,7 @@ def model_state(
         names = world.from_first(lambda: names_outside(model, held, only))
         tensors = _chosen(held, names.values())
         world.together(lambda: refuse_meta(tensors, "the model"))
-        if isinstance(form, Full):
+        if isinstance(form, FullState):
             home = _home(held, tensors.values())
             found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
         else:

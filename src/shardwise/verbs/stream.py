@@ -14,19 +14,19 @@ from torch import nn
 from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.assemble import Giver, assemble, part_of
+from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
-from shardwise.execution.merge import MergingGiver
-from shardwise.execution.shares import agree_on_shares
+from shardwise.execution.merging_giver import MergingGiver
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
 from shardwise.models.lora import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
-from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
+from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.assembly import Block, Wanted, plan_assembly
-from shardwise.planning.shares import Boxes
+from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
 from shardwise.verbs.save import HubNames, InternalNames, Names
@@ -175,7 +175,7 @@ def _supply(
 
 
 def _refuse_adapters(model: nn.Module, names: Names) -> None:
-    if isinstance(names, HubNames) and hasattr(model, "peft_config"):
+    if isinstance(names, HubNames) and has_adapters(model):
         raise ConfigError(
             f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
             "only=MergedAdapter() or only=AdapterOnly(), or names=InternalNames() for all tensors as the model "

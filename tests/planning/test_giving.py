@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning import shares
-from shardwise.planning.shares import own_share, shares_by_rank
+from shardwise.planning import giving
+from shardwise.planning.giving import own_share, shares_by_rank
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -21,7 +21,7 @@ def indices(boxes):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(shares, "SMALL_BYTES", 24)
+    monkeypatch.setattr(giving, "SMALL_BYTES", 24)
 
 
 @given(shape=SHAPES, offset=st.integers(0, 3), replicas=st.integers(1, 6), turn=st.integers(0, 9))

@@ -9,7 +9,7 @@ from shardwise.errors import DisagreementError, PlacementError
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.models.view import Held, local_boxes
-from shardwise.planning.shares import Boxes, shares_by_rank
+from shardwise.planning.giving import Boxes, shares_by_rank
 from shardwise.report import collapse
 
 _SHOWN = 6

@@ -9,7 +9,7 @@ import torch
 from shardwise.execution.assemble import Giver
 from shardwise.models.lora import Factors
 from shardwise.models.view import Held
-from shardwise.planning.shares import Boxes
+from shardwise.planning.giving import Boxes
 
 
 class MergingGiver(Giver):
