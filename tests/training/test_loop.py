@@ -19,9 +19,10 @@ from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.testing import run_world
 from shardwise.training.data import TrainData, read_data, step_loader
-from shardwise.training.loop import backward, clip_gradients, train
+from shardwise.training.loop import train
 from shardwise.training.options import Ratio, Steps, TrainOptions
 from shardwise.training.report import StepFacts
+from shardwise.training.step import backward, clip_gradients
 
 SHAPES = {"one batch": (4, 1), "micro-batches": (1, 4)}
 """Rows of a micro-batch, over all ranks, and micro-batches."""
