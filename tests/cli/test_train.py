@@ -18,14 +18,20 @@ from tests.training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch
-from shardwise.cli.train import train_command
+from shardwise.cli.train import STOPPED, train_command
 from shardwise.errors import ConfigError
+from shardwise.training.config import read_config
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters
 RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
 
-FAST = ("--learning-rate", 3e-3, "--max-steps", 25, "--batch-size", 2, "--warmup-ratio", 0.1, "--log-every", 10)
+FAST = (
+    "optimizer.learning_rate=3e-3",
+    "training.max_steps=25",
+    "training.batch_size=2",
+    "schedule.warmup_ratio=0.1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,10 @@ def run(*arguments: object) -> Result:
     return RUNNER.invoke(train_command, [str(argument) for argument in arguments])
 
 
+def needed(model: object, data: object, output: Path) -> tuple[str, str, str]:
+    return f"model={model}", f"data={data}", f"output={output / 'out'}"
+
+
 def refusal(*arguments: object) -> str:
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -54,9 +64,11 @@ def test_training_on_two_ranks(
     checkpoint: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    result = run(
-        "--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--json", "--output-dir", out, *FAST
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {checkpoint}\ndata: {chats}\noutput: {out}\nevaluation: {{data: {chats}, every: 10}}\n"
     )
+    result = run(config, *FAST, "--nproc-per-node", 2, "--json")
     told = capfd.readouterr().err
     assert result.exit_code == 0, result.stderr + told
     ranks = json.loads(result.stdout)["ranks"]
@@ -66,21 +78,26 @@ def test_training_on_two_ranks(
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0] / 2
     assert [rank["save"]["is_verified"] for rank in ranks] == [True, True]
-    trained, untrained = (AutoModelForCausalLM.from_pretrained(place) for place in (out, checkpoint))
+    trained, untrained = (AutoModelForCausalLM.from_pretrained(place) for place in (out / "last", checkpoint))
     assert trained.dtype == untrained.dtype
     assert not torch.equal(trained.get_input_embeddings().weight, untrained.get_input_embeddings().weight)
-    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(checkpoint))
+    assert len(AutoTokenizer.from_pretrained(out / "last")) == len(AutoTokenizer.from_pretrained(checkpoint))
     assert "training: 25 steps on 2 ranks" in told
-    assert [line.split()[1] for line in told.splitlines() if line.startswith("step")] == [
-        "1/25",
-        "10/25",
-        "20/25",
-        "25/25",
-    ]
+    steps = [line.split() for line in told.splitlines() if line.startswith("step")]
+    places = ["1/25", "10/25", "10/25", "20/25", "20/25", "25/25", "25/25"]
+    assert [next(word for word in words if "/25" in word) for words in steps] == places
+    assert steps[2][-4:] == ["the", "best", "so", "far"]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in metrics if line["kind"] == "step"] == losses[0]
+    evaluations = [line["loss"] for line in metrics if line["kind"] == "evaluation"]
+    assert evaluations == sorted(evaluations, reverse=True)
+    best = AutoModelForCausalLM.from_pretrained(out / "best")
+    assert torch.equal(best.get_input_embeddings().weight, trained.get_input_embeddings().weight)
+    assert read_config(str(out / "config.yaml")) == read_config(str(config), FAST)
 
 
-def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
-    result = run("--model", checkpoint, "--data", chats, *FAST)
+def test_training_in_one_process(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    result = run(*needed(checkpoint, chats, tmp_path), *FAST)
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == f"loaded {checkpoint}"
@@ -89,63 +106,80 @@ def test_training_in_one_process(checkpoint: Path, chats: Path) -> None:
     assert f"  8 rows, {8 * 30 + learned} tokens, {learned} learned" in lines
     assert "training: 25 steps on 1 rank" in lines
     assert any(line.startswith("step 25/25  loss") for line in lines)
-    assert lines[-3].startswith("trained 23,904 parameters in 25 steps: loss ")
-    assert lines[-1] == "The trained weights were not saved: pass --output-dir to have them."
+    assert any(line.startswith("trained 23,904 parameters in 25 steps: loss ") for line in lines)
+    assert lines[-1] == f"everything is in {tmp_path / 'out'}"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.yaml", "last", "metrics.jsonl"}
+
+
+def test_packed_rows_are_trained_alike(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, options in (("plain", "training.batch_size=8"), ("packed", "data.packing=true")):
+        result = run(*needed(checkpoint, chats, tmp_path / name), "training.max_steps=3", options, "--json")
+        assert result.exit_code == 0, result.stderr
+        [rank] = json.loads(result.stdout)["ranks"]
+        losses.append([step["loss"] for step in rank["train"]["steps"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--learning-rate", -1), "learning_rate=-1.0: it must be greater than 0"),
-        (("--batch-size", 0, "--seed", -3), "batch_size=0: it must be at least 1\n  seed=-3"),
-        (("--schedule", "square"), "schedule='square': it must be one of constant, linear, cosine"),
-        (("--epochs", 1, "--max-steps", 1), "--epochs and --max-steps both say how long to train"),
+        (("optimizer.learning_rate=-1",), "optimizer.learning_rate=-1: it must be greater than 0"),
+        (("model=", "training.batch_siz=3"), "training.batch_siz: no such key; did you mean training.batch_size?"),
+        (("schedule=square",), "schedule.name='square': it must be 'constant', 'linear', 'cosine'"),
+        (("training.epochs=1", "training.max_steps=1"), "training: epochs and max_steps both say how long"),
+        (("--nproc-per-node", "many"), "'many' is not a valid integer"),
     ],
 )
-def test_an_option_that_cannot_be(chats: Path, arguments: tuple[object, ...], message: str) -> None:
-    assert message in refusal("--model", "nowhere", "--data", chats, *arguments)
+def test_a_configuration_that_cannot_be(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*needed("nowhere", "nothing", tmp_path), *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_asked_for() -> None:
+    assert "  model: it must be given\n  data: it must be given\n  output: it must be given" in refusal()
+
+
+def test_help_shows_a_configuration() -> None:
+    assert "model: Qwen/Qwen3-0.6B" in run("--help").stdout
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(checkpoint, chats, tmp_path) -> None:
-    (tmp_path / "file").touch()
-    result = run("--model", checkpoint, "--data", chats, "--output-dir", tmp_path / "file", *FAST)
+    (tmp_path / "out").touch()
+    result = run(*needed(checkpoint, chats, tmp_path), *FAST)
     assert result.exit_code == 2
-    assert "is there and is no folder" in result.stderr
+    assert "out" in result.stderr
     assert "step" not in result.stdout
 
 
 def test_what_is_saved_may_have_another_dtype(checkpoint, chats, tmp_path) -> None:
-    arguments = ("--output-dir", tmp_path / "out", "--save-dtype", "bfloat16", "--max-steps", 1)
-    result = run("--model", checkpoint, "--data", chats, *arguments)
+    result = run(*needed(checkpoint, chats, tmp_path), "output.dtype=bfloat16", "training.max_steps=1")
     assert result.exit_code == 0, result.stderr
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "last").dtype == torch.bfloat16
     assert "F32→BF16" in result.stdout
 
 
-def test_an_option_of_no_number() -> None:
-    result = run("--model", "a", "--data", "b", "--batch-size", "many")
-    assert result.exit_code == 2
-    assert "--batch-size" in result.stderr
-
-
 def test_a_data_file_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
-    assert "none.jsonl: the data cannot be read" in refusal(
-        "--model", checkpoint, "--data", tmp_path / "none.jsonl"
-    )
+    message = refusal(*needed(checkpoint, tmp_path / "none.jsonl", tmp_path))
+    assert "none.jsonl: the data cannot be read" in message
 
 
 def test_malformed_data(checkpoint: Path, tmp_path: Path) -> None:
     data = tiny.write_rows(tmp_path / "chats.jsonl", tiny.chat("Hi", "Ho"), "{")
-    assert "chats.jsonl: 1 row cannot be used\n  line 2: it is not valid JSON" in refusal(
-        "--model", checkpoint, "--data", data
-    )
+    arguments = needed(checkpoint, data, tmp_path)
+    assert "chats.jsonl: 1 row cannot be used\n  line 2: it is not valid JSON" in refusal(*arguments)
+    result = run(*arguments, "data.on_malformed=skip")
+    assert result.exit_code == 0, result.stderr
+    assert "  left out: malformed, such as it is not valid JSON" in result.stdout
+    assert ": 1 row, line 2\n" in result.stdout
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, chats: Path) -> None:
     tiny.model().config.save_pretrained(tmp_path / "model")
-    assert "its tokenizer has no vocabulary; is tokenizer.json missing?" in refusal(
-        "--model", tmp_path / "model", "--data", chats
-    )
+    message = refusal(*needed(tmp_path / "model", chats, tmp_path))
+    assert "its tokenizer has no vocabulary; is tokenizer.json missing?" in message
 
 
 def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -154,24 +188,35 @@ def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer.add_tokens([f"<{n}>" for n in range(5)])
     tokenizer.save_pretrained(tmp_path / "model")
     data = tiny.write_rows(tmp_path / "rows.jsonl", {"text": "a <4>"})
-    message = refusal("--model", tmp_path / "model", "--data", data)
+    message = refusal(*needed(tmp_path / "model", data, tmp_path))
     assert "makes the token 263 of it, but Qwen3ForCausalLM has embeddings for the tokens 0 to 259 only" in message
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "nonesuch"])
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    message = refusal(*needed("nowhere", "nothing", tmp_path), f"log.trackers=[{name}]")
+    assert "log.trackers: " in message
+    assert name in message
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ranks_end_with_the_command(checkpoint: Path, chats: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_that_is_asked_to_stop_says_so(
+    checkpoint: Path, chats: Path, tmp_path: Path, ranks: int, number: signal.Signals
+) -> None:
     program = "from shardwise.cli.train import train_command; train_command()"
-    arguments = ["--model", checkpoint, "--data", chats, "--nproc-per-node", 2, "--epochs", 10000, "--log-every", 1]
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    arguments = [*needed(checkpoint, chats, tmp_path), "training.epochs=10000", "log.every=1"]
+    command = [sys.executable, "-c", program, *arguments, f"--nproc-per-node={ranks}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert any(line.startswith("step") for line in process.stdout)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         # A rank that went on would hold the other end of the pipe, and there would be no end to read.
-        process.stdout.read()
-        assert process.wait(timeout=30) == code
+        told = process.stdout.read()
+        assert process.wait(timeout=30) == STOPPED, told
+    assert "the same command goes on from there" in told
 
 
 # Where ranks come from

@@ -17,11 +17,12 @@ import click
 from shardwise.cli.launch import Launched, fail, read_launch, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Ratio, Steps, TrainOptions
+from shardwise.training.report import StepFacts
 
 if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
     from shardwise.training.example import Comparison
-    from shardwise.training.report import StepFacts, TrainReport
+    from shardwise.training.report import Facts, TrainReport
 
 CORPUS = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
 """Short chats about plain facts, shipped with the package."""
@@ -160,7 +161,9 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     steps = step_loader(data, request.options)
     every = max(1, len(steps) // 10)
 
-    def tell(facts: StepFacts) -> None:
+    def tell(facts: Facts) -> None:
+        if not isinstance(facts, StepFacts):
+            return
         if facts.step == 1 or facts.step % every == 0 or facts.step == len(steps):
             bar = "#" * round(6 * facts.loss)
             part.say(f"step {facts.step:>4}  loss {facts.loss:5.2f}  {bar}")

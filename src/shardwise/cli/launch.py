@@ -73,8 +73,11 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any, asks_first: bool = False) -> list[Any]:
     """Call ``function(*args)`` on every rank.
+
+    When this process is interrupted or terminated, the ranks it started are ended at once; or, with ``asks_first``,
+    sent SIGTERM, and ended on a second signal.
 
     Returns the values of all ranks, in order, where the result is to be shown; and an empty list in the other
     processes of a launcher. The function belongs to an importable module, and values can be pickled.
@@ -90,7 +93,8 @@ def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any) -> 
         case Alone():
             return ranks.run_alone(function, *args)
         case Spawned(size):
-            return ranks.run_spawned(size, function, *args)
+            ending = ranks.AskFirst() if asks_first else ranks.EndAtOnce()
+            return ranks.run_spawned(size, function, *args, ending=ending)
         case Launched(rank, size, local_rank):
             return ranks.run_seated(ranks.Seat(rank, size, local_rank), function, *args)
         case _:

@@ -1,211 +1,224 @@
-"""``shardwise train``: full fine-tuning on chats, texts or completions."""
+"""``shardwise train``: fine-tuning, from a configuration."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from shardwise.cli.launch import fail, run_ranks
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.errors import ShardwiseError
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, StepFacts
 
 if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
+    from shardwise.training.config import TrainConfig
     from shardwise.training.data import TrainData
-    from shardwise.training.report import StepFacts, TrainReport
+    from shardwise.training.report import Facts, TrainReport
 
-_DEFAULTS = TrainOptions()
+STOPPED = 75
+"""The exit code of a training that was asked to stop and has kept its state: EX_TEMPFAIL, call again to go on."""
+
+_EPILOG = """\
+\b
+A small config.yaml:
+  model: Qwen/Qwen3-0.6B       # a folder, an id of the hub, or a URL
+  data: chats.jsonl            # messages, text, or prompt and completion
+  output: out                  # last/, best/, checkpoints/, metrics.jsonl
+\b
+With what is changed most often:
+  training: {epochs: 3, batch_size: 4, gradient_accumulation_steps: 2}
+  optimizer: {learning_rate: 1e-5}
+  schedule: {name: cosine, warmup_ratio: 0.03}
+  sharding: {precision: bfloat16}
+  checkpoints: {every: 200}
+  evaluation: {data: held-out.jsonl, every: 200}
+\b
+Every key is in docs/train.md; whole files for several models are in recipes/.
+Exit codes: 0 trained; 2 refused; 75 stopped by SIGTERM or Ctrl-C with its state
+kept, so that the same command goes on.
+"""
 
 
 @dataclass(frozen=True)
 class TrainRequest:
     """What every rank is asked to do, and where the first one tells about it."""
 
-    model: str
-    data: str
-    options: TrainOptions
+    config: TrainConfig
     told: Literal["stdout", "stderr"]
-    output_dir: str | None = None
-    save_dtype: str | None = None
 
 
-@click.command("train")
-@click.option("--model", required=True, metavar="DIR_OR_ID", help="A folder, or a repository of the hub.")
-@click.option("--data", required=True, metavar="FILE", help="JSON lines: messages, text, or prompt and completion.")
+@dataclass(frozen=True)
+class TrainOutcome:
+    """What one rank has seen. ``saved`` is None where the training was stopped."""
+
+    loaded: LoadReport
+    trained: TrainReport
+    saved: SaveReport | None
+
+
+@click.command("train", epilog=_EPILOG)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [KEY=VALUE]...")
 @click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
-@click.option("--learning-rate", default=_DEFAULTS.learning_rate, show_default=True)
-@click.option("--epochs", type=int, help="Passes over the data.  [default: 1]")
-@click.option("--max-steps", type=int, help="Optimizer steps, instead of --epochs.")
-@click.option("--batch-size", default=_DEFAULTS.batch_size, show_default=True, help="Rows at a time, on each rank.")
-@click.option(
-    "--gradient-accumulation-steps",
-    default=_DEFAULTS.gradient_accumulation_steps,
-    show_default=True,
-    help="Batches of each rank that make one optimizer step.",
-)
-@click.option("--warmup-ratio", default=0.0, show_default=True, help="Share of all steps.")
-@click.option("--schedule", default=_DEFAULTS.schedule, show_default=True, help="constant, linear or cosine.")
-@click.option("--weight-decay", default=_DEFAULTS.weight_decay, show_default=True)
-@click.option("--max-grad-norm", default=_DEFAULTS.max_grad_norm, show_default=True)
-@click.option("--max-length", default=_DEFAULTS.max_length, show_default=True, help="Tokens of a row.")
-@click.option("--seed", default=_DEFAULTS.seed, show_default=True, help="Of the order of the rows, and of dropout.")
-@click.option(
-    "--dtype",
-    default=_DEFAULTS.dtype,
-    show_default=True,
-    help="float32, or bfloat16 for mixed precision. Weights are float32 either way.",
-)
-@click.option("--output-dir", metavar="DIR", help="Where the trained model and its tokenizer are saved.")
-@click.option("--save-dtype", help="Of what is saved: float32, bfloat16, ...  [default: that of the model's files]")
-@click.option("--log-every", default=_DEFAULTS.log_every, show_default=True, help="Steps between two lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
-def train_command(
-    model: str,
-    data: str,
-    *,
-    nproc_per_node: int,
-    epochs: int | None,
-    max_steps: int | None,
-    warmup_ratio: float,
-    output_dir: str | None,
-    save_dtype: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Fine-tune all weights of a causal language model.
+def train_command(arguments: Sequence[str], *, nproc_per_node: int, as_json: bool) -> None:
+    """Fine-tune a causal language model, as a YAML file and KEY=VALUE overrides say.
 
     Of chats the assistant's messages are learned, of prompts with completions the completions, of texts everything.
     Under torchrun, the ranks are those it started; with --nproc-per-node they are started here.
     """
     try:
-        if epochs is not None and max_steps is not None:
-            raise ConfigError("--epochs and --max-steps both say how long to train; give one of them")
-        duration = Epochs(1 if epochs is None else epochs) if max_steps is None else Steps(max_steps)
-        request = TrainRequest(
-            model=model,
-            data=data,
-            options=TrainOptions(duration=duration, warmup=Ratio(warmup_ratio), **options),
-            told="stderr" if as_json else "stdout",
-            output_dir=output_dir,
-            save_dtype=save_dtype,
-        )
-        reports = run_ranks(nproc_per_node, train_on_rank, request)
+        request = TrainRequest(read_arguments(arguments), "stderr" if as_json else "stdout")
+        outcomes = run_ranks(nproc_per_node, train_on_rank, request, asks_first=True)
     except ShardwiseError as error:
         fail(error)
     except KeyboardInterrupt:
-        click.echo("interrupted; all ranks have been ended, nothing was written", err=True)
+        click.echo("interrupted; all ranks have been ended, what was saved before is whole", err=True)
         sys.exit(130)
-    if not reports:
+    if not outcomes:
         return
-    _, trained, saved = reports[0]
+    first: TrainOutcome = outcomes[0]
     if as_json:
-        printed = [
-            {"load": load.to_dict(), "train": train.to_dict(), "save": save.to_dict() if save else None}
-            for load, train, save in reports
-        ]
-        click.echo(json.dumps({"ranks": printed}, indent=2))
-        return
-    print_summary(trained)
-    click.echo(str(saved) if saved else "The trained weights were not saved: pass --output-dir to have them.")
+        click.echo(json.dumps({"ranks": [_values(outcome) for outcome in outcomes]}, indent=2))
+    else:
+        _print_summary(first, request.config.output.directory)
+    if first.trained.is_stopped:
+        sys.exit(STOPPED)
 
 
-def train_on_rank(request: TrainRequest) -> tuple[LoadReport, TrainReport, SaveReport | None]:
+def read_arguments(arguments: Sequence[str]) -> TrainConfig:
+    """The configuration that a command line names.
+
+    Raises:
+        ConfigError: it cannot be read, or names what is wrong.
+    """
+    from shardwise.training.config import read_config
+
+    files = [argument for argument in arguments[:1] if "=" not in argument]
+    return read_config(files[0] if files else None, arguments[len(files) :])
+
+
+def train_on_rank(request: TrainRequest) -> TrainOutcome:
     """What every rank does; the first one tells. Collective: yes."""
-    from shardwise.training.data import read_data, step_loader
-    from shardwise.training.loop import train
-    from shardwise.training.prepare import (
-        keep,
-        load_model,
-        load_tokenizer,
-        require_embeddings,
-        require_place,
-        stored_dtype,
-    )
+    from shardwise.training.session import Session
+    from shardwise.training.stopping import stopping_on_signals
 
-    if request.output_dir is not None:
-        require_place(request.output_dir)
-    log = StepLog(request.options.log_every, request.told)
-    tokenizer = load_tokenizer(request.model)
-    data = read_data(request.data, tokenizer, max_length=request.options.max_length)
-    model, loaded = load_model(request.model, request.options)
-    require_embeddings(model, data)
-    steps = step_loader(data, request.options)
-    log.begin(loaded, data, len(steps))
-    trained = train(model, steps, request.options, log.tell)
-    if request.output_dir is None:
-        return loaded, trained, None
-    dtype = request.save_dtype or stored_dtype(loaded)
-    return loaded, trained, keep(model, tokenizer, request.output_dir, dtype=dtype)
+    with stopping_on_signals() as stop:
+        session = Session.begin(request.config)
+        log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
+        log.begin(session.loaded, session.data, len(session.steps), session.held_out)
+        trained = session.train(log.tell, stop)
+        saved = None if trained.is_stopped else session.save_last()
+    return TrainOutcome(session.loaded, trained, saved)
 
 
 class StepLog:
     """One line for every few steps, and for the last, written on the first rank as it happens."""
 
-    def __init__(self, every: int, told: Literal["stdout", "stderr"] = "stdout") -> None:
+    def __init__(
+        self, every: int, told: Literal["stdout", "stderr"] = "stdout", *, is_silent: bool = False
+    ) -> None:
         self.every = every
         self.to_stderr = told == "stderr"
-        self.last = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.silent = True
+        self.is_silent = is_silent
+        self.total = 0
+        self.since: list[StepFacts] = []
 
-    def begin(self, loaded: LoadReport, data: TrainData, steps: int) -> None:
-        """Tell about the model and the data, on the first rank."""
-        self.silent = loaded.rank != 0
-        self.last = steps
+    def begin(self, loaded: LoadReport, data: TrainData, steps: int, held_out: TrainData | None) -> None:
+        """Tell about the model and the data."""
+        self.total = steps
         self.say(str(loaded))
         self.say(describe_data(data))
-        self.say(f"training: {steps} steps on {_count(loaded.world_size, 'rank')}")
+        if held_out is not None:
+            self.say(describe_data(held_out, "evaluation"))
+        self.say(f"training: {_count(steps, 'step')} on {_count(loaded.world_size, 'rank')}")
 
-    def tell(self, facts: StepFacts) -> None:
-        """Tell about a step, where one of these is due."""
-        self.tokens += facts.tokens
-        self.seconds += facts.seconds
-        if facts.step % self.every and facts.step not in (1, self.last):
-            return
-        width = len(str(self.last))
-        self.say(
-            f"step {facts.step:>{width}}/{self.last}  loss {facts.loss:7.4f}  lr {facts.learning_rate:.2e}  "
-            f"grad norm {facts.grad_norm:8.3f}  {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s  "
-            f"memory {facts.memory_bytes / 2**30:.2f} GiB"
+    def tell(self, facts: Facts) -> None:
+        """Tell about a step, where one of these is due, and about all else."""
+        width = len(str(self.total))
+        place = f"step {facts.step:>{width}}/{self.total}"
+        match facts:
+            case StepFacts():
+                self.since.append(facts)
+                if facts.step % self.every == 0 or facts.step in (1, self.total):
+                    self.say(f"{place}  {self._interval(facts)}")
+                    self.since = []
+            case EvaluationFacts():
+                best = "  the best so far" if facts.is_best else ""
+                self.say(f"{place}  evaluation: loss {facts.loss:.4f}  perplexity {facts.perplexity:.4g}{best}")
+            case CheckpointFacts(kind="restored"):
+                self.say(f"goes on after step {facts.step}, from its checkpoint")
+            case CheckpointFacts():
+                self.say(f"{place}  checkpoint, in {facts.seconds:.1f} s")
+
+    def _interval(self, last: StepFacts) -> str:
+        """The steps since the last line: their mean loss, and of the last one what is of one step."""
+        learned = sum(step.supervised_tokens for step in self.since)
+        loss = sum(step.loss * step.supervised_tokens for step in self.since) / max(learned, 1)
+        seconds = max(sum(step.seconds for step in self.since), 1e-9)
+        return (
+            f"loss {loss:7.4f}  lr {last.learning_rate:.2e}  grad norm {last.grad_norm:8.3f}  "
+            f"{sum(step.tokens for step in self.since) / seconds:,.0f} tokens/s  "
+            f"memory {last.memory_bytes / 2**30:.2f} GiB"
         )
-        self.tokens, self.seconds = 0, 0.0
 
     def say(self, text: str) -> None:
-        if not self.silent:
+        if not self.is_silent:
             click.echo(text, err=self.to_stderr)
 
 
-def describe_data(data: TrainData) -> str:
+def describe_data(data: TrainData, what: str = "data") -> str:
     """The rows and tokens of a training set, and the rows that are not there whole."""
     lines = [
-        f"data {data.path}",
+        f"{what} {data.path}",
         f"  {_count(len(data.examples), 'row')}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
     ]
-    for lineno, what in (
+    for places, why in (
         (data.cut_lines, "cut off at the end"),
         (data.skipped_lines, "left out: nothing to learn"),
+        (tuple(fault.line for fault in data.malformed), f"left out: malformed, {_first_cause(data)}"),
     ):
-        if lineno:
-            shown = ", ".join(map(str, lineno[:8])) + (", ..." if len(lineno) > 8 else "")
-            lines.append(f"  {what}: {_count(len(lineno), 'row')}, on line {shown}")
+        if places:
+            shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
+            lines.append(f"  {why}: {_count(len(places), 'row')}, {data.unit} {shown}")
     return "\n".join(lines)
 
 
-def print_summary(report: TrainReport) -> None:
-    """The whole training in two lines."""
-    click.echo(
-        f"trained {report.trained_parameters:,} parameters in {_count(len(report.steps), 'step')}: "
-        f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f}"
-    )
-    click.echo(
-        f"  {report.tokens:,} tokens ({report.supervised_tokens:,} learned) in {report.seconds:.1f} s, "
-        f"{report.tokens_per_second:,.0f} tokens/s"
-    )
+def _first_cause(data: TrainData) -> str:
+    return f"such as {data.malformed[0].cause}" if data.malformed else ""
+
+
+def _print_summary(outcome: TrainOutcome, directory: str) -> None:
+    report = outcome.trained
+    if report.steps:
+        click.echo(
+            f"trained {report.trained_parameters:,} parameters in {_count(len(report.steps), 'step')}: "
+            f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f}"
+        )
+        click.echo(
+            f"  {report.tokens:,} tokens ({report.supervised_tokens:,} learned) in {report.seconds:.1f} s, "
+            f"{report.tokens_per_second:,.0f} tokens/s"
+        )
+    else:
+        click.echo(f"nothing was left to train after step {report.last_step}")
+    if outcome.saved is None:
+        click.echo(f"stopped after step {report.last_step}; the same command goes on from there")
+    else:
+        click.echo(str(outcome.saved))
+    click.echo(f"everything is in {Path(directory)}")
+
+
+def _values(outcome: TrainOutcome) -> dict[str, Any]:
+    return {
+        "load": outcome.loaded.to_dict(),
+        "train": outcome.trained.to_dict(),
+        "save": outcome.saved.to_dict() if outcome.saved else None,
+    }
 
 
 def _count(number: int, word: str) -> str:

@@ -69,6 +69,12 @@ class LocalRanks:
         assert pid is not None
         return pid
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to every process that still runs."""
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank; the values by rank.
 

@@ -6,10 +6,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,29 @@ class Seat:
     local_rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndAtOnce:
+    """Ranks are ended when whoever started them is interrupted or terminated."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskFirst:
+    """Ranks are sent SIGTERM then, and have all the time they want to finish; a second signal ends them at once."""
+
+
+Ending: TypeAlias = EndAtOnce | AskFirst
+
+
 def run_alone(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call the function in this process, without a process group; its one value."""
     return [function(*args)]
 
 
-def run_spawned(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_spawned(size: int, function: Callable[..., Any], *args: Any, ending: Ending = EndAtOnce()) -> list[Any]:
     """Call the function on ``size`` new processes of this machine; its values by rank.
 
     Each has a GPU of its own where there are enough, else all compute on the CPU. When this process is interrupted
-    (Ctrl-C) or terminated, they end at once.
+    (Ctrl-C) or terminated, they end as ``ending`` says.
 
     Raises:
         ShardwiseError: as raised by the function, on the lowest rank where it was.
@@ -50,7 +63,8 @@ def run_spawned(size: int, function: Callable[..., Any], *args: Any) -> list[Any
         with _deaf_to_interrupts():
             ranks = LocalRanks(size, backend=_BOTH_BACKENDS if _gpu_for_each(size) else "gloo")
         try:
-            values = ranks.run(_call_seated, size, function, args)
+            with _passing_on(ranks) if isinstance(ending, AskFirst) else nullcontext():
+                values = ranks.run(_call_seated, size, function, args)
         except RankError as error:
             raise _meant(error) from error
         except BaseException:
@@ -128,6 +142,31 @@ def _deaf_to_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _passing_on(ranks: LocalRanks) -> Iterator[None]:
+    """The first SIGINT or SIGTERM is passed on to the ranks as SIGTERM; the next one is this process's own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        restore()
+        ranks.send_signal(signal.SIGTERM)
+
+    for number in numbers:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextmanager

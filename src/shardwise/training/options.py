@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError
 
-Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
-"""What the learning rate does after its warm-up; ``linear`` and ``cosine`` end at zero."""
+Schedule: TypeAlias = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+"""What the learning rate does after its warm-up; the names are transformers'."""
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 """What the forward and backward passes compute in."""
@@ -50,7 +60,9 @@ class TrainOptions:
         gradient_accumulation_steps: micro-batches of a step.
         warmup: how long the learning rate rises from zero.
         schedule: what it does then.
+        schedule_options: further arguments of transformers' schedule of that name.
         weight_decay: AdamW's, for parameters of two and more dimensions (so not for norms and biases).
+        betas, eps: AdamW's.
         max_grad_norm: the global gradient norm to which greater ones are scaled down; infinity for no limit.
         max_length: tokens of a row; what is beyond is cut off.
         seed: of the order of the rows and of dropout.
@@ -68,7 +80,10 @@ class TrainOptions:
     gradient_accumulation_steps: int = 1
     warmup: Steps | Ratio = Ratio(0.0)
     schedule: Schedule = "cosine"
+    schedule_options: Mapping[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     max_grad_norm: float = 1.0
     max_length: int = 2048
     seed: int = 0
@@ -92,6 +107,12 @@ class TrainOptions:
                 return None if 0 < value < math.inf else "it must be greater than 0"
             case "max_grad_norm":
                 return None if value > 0 else "it must be greater than 0"
+            case "betas":
+                return None if all(0 <= beta < 1 for beta in value) else "each must be from 0 to below 1"
+            case "eps":
+                return None if 0 < value < math.inf else "it must be greater than 0"
+            case "schedule_options":
+                return None
             case "weight_decay":
                 return None if 0 <= value < math.inf else "it must be 0 or greater"
             case "batch_size" | "gradient_accumulation_steps" | "log_every":

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, assert_never
 
+import numpy as np
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.dtypes import to_torch
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrap import (
+    Automatic,
+    Classes,
+    ModelPlan,
+    ModuleListBlocks,
+    NoSplitModules,
+    Sharding,
+    WholeModel,
+    WrapPolicy,
+)
 from shardwise.report import LoadReport, SaveReport
+from shardwise.storage import HubOptions
 from shardwise.tensors.dtypes import dtype_named
-from shardwise.training.data import TrainData
+from shardwise.training.config import DataSection, ShardingSection, WrapClasses
+from shardwise.training.data import Flattened, Layout, Packed, Padded, TrainData, flatten, pack
+from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
 from shardwise.verbs.load import LoadOptions
 from shardwise.verbs.pretrained import from_pretrained
@@ -54,7 +68,7 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
     """
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.weight.shape[0]
-    greatest = max(int(example.tokens.max()) for example in data.examples)
+    greatest = int(data.examples.tokens.max())
     if greatest >= rows:
         raise ConfigError(
             f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has "
@@ -62,7 +76,14 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
         )
 
 
-def load_model(name_or_path: str, options: TrainOptions) -> tuple[PreTrainedModel, LoadReport]:
+def load_model(
+    name_or_path: str,
+    options: TrainOptions,
+    *,
+    sharding: Sharding | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, LoadReport]:
     """The model with float32 weights, sharded over all ranks, computing in ``options.dtype``; and the report.
 
     Collective: yes, over the default process group.
@@ -70,18 +91,152 @@ def load_model(name_or_path: str, options: TrainOptions) -> tuple[PreTrainedMode
     Raises:
         ShardwiseError: as :func:`~shardwise.verbs.pretrained.from_pretrained`.
     """
-    compute_dtype = getattr(torch, options.dtype)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    if compute_dtype is torch.float32:
-        policy = MixedPrecisionPolicy()
     torch.manual_seed(options.seed + World.current().rank)  # for dropout, which is to differ between ranks
     return from_pretrained(
         name_or_path,
         dtype=torch.float32,
-        sharding=Sharding(mp_policy=policy),
+        trust_remote_code=trust_remote_code,
+        sharding=sharding if sharding is not None else Sharding(mp_policy=mixed_precision(options)),
+        hub=HubOptions(revision=revision),
         options=LoadOptions(seed=options.seed, device=this_device(), progress=False),
         output_loading_info=True,
     )
+
+
+def mixed_precision(options: TrainOptions, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
+    """FSDP2's policy for what is computed in ``options.dtype``."""
+    if options.dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, options.dtype), reduce_dtype=reduce_dtype)
+
+
+def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
+    """What a configuration says about sharding, on the ranks there are.
+
+    Collective: yes, over the default process group, with replicas.
+
+    Raises:
+        ConfigError: the ranks cannot be dealt to the replicas.
+    """
+    return Sharding(
+        mesh=_mesh_of(section),
+        wrap=_wrap_of(section),
+        mp_policy=mixed_precision(options, getattr(torch, section.reduce_dtype)),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.offload == "cpu" else OffloadPolicy()
+        ),
+        reshard_after_forward=section.reshard_after_forward,
+    )
+
+
+def _mesh_of(section: ShardingSection) -> DeviceMesh | None:
+    world = World.current()
+    if section.replicas == 1:
+        return None
+    if world.size % section.replicas or section.replicas == world.size:
+        raise ConfigError(
+            f"sharding.replicas={section.replicas}: {world.size} ranks cannot be dealt to as many "
+            "replicas of two or "
+            "more ranks each"
+        )
+    return init_device_mesh(
+        this_device().type,
+        (section.replicas, world.size // section.replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _wrap_of(section: ShardingSection) -> WrapPolicy:
+    match section.wrap:
+        case "automatic":
+            return Automatic()
+        case "model_plan":
+            return ModelPlan()
+        case "no_split_modules":
+            return NoSplitModules()
+        case "module_list":
+            return ModuleListBlocks()
+        case "whole_model":
+            return WholeModel()
+        case WrapClasses(classes=classes):
+            return Classes(tuple(classes))
+        case _:
+            assert_never(section.wrap)
+
+
+def set_attention(model: PreTrainedModel, implementation: str | None) -> None:
+    """Have the model compute its attention so; None: as it is made to.
+
+    Raises:
+        ConfigError: it cannot, here.
+    """
+    if implementation is None:
+        return
+
+    def choose() -> None:
+        try:
+            model.set_attn_implementation(implementation)
+        except (ValueError, ImportError, KeyError) as error:
+            raise ConfigError(f"model.attn_implementation={implementation!r}: {error}") from error
+
+    World.current().together(choose)
+
+
+def row_layout(section: DataSection, implementation: str | None) -> Layout:
+    """How rows become batches, for an implementation of attention."""
+    if not section.packing:
+        return Padded()
+    is_flash = implementation is not None and "flash" in implementation
+    return Flattened(section.max_length) if is_flash else Packed(section.max_length)
+
+
+@torch.no_grad()
+def require_blind_rows(model: PreTrainedModel, layout: Layout) -> None:
+    """Refuse packing for a model in which what stands in one row of a pack is felt in the next.
+
+    It is tried: two rows in a pack, and again with another first row. What the model says of the second must not
+    change, or by less than a tenth of what a change within the second does to it (experts are computed in other
+    batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.packing`.
+
+    Collective: yes, over the model's ranks: three forward passes of sixteen tokens.
+
+    Raises:
+        ConfigError: the rows see each other.
+    """
+    if isinstance(layout, Padded):
+        return
+    mode = model.training
+    model.eval()
+    embeddings: Any = model.get_input_embeddings()
+    device = this_device()
+
+    def said(first: int, second: int) -> torch.Tensor:
+        members = [_row(first, embeddings.num_embeddings), _row(second, embeddings.num_embeddings)]
+        batch = flatten(members, 0) if isinstance(layout, Flattened) else pack([members], 0)
+        logits: torch.Tensor = model(**batch.to(device).inputs(), use_cache=False).logits
+        return logits[0, _PROBE_TOKENS:].float()
+
+    usual = said(1, 2)
+    leak = float((said(3, 2) - usual).abs().max())
+    effect = float((said(1, 4) - usual)[1:].abs().max())
+    model.train(mode)
+    if leak > 0.1 * effect:
+        raise ConfigError(
+            f"data.packing: {type(model).__name__} lets rows of a pack see each other (a change in "
+            "one moved the next by "
+            f"{leak:.2g}, one within it by {effect:.2g}), so that it would learn from what is not there; set "
+            "data.packing=false, or another model.attn_implementation"
+        )
+
+
+_PROBE_TOKENS = 8
+
+
+def _row(seed: int, vocabulary: int) -> Example:
+    """A row of the probe. All end alike, so that what differs is felt through attention alone."""
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, _PROBE_TOKENS)
+    tokens[_PROBE_TOKENS // 2 :] = 0
+    return Example.of(tokens.tolist(), [True] * _PROBE_TOKENS)
 
 
 def stored_dtype(report: LoadReport) -> torch.dtype | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,43 @@ class StepFacts:
     seconds: float
     memory_bytes: int
     """The most this rank has needed so far: of its accelerator, else of its process."""
+    epoch: float = 0.0
+    """Passes over the data so far, this step included."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFacts:
+    """A look at rows that are not learned. Of all ranks together, and the same on each."""
+
+    step: int
+    """The one after which it was taken."""
+    loss: float
+    """Mean cross entropy of the supervised tokens, in nats."""
+    supervised_tokens: int
+    seconds: float
+    is_best: bool
+    """Whether no earlier one had so low a loss."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A checkpoint was taken, or gone on from."""
+
+    step: int
+    seconds: float
+    """The training was held up by it."""
+    kind: Literal["saved", "restored"]
+
+
+Facts: TypeAlias = StepFacts | EvaluationFacts | CheckpointFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +74,12 @@ class TrainReport:
     trained_parameters: int
     """Elements of all that was trained, whole parameters counted whole."""
     steps: tuple[StepFacts, ...]
+    """Those of this run; where it went on from a checkpoint, the earlier ones are not among them."""
+    evaluations: tuple[EvaluationFacts, ...] = ()
+    is_stopped: bool = False
+    """Whether it was asked to stop before its end."""
+    last_step: int = 0
+    """Steps in all, those before a checkpoint that it went on from among them."""
 
     @property
     def losses(self) -> list[float]:
@@ -75,5 +115,10 @@ class TrainReport:
             "supervised_tokens": self.supervised_tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
+            "is_stopped": self.is_stopped,
+            "last_step": self.last_step,
             "steps": [dataclasses.asdict(step) for step in self.steps],
+            "evaluations": [
+                {**dataclasses.asdict(found), "perplexity": found.perplexity} for found in self.evaluations
+            ],
         }

@@ -1,10 +1,10 @@
-"""Rows of a JSON lines file: chats, texts, prompts with their completions."""
+"""Rows to learn from: chats, texts, prompts with their completions."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +16,10 @@ _SHOWN_FAULTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages with "role" and "content"; the assistant's are learned. ``line`` counts from 1."""
+    """Messages with "role" and "content"; the assistant's are learned.
+
+    ``line`` is the row's place where it was read, from 1: a line of a text file, else a row.
+    """
 
     line: int
     messages: tuple[Mapping[str, Any], ...]
@@ -60,46 +63,81 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     Raises:
         ConfigError: the file cannot be read or has no rows; or some are malformed, each named with its line.
     """
-    file = Path(path)
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{file}: the data cannot be read ({error.strerror or error})") from error
     rows: list[Row] = []
     faults: list[RowFault] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                rows.append(_parse(number, line))
-            except RowError as error:
-                faults.append(RowFault(number, str(error)))
-    refuse(file, faults)
+    for found in json_lines(path):
+        if isinstance(found, RowFault):
+            faults.append(found)
+        else:
+            rows.append(found)
+    refuse(path, faults)
     if not rows:
-        raise ConfigError(f"{file}: there are no rows; give it one JSON object on each line")
+        raise ConfigError(f"{os.fspath(path)}: there are no rows; give it one JSON object on each line")
     return rows
 
 
-def refuse(path: str | os.PathLike[str], faults: Iterable[RowFault]) -> None:
+def json_lines(path: str | os.PathLike[str], *, rank: int = 0, size: int = 1) -> Iterator[Row | RowFault]:
+    """Every ``size``-th row of a JSON lines file, beginning with number ``rank``, one line in memory at a time.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    index = 0
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                if index % size == rank:
+                    yield or_fault(number, lambda line=line: json_value(line))  # type: ignore[misc]
+                index += 1
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: the data cannot be read ({error.strerror or error})") from error
+
+
+def or_fault(number: int, read: Callable[[], object]) -> Row | RowFault:
+    """The row that a value is, or what is wrong with it."""
+    try:
+        return row_of(number, read())
+    except RowError as error:
+        return RowFault(number, str(error))
+
+
+def refuse(path: str | os.PathLike[str], faults: Iterable[RowFault], *, unit: str = "line") -> None:
     """Raise a ConfigError that names every fault, up to the first 20; nothing when there are none."""
     found = sorted(set(faults))
     if not found:
         return
-    shown = [f"  line {fault.line}: {fault.cause}" for fault in found[:_SHOWN_FAULTS]]
+    shown = [f"  {unit} {fault.line}: {fault.cause}" for fault in found[:_SHOWN_FAULTS]]
     if len(found) > _SHOWN_FAULTS:
         shown.append(f"  and {len(found) - _SHOWN_FAULTS} more")
     rows = "row" if len(found) == 1 else "rows"
     raise ConfigError("\n".join([f"{os.fspath(path)}: {len(found)} {rows} cannot be used", *shown]))
 
 
-def _parse(number: int, line: bytes) -> Row:
+def json_value(line: bytes) -> object:
+    """What a line says.
+
+    Raises:
+        RowError: it is not JSON in UTF-8.
+    """
     try:
-        value = json.loads(line.decode("utf-8"))
+        value: object = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RowError(f"invalid UTF-8 at byte {error.start} of the line") from error
     except RecursionError as error:
         raise RowError("its JSON is nested too deeply") from error
     except ValueError as error:
         raise RowError(f"it is not valid JSON ({error})") from error
+    return value
+
+
+def row_of(number: int, value: object) -> Row:
+    """A value as the row it is by its names.
+
+    Raises:
+        RowError: it is none.
+    """
     if not isinstance(value, dict):
         raise RowError(f"it is a JSON {_json_type(value)}, not an object")
     forms = [name for name in ("messages", "text", "completion") if name in value]

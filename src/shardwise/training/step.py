@@ -64,7 +64,7 @@ def backward(
 
 def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The cross entropy of a batch's supervised tokens, summed, in float32."""
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    output = model(**batch.inputs(), use_cache=False)
     wanted = batch.labels[:, 1:]
     learned = wanted != IGNORED
     logits: torch.Tensor = output.logits[:, :-1]

@@ -1,0 +1,175 @@
+"""What is told of a training, kept: lines of JSON in a file, and trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, assert_never
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts
+
+
+def values_of(facts: Facts) -> dict[str, Any]:
+    """Facts as plain JSON values, with their kind."""
+    match facts:
+        case StepFacts():
+            return {"kind": "step", **dataclasses.asdict(facts), "tokens_per_second": facts.tokens_per_second}
+        case EvaluationFacts():
+            return {"kind": "evaluation", **dataclasses.asdict(facts), "perplexity": facts.perplexity}
+        case CheckpointFacts():
+            values = dataclasses.asdict(facts)
+            return {**values, "kind": f"checkpoint_{values['kind']}"}
+        case _:
+            assert_never(facts)
+
+
+class MetricsFile:
+    """One line of JSON for every step, evaluation and checkpoint, written as it happens.
+
+    A training that goes on from a checkpoint writes on after that checkpoint's step: what an earlier run wrote
+    about later steps, which are now done again, is taken out, and so is a line that it did not finish. One that
+    begins anew begins an empty file.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def tell(self, facts: Facts) -> None:
+        after = facts.step if isinstance(facts, CheckpointFacts) and facts.kind == "restored" else 0
+        try:
+            if self._file is None:
+                _cut(self.path, after)
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(values_of(facts)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"{self.path}: it cannot be written ({error.strerror or error})") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the lines about steps up to ``step``; the file is replaced in one go."""
+    kept: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if 0 < json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text("".join(kept), "utf-8")
+    os.replace(fresh, path)
+
+
+class Trackers:
+    """accelerate's trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio`` and the others, by its names.
+
+    For one rank, which tells; the others have none.
+
+    Args:
+        names: of trackers.
+        directory: for those that write into one.
+        project: what a run belongs to.
+        config: what the run was asked to do, shown by trackers that can.
+        options: keyword arguments of a tracker, by its name.
+
+    Raises:
+        ConfigError: a tracker is unknown, its library is not installed, or it cannot be started.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        directory: Path,
+        project: str,
+        config: Mapping[str, Any],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._trackers: list[Any] = []
+        if not names:
+            return
+        known = available_trackers(names)
+        for name in names:
+            kind = known[name]
+            given = dict(options.get(name, {}))
+            if kind.requires_logging_directory:
+                given.setdefault("logging_dir", str(directory))
+            try:
+                tracker = kind(project, **given)
+                tracker.start()
+                tracker.store_init_configuration(_flat(config))
+            except Exception as error:  # whatever the libraries of trackers raise: no network, no login, ...
+                raise ConfigError(
+                    f"log.trackers: {name} cannot be started ({type(error).__name__}: {error}); look at "
+                    f"log.tracker_options.{name}, or leave it out"
+                ) from error
+            self._trackers.append(tracker)
+
+    def tell(self, facts: Facts) -> None:
+        values = {name: value for name, value in values_of(facts).items() if name not in ("kind", "step")}
+        prefix = {StepFacts: "train", EvaluationFacts: "evaluation", CheckpointFacts: "checkpoint"}[type(facts)]
+        numbers = {f"{prefix}/{name}": value for name, value in values.items() if not isinstance(value, str | bool)}
+        for tracker in self._trackers:
+            tracker.log(numbers, step=facts.step)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def available_trackers(names: Sequence[str]) -> dict[str, Any]:
+    """accelerate's classes of trackers, by name; without starting any.
+
+    Raises:
+        ConfigError: naming those that are unknown, or whose library is not installed.
+    """
+    if not names:
+        return {}
+    try:
+        from accelerate import PartialState, tracking
+    except ImportError as error:
+        raise ConfigError(
+            f"log.trackers: {', '.join(names)} are driven by accelerate, which is not installed; pip install "
+            "'shardwise[accelerate]', or leave them out: metrics.jsonl is written in any case"
+        ) from error
+    PartialState()  # accelerate's trackers log through it
+    known: dict[str, Any] = dict(tracking.LOGGER_TYPE_TO_CLASS)
+    installed = {str(name) for name in tracking.get_available_trackers()} | (known.keys() - _SHIPPED)
+    faults = [
+        f"{name!r} is none of {', '.join(sorted(known))}"
+        if name not in known
+        else f"the library of {name!r} is not installed"
+        for name in names
+        if name not in known or name not in installed
+    ]
+    if faults:
+        raise ConfigError("log.trackers: " + "; ".join(faults))
+    return known
+
+
+_SHIPPED = frozenset(
+    {"aim", "comet_ml", "mlflow", "tensorboard", "wandb", "clearml", "dvclive", "swanlab", "trackio"}
+)
+"""accelerate's own trackers, which need a library each; others have been registered by who has theirs."""
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under dotted names, as what trackers take: numbers, texts, truth values."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value if isinstance(value, str | int | float | bool) else str(value)
+    return flat

@@ -1,0 +1,52 @@
+"""Being asked to stop: by SIGTERM, as schedulers do before they take a machine away, or by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Whether somebody has asked this rank to stop. The ranks agree on it before each step."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The signal that asked."""
+
+    @property
+    def is_made(self) -> bool:
+        return self.number is not None
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[StopRequest]:
+    """SIGTERM and SIGINT ask to stop; a second one ends this process as it would have without this.
+
+    Signals are the main thread's affair: in any other one nothing is asked.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if not request.is_made:
+            request.number = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
+            signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
