@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.data import IGNORED, StepSampler, TrainData, pad, read_data, step_loader
+from shardwise.training.data import (
+    IGNORED,
+    EvaluationBatches,
+    Padded,
+    StepLoader,
+    StepSampler,
+    TrainData,
+    pad,
+    read_data,
+    step_loader,
+)
 from shardwise.training.masking import encode
 from shardwise.training.options import Epochs, Steps, TrainOptions
 from shardwise.training.rows import Chat, Completion, Row, RowError, Text, read_rows
@@ -250,3 +260,66 @@ def test_the_loader_gives_the_micro_batches_of_a_step(tmp_path: Path) -> None:
     assert len(loader) == len(steps) == 2
     assert [[batch.input_ids.shape[0] for batch in batches] for batches in steps] == [[1, 1, 1], [1, 1]]
     assert sum(batch.supervised_tokens for batches in steps for batch in batches) == data.supervised_tokens
+
+
+# Going on
+
+
+def taken(sampler: StepSampler, steps: int) -> list[list[int]]:
+    """The rows of the next steps of all ranks together."""
+    return [sorted(chain.from_iterable(step)) for _, step in zip(range(steps), sampler, strict=False)]
+
+
+@given(rows=st.integers(min_value=1, max_value=30), done=st.integers(min_value=0, max_value=12), size=counts)
+def test_any_number_of_ranks_goes_on_with_the_rows_of_one(rows: int, done: int, size: int) -> None:
+    batch = 60  # of all ranks
+    options = {"duration": Steps(20), "seed": 3}
+    whole = StepSampler(rows, TrainOptions(batch_size=batch, **options))  # type: ignore[arg-type]
+    expected = taken(whole, 20)
+    first = StepSampler(rows, TrainOptions(batch_size=batch, **options))  # type: ignore[arg-type]
+    assert taken(first, done) == expected[:done]
+    found: list[list[int]] = [[] for _ in range(20 - done)]
+    for rank in range(size):
+        rest = StepSampler(rows, TrainOptions(batch_size=batch // size, **options), rank=rank, size=size)  # type: ignore[arg-type]
+        rest.step, rest.epoch, rest.taken = first.step, first.epoch, first.taken
+        for step, more in zip(found, taken(rest, 20), strict=True):
+            step += more
+    assert [sorted(step) for step in found] == expected[done:]
+
+
+def loader(data: TrainData, batch_size: int, seed: int = 0) -> StepLoader:
+    return step_loader(data, TrainOptions(batch_size=batch_size, duration=Epochs(2), seed=seed))
+
+
+def test_steps_of_another_size_take_the_rows_that_are_left(tmp_path: Path) -> None:
+    data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 11), tiny.tokenizer(), max_length=64)
+    first = loader(data, 4)
+    before = [line for _, [batch] in zip(range(2), first, strict=False) for line in batch.lines]
+    state = first.state_dict()
+    assert (state["step"], state["epoch"], state["taken"]) == (2, 0, 8)
+    rest = loader(data, 2)
+    rest.load_state_dict(state)
+    assert len(rest) == 2 + 2 + 6
+    after = [batch.lines for [batch] in rest]
+    assert sorted([*before, *chain.from_iterable(after[:2])]) == list(range(1, 12))
+    assert sorted(chain.from_iterable(after[2:])) == list(range(1, 12))
+    assert rest.epochs_done == 2
+    assert list(rest) == []
+
+
+def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
+    data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 4), tiny.tokenizer(), max_length=64)
+    other = read_data(tiny.write_chats(tmp_path / "others.jsonl", 4), tiny.tokenizer(), max_length=40)
+    state = loader(data, 2).state_dict()
+    loader(data, 2).load_state_dict(state)
+    for there in (loader(other, 2), loader(data, 2, seed=1)):
+        with pytest.raises(ConfigError, match="the position is one in other data"):
+            there.load_state_dict(state)
+
+
+def test_looking_takes_every_row_once_on_any_number_of_ranks(tmp_path: Path) -> None:
+    data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 5), tiny.tokenizer(), max_length=64)
+    for size in (1, 2, 4):
+        parts = [EvaluationBatches(data, Padded(), 2, rank=rank, size=size) for rank in range(size)]
+        assert len({len(list(part)) for part in parts}) == 1
+        assert sorted(chain.from_iterable(batch.lines for part in parts for batch in part)) == [1, 2, 3, 4, 5]

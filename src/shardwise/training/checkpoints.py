@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -19,30 +18,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> None: ...
 
 
-@dataclass
-class Progress:
-    """How far a training is, and how good it has been."""
-
-    step: int = 0
-    best_loss: float = math.inf
-    """The lowest of an evaluation so far."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best_loss": self.best_loss}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.step, self.best_loss = int(state_dict["step"]), float(state_dict["best_loss"])
-
-
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes."""
+    """All that a step changes. ``user`` is what the loop itself wants to know again, as plain JSON values."""
 
     model: nn.Module
     optimizers: torch.optim.Optimizer
     schedulers: Stateful
     data: Stateful
-    user: Progress
+    user: Mapping[str, Any]
 
 
 class Keeper(Protocol):
@@ -52,8 +36,11 @@ class Keeper(Protocol):
         """Keep the state after ``step`` steps. Collective: yes."""
         ...
 
-    def restore(self, state: TrainState) -> bool:
-        """Put everything where it was, if there is something to go on from. Collective: yes."""
+    def restore(self, state: TrainState) -> Mapping[str, Any] | None:
+        """Put everything where it was; what was the user's then. None where there is nothing to go on from.
+
+        Collective: yes.
+        """
         ...
 
     def wait(self) -> object:

@@ -47,28 +47,26 @@ class FullTuning(Section):
 
 
 class FreezeTuning(Section):
-    """Some blocks or modules are trained.
-
-    ``trainable_layers`` counts from the end, or, negative, from the beginning. ``extra_modules`` are modules
-    outside of the blocks (embeddings, head).
-    """
+    """Some layers, and modules outside of them, are trained; the fields are those of ``shardwise.Freeze``."""
 
     method: Literal["freeze"]
-    trainable_layers: int | None = None
+    trainable_layers: int = 0
     trainable_modules: list[Words] = []
     extra_modules: list[Words] = []
 
     @model_validator(mode="after")
     def _something(self) -> FreezeTuning:
-        if not (self.trainable_layers or self.trainable_modules or self.extra_modules):
-            raise ValueError("say what is trained: trainable_layers, trainable_modules or extra_modules")
+        if self.trainable_modules and not self.trainable_layers:
+            raise ValueError("trainable_modules are inside of trainable_layers, of which there are none")
+        if not self.trainable_layers and not self.extra_modules:
+            raise ValueError("say what is trained: trainable_layers (the last n, or the first as -n) or extra_modules")
         return self
 
 
 class LoraTuning(Section):
     """A LoRA is trained; names and defaults are those of ``peft.LoraConfig``, whose other keys go into ``options``.
 
-    ``adapter`` is a folder with an adapter to go on from.
+    ``adapter`` is a folder with an adapter to go on from, which has a config of its own.
     """
 
     method: Literal["lora"]
@@ -80,8 +78,16 @@ class LoraTuning(Section):
     modules_to_save: list[Words] | None = None
     use_rslora: bool = False
     use_dora: bool = False
-    adapter: Words | None = None
     options: dict[str, Any] = {}
+    adapter: Words | None = None
+    placement: Literal["in_blocks", "replicated"] = "in_blocks"
+
+    @model_validator(mode="after")
+    def _one_config(self) -> LoraTuning:
+        default = LoraTuning(method="lora", adapter=self.adapter, placement=self.placement) if self.adapter else self
+        if others := [name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)]:
+            raise ValueError(f"adapter has a config of its own, so that {', '.join(others)} cannot be given")
+        return self
 
 
 TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Field(discriminator="method")]
@@ -341,6 +347,8 @@ def _explained(fault: Mapping[str, Any]) -> tuple[str, str]:
             return path, "no such key" + (f"; did you mean {near}?" if near else "")
         case "missing":
             return path, "it must be given"
+        case "invalid_key":
+            return path, "no such key"
         case "union_tag_invalid":
             return f"{path}.method={fault['ctx']['tag']!r}", f"it must be one of {fault['ctx']['expected_tags']}"
         case "union_tag_not_found":
@@ -364,7 +372,7 @@ def _keys_of(loc: Sequence[str | int], *, is_unknown: bool) -> tuple[list[str], 
     sections: list[type[Section]] = [TrainConfig]
     for number, part in enumerate(loc):
         if isinstance(part, int):
-            keys[-1] += f"[{part}]"
+            keys[-1:] = [f"{keys[-1]}[{part}]" if keys else str(part)]
             continue
         found = [section for section in sections if part in section.model_fields]
         if found:
@@ -393,12 +401,31 @@ def _tag(section: type[Section]) -> str | None:
 
 def _nearest(keys: Sequence[str], section: type[Section] | None) -> str | None:
     """The key most likely meant: of the same section, else of the same name in another, else the nearest."""
-    before, last = ".".join(keys[:-1]), keys[-1]
+    before, last = ".".join(keys[:-1]), _OTHER_NAMES.get(keys[-1], keys[-1])
     if section is not None and (near := difflib.get_close_matches(last, section.model_fields, 1, 0.7)):
         return f"{before}.{near[0]}" if before else near[0]
     paths = list(known_keys())
     same = [path for path in paths if path.rpartition(".")[2] == last]
     return next(iter(same or difflib.get_close_matches(".".join(keys), paths, 1, 0.7)), None)
+
+
+_OTHER_NAMES = {
+    "finetuning_type": "method",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "lora_target_modules": "target_modules",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "max_seq_length": "max_length",
+    "model_name_or_path": "model",
+    "num_train_epochs": "epochs",
+    "output_dir": "output",
+    "per_device_train_batch_size": "batch_size",
+    "report_to": "trackers",
+    "resume_from_checkpoint": "resume",
+    "sequence_len": "max_length",
+}
+"""What other trainers call our keys."""
 
 
 def known_keys(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
-from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, Progress, TrainState
+from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, TrainState
 from shardwise.training.data import Batch
 from shardwise.training.options import TrainOptions
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts, TrainReport
@@ -129,7 +129,7 @@ def train(
         steps=tuple(run.done),
         evaluations=tuple(run.evaluated),
         is_stopped=run.is_stopped,
-        last_step=run.progress.step,
+        last_step=run.step,
     )
 
 
@@ -166,7 +166,8 @@ class _Run:
         )
         self.total = len(steps)
         self.schedule = make_schedule(self.optimizer, options, self.total)
-        self.progress = Progress()
+        self.step = 0
+        self.best_loss = math.inf
         self.kept_step = 0
         self.is_stopped = False
         self.failure: Exception | None = None
@@ -178,15 +179,17 @@ class _Run:
         if isinstance(self.checkpoints, NoCheckpoints):
             return
         start = time.perf_counter()
-        if not self.checkpoints.keeper.restore(self._state()):
+        known = self.checkpoints.keeper.restore(self._state())
+        if known is None:
             return
-        self.kept_step = self.progress.step
+        self.step = self.kept_step = int(known["step"])
+        self.best_loss = math.inf if known["best_loss"] is None else float(known["best_loss"])
         if len(self.steps) != self.total:  # the steps are of another size now, and so of another number
             self.total = len(self.steps)
             state = self.schedule.state_dict()
             self.schedule = make_schedule(self.optimizer, self.options, self.total)
             self.schedule.load_state_dict(state)
-        self._tell(CheckpointFacts(self.progress.step, time.perf_counter() - start, "restored"))
+        self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored"))
 
     def go(self) -> None:
         """All steps that are left, or those until somebody asks to stop. Collective: yes."""
@@ -202,14 +205,14 @@ class _Run:
                 self._keep()
         self._raise_failure()
         if isinstance(self.checkpoints, Checkpoints):
-            if self.progress.step > self.kept_step and (self.is_stopped or self.checkpoints.every is not None):
+            if self.step > self.kept_step and (self.is_stopped or self.checkpoints.every is not None):
                 self._keep()
             self.checkpoints.keeper.wait()
 
     def _step(self, batches: Sequence[Batch]) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
         start = time.perf_counter()
-        number = self.progress.step + 1
+        number = self.step + 1
         tokens, supervised_tokens = sum_over_ranks(
             self.world,
             self.device,
@@ -233,7 +236,7 @@ class _Run:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.progress.step = number
+        self.step = number
         facts = StepFacts(
             step=number,
             loss=loss,
@@ -281,18 +284,18 @@ class _Run:
             case NoEvaluation() | NoCheckpoints():
                 return False
             case Evaluation():
-                is_last = self.progress.step == self.total
-                return is_last or (what.every is not None and self.progress.step % what.every == 0)
+                is_last = self.step == self.total
+                return is_last or (what.every is not None and self.step % what.every == 0)
             case Checkpoints():
-                return what.every is not None and self.progress.step % what.every == 0
+                return what.every is not None and self.step % what.every == 0
 
     def _evaluate(self) -> None:
         assert isinstance(self.evaluation, Evaluation)
         start = time.perf_counter()
         loss, tokens = evaluate(self.model, self.evaluation.batches, self.device, self.options)
-        is_best = loss < self.progress.best_loss
-        self.progress.best_loss = min(loss, self.progress.best_loss)
-        facts = EvaluationFacts(self.progress.step, loss, tokens, time.perf_counter() - start, is_best)
+        is_best = loss < self.best_loss
+        self.best_loss = min(loss, self.best_loss)
+        facts = EvaluationFacts(self.step, loss, tokens, time.perf_counter() - start, is_best)
         self.evaluated.append(facts)
         self._tell(facts)
         if is_best:
@@ -301,12 +304,13 @@ class _Run:
     def _keep(self) -> None:
         assert isinstance(self.checkpoints, Checkpoints)
         start = time.perf_counter()
-        self.checkpoints.keeper.save(self.progress.step, self._state())
-        self.kept_step = self.progress.step
-        self._tell(CheckpointFacts(self.progress.step, time.perf_counter() - start, "saved"))
+        self.checkpoints.keeper.save(self.step, self._state())
+        self.kept_step = self.step
+        self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 
     def _state(self) -> TrainState:
-        return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.progress)
+        user = {"step": self.step, "best_loss": self.best_loss if self.best_loss < math.inf else None}
+        return TrainState(self.model, self.optimizer, self.schedule, self.steps, user)
 
 
 def make_schedule(

@@ -1,0 +1,278 @@
+"""Evaluation, checkpoints, stopping: a training that ends and goes on is one that did not end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training import tiny
+from tests.training.keeping import MemoryKeeper
+
+from shardwise.errors import ConfigError, StorageError, TrainingError
+from shardwise.training.checkpoints import Checkpoints
+from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
+from shardwise.training.loop import Evaluation, evaluate, train
+from shardwise.training.metrics import MetricsFile, Trackers
+from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts
+from shardwise.training.stopping import StopRequest, stopping_on_signals
+
+OPTIONS = TrainOptions(
+    learning_rate=1e-3, duration=Epochs(3), batch_size=3, warmup=Ratio(0.2), schedule="linear", seed=7
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> TrainData:
+    chats = tiny.write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 8)
+    return read_data(chats, tiny.tokenizer(), max_length=64)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_training_that_stopped_goes_on_as_if_it_had_not(data: TrainData) -> None:
+    model = tiny.model()
+    whole = train(model, step_loader(data, OPTIONS), OPTIONS)
+    expected = weights(model)
+
+    keeper, stop = MemoryKeeper(), StopRequest()
+
+    def ask(facts: Facts) -> None:
+        if facts.step == 4:
+            stop.number = signal.SIGTERM
+
+    first = train(
+        tiny.model(), step_loader(data, OPTIONS), OPTIONS, ask, checkpoints=Checkpoints(keeper), stop=stop
+    )
+    # It was asked once the fourth step was done, and agreed on that in the fifth.
+    assert (first.is_stopped, first.last_step, list(keeper.kept), keeper.waited) == (True, 5, [5], 1)
+
+    model = tiny.model()
+    told: list[Facts] = []
+    rest = train(model, step_loader(data, OPTIONS), OPTIONS, told.append, checkpoints=Checkpoints(keeper))
+    assert (rest.is_stopped, rest.last_step) == (False, 9)
+    assert isinstance(told[0], CheckpointFacts)
+    assert (told[0].kind, told[0].step) == ("restored", 5)
+    assert [*first.losses, *rest.losses] == whole.losses
+    rates = [step.learning_rate for report in (first, rest) for step in report.steps]
+    assert rates == [step.learning_rate for step in whole.steps]
+    assert [round(step.epoch, 3) for step in rest.steps] == [2.0, 2.375, 2.75, 3.0]
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
+
+
+def test_checkpoints_every_so_many_steps_and_at_the_end(data: TrainData) -> None:
+    keeper = MemoryKeeper()
+    train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper, every=4))
+    assert list(keeper.kept) == [4, 8, 9]
+    report = train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper, every=4))
+    assert (report.steps, report.last_step) == ((), 9)
+    assert keeper.waited == 2
+
+
+def test_other_data_cannot_be_gone_on_with(data: TrainData, tmp_path: Path) -> None:
+    keeper = MemoryKeeper()
+    train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper, every=4))
+    other = read_data(tiny.write_chats(tmp_path / "more.jsonl", 9), tiny.tokenizer(), max_length=64)
+    with pytest.raises(ConfigError, match=r"more.jsonl: the position is one in other data \(rows 8 then and 9 now"):
+        train(tiny.model(), step_loader(other, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper, every=4))
+
+
+def test_a_loss_that_is_no_number_names_its_rows_and_keeps_nothing(data: TrainData) -> None:
+    keeper = MemoryKeeper()
+    model = tiny.model()
+
+    def spoil(facts: Facts) -> None:
+        if facts.step == 4 and isinstance(facts, StepFacts):
+            with torch.no_grad():
+                model.model.norm.weight.fill_(math.nan)
+
+    with pytest.raises(TrainingError) as caught:
+        train(model, step_loader(data, OPTIONS), OPTIONS, spoil, checkpoints=Checkpoints(keeper, every=3))
+    steps = list(step_loader(data, OPTIONS))
+    lines = sorted(line for batch in steps[4] for line in batch.lines)
+    assert str(caught.value).startswith("step 5: the loss is nan")
+    assert f"rank 0: {data.path}, lines {', '.join(map(str, lines))})" in str(caught.value)
+    assert list(keeper.kept) == [3]
+
+
+def test_evaluation_is_the_mean_of_all_tokens(data: TrainData) -> None:
+    model = tiny.model()
+    everything = evaluation_batches(data, Padded(), 8)
+    loss, tokens = evaluate(model, everything, torch.device("cpu"), OPTIONS)
+    [batch] = list(everything)
+    with torch.no_grad():
+        expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+    assert (loss, tokens) == (pytest.approx(float(expected), abs=1e-5), data.supervised_tokens)
+    assert evaluate(model, evaluation_batches(data, Padded(), 3), torch.device("cpu"), OPTIONS)[0] == (
+        pytest.approx(loss, abs=1e-6)
+    )
+
+
+def test_the_best_is_kept_and_known_again(data: TrainData) -> None:
+    best: list[int] = []
+    told: list[Facts] = []
+    evaluation = Evaluation(evaluation_batches(data, Padded(), 8), 2, lambda facts: best.append(facts.step))
+    keeper = MemoryKeeper()
+    model = tiny.model()
+    dropout: list[bool] = []
+    model.model.register_forward_hook(lambda module, *_: dropout.append(module.training))
+    report = train(
+        model,
+        step_loader(data, OPTIONS),
+        OPTIONS,
+        told.append,
+        evaluation=evaluation,
+        checkpoints=Checkpoints(keeper, every=9),
+    )
+    assert [found.step for found in report.evaluations] == [2, 4, 6, 8, 9]
+    assert [found for found in told if isinstance(found, EvaluationFacts)] == list(report.evaluations)
+    assert best == [found.step for found in report.evaluations if found.is_best]
+    assert best[-1] == 9
+    assert report.evaluations[0].perplexity == pytest.approx(math.exp(report.evaluations[0].loss))
+    assert (dropout.count(False), dropout.count(True)) == (5, 9)
+    assert keeper.kept[9]["user"] == {"step": 9, "best_loss": report.evaluations[-1].loss}
+
+
+def test_what_a_listener_raises_ends_the_training_at_the_next_step(data: TrainData) -> None:
+    def fail(facts: Facts) -> None:
+        raise StorageError(f"no place for step {facts.step}")
+
+    with pytest.raises(StorageError, match="no place for step 1"):
+        train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, fail)
+
+
+def test_signals_ask_once_and_then_end() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping_on_signals() as stop:
+        assert not stop.is_made
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_made
+        assert stop.number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("cosine_with_min_lr", {"min_lr_rate": 0.1}), ("warmup_stable_decay", {"num_decay_steps": 3})],
+)
+def test_schedules_take_options(data: TrainData, schedule: Any, options: dict[str, Any]) -> None:
+    chosen = TrainOptions(schedule=schedule, schedule_options=options, duration=Steps(4), batch_size=8)
+    assert len(train(tiny.model(), step_loader(data, chosen), chosen).steps) == 4
+    wrong = TrainOptions(schedule=schedule, schedule_options={"min_lr_rat": 1}, batch_size=8)
+    with pytest.raises(ConfigError, match=rf"the schedule '{schedule}' cannot be made"):
+        train(tiny.model(), step_loader(data, wrong), wrong)
+
+
+# Metrics
+
+
+def step(number: int, loss: float = 1.0) -> StepFacts:
+    return StepFacts(number, loss, 1e-3, 1.0, 10, 5, 0.5, 1)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_go_on_after_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    for facts in (
+        step(1),
+        EvaluationFacts(1, 2.0, 5, 0.1, True),
+        step(2),
+        CheckpointFacts(2, 0.1, "saved"),
+        step(3),
+    ):
+        first.tell(facts)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')  # killed here
+
+    second = MetricsFile(path)
+    for facts in (CheckpointFacts(2, 0.1, "restored"), step(3, loss=7.0)):
+        second.tell(facts)
+    second.close()
+    found = [(line["kind"], line["step"]) for line in read(path)]
+    assert found == [
+        ("step", 1),
+        ("evaluation", 1),
+        ("step", 2),
+        ("checkpoint_saved", 2),
+        ("checkpoint_restored", 2),
+        ("step", 3),
+    ]
+    assert (read(path)[-1]["loss"], read(path)[-1]["tokens_per_second"]) == (7.0, 20.0)
+
+    third = MetricsFile(path)
+    third.tell(step(1))
+    third.close()
+    assert [line["step"] for line in read(path)] == [1]
+
+
+def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics.jsonl: it cannot be written"):
+        MetricsFile(tmp_path / "metrics.jsonl").tell(step(1))
+
+
+def test_a_tracker_of_accelerate_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+    told: list[tuple[str, Any]] = []
+
+    class Fake(tracking.GeneralTracker):
+        name = "fake"
+        requires_logging_directory = True
+
+        def __init__(self, run_name: str, logging_dir: str, mood: str) -> None:
+            super().__init__()
+            told.append(("made", (run_name, logging_dir, mood)))
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def start(self) -> None:
+            told.append(("start", None))
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            told.append(("config", values))
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            told.append((f"step {step}", values))
+
+        def finish(self) -> None:
+            told.append(("finish", None))
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "fake", Fake)
+    options = {"fake": {"mood": "good"}}
+    trackers = Trackers(["fake"], tmp_path, "mine", {"a": {"b": 1, "c": None}}, options)
+    trackers.tell(step(3))
+    trackers.tell(EvaluationFacts(3, 2.0, 5, 0.1, True))
+    trackers.close()
+    assert told[:3] == [
+        ("made", ("mine", str(tmp_path), "good")),
+        ("start", None),
+        ("config", {"a.b": 1, "a.c": "None"}),
+    ]
+    assert told[3][0] == "step 3"
+    assert told[3][1]["train/loss"] == 1.0
+    assert set(told[4][1]) == {
+        f"evaluation/{name}" for name in ("loss", "perplexity", "seconds", "supervised_tokens")
+    }
+    assert told[-1] == ("finish", None)
+    with pytest.raises(ConfigError, match="fake cannot be started"):
+        Trackers(["fake"], tmp_path, "mine", {}, {"fake": {"moood": 1}})
