@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from shardwise.cli.launch import fail, run_ranks
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, StepFacts
 
 if TYPE_CHECKING:
@@ -97,8 +97,12 @@ def read_arguments(arguments: Sequence[str]) -> TrainConfig:
     Raises:
         ConfigError: it cannot be read, or names what is wrong.
     """
-    from shardwise.training.config import read_config
-
+    try:
+        from shardwise.training.config import read_config
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"configurations are read by {error.name}, which is not installed; pip install 'shardwise[train]'"
+        ) from error
     files = [argument for argument in arguments[:1] if "=" not in argument]
     return read_config(files[0] if files else None, arguments[len(files) :])
 

@@ -7,11 +7,13 @@ afterwards, so that every fault is named at once, with its path, before anything
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import ConfigError
@@ -59,7 +61,9 @@ class FreezeTuning(Section):
         if self.trainable_modules and not self.trainable_layers:
             raise ValueError("trainable_modules are inside of trainable_layers, of which there are none")
         if not self.trainable_layers and not self.extra_modules:
-            raise ValueError("say what is trained: trainable_layers (the last n, or the first as -n) or extra_modules")
+            raise ValueError(
+                "say what is trained: trainable_layers (the last n, or the first as -n) or extra_modules"
+            )
         return self
 
 
@@ -84,8 +88,12 @@ class LoraTuning(Section):
 
     @model_validator(mode="after")
     def _one_config(self) -> LoraTuning:
-        default = LoraTuning(method="lora", adapter=self.adapter, placement=self.placement) if self.adapter else self
-        if others := [name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)]:
+        others = [
+            name
+            for name, field in type(self).model_fields.items()
+            if name not in ("method", "adapter", "placement") and getattr(self, name) != field.default
+        ]
+        if self.adapter is not None and others:
             raise ValueError(f"adapter has a config of its own, so that {', '.join(others)} cannot be given")
         return self
 
@@ -268,7 +276,7 @@ class TrainConfig(Section):
 
     def to_yaml(self) -> str:
         """Every key with its value."""
-        return str(_omegaconf().OmegaConf.to_yaml(_omegaconf().OmegaConf.create(self.model_dump())))
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
 
 
 _SHORT = {"model": "name", "tuning": "method", "data": "train", "output": "directory", "schedule": "name"}
@@ -281,27 +289,25 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file cannot be read; or naming every key that is unknown, missing or wrong.
     """
-    omegaconf = _omegaconf()
     told = file or "the configuration"
-    merged = omegaconf.OmegaConf.create()
+    merged: Any = OmegaConf.create()
     try:
         if file is not None:
-            merged = omegaconf.OmegaConf.load(file)
-            if not isinstance(merged, omegaconf.DictConfig):
+            merged = OmegaConf.load(file)
+            if not isinstance(merged, DictConfig):
                 raise ConfigError(f"{file}: it is a list, not keys with values")
-            merged = _in_full(omegaconf, merged)
+            merged = _in_full(merged)
         for override in overrides:
             key, separator, _ = override.partition("=")
             if not separator or not key.strip("."):
                 raise ConfigError(
                     f"{override!r}: overrides are written key=value, such as optimizer.learning_rate=1e-4"
                 )
-            one = omegaconf.OmegaConf.from_dotlist([override])
-            merged = omegaconf.OmegaConf.merge(merged, _in_full(omegaconf, one))
-        value = omegaconf.OmegaConf.to_container(merged, resolve=True)
+            merged = OmegaConf.merge(merged, _in_full(OmegaConf.from_dotlist([override])))
+        value = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(f"{file}: the configuration cannot be read ({error.strerror or error})") from error
-    except (omegaconf.errors.OmegaConfBaseException, *_yaml_errors(), UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{told}: the configuration cannot be read ({error})") from error
     return config_of(value, told)
 
@@ -326,13 +332,13 @@ def config_of(value: object, told: str = "the configuration") -> TrainConfig:
         raise ConfigError("\n".join([f"{told}: the training cannot be set up so", *lines])) from error
 
 
-def _in_full(omegaconf: Any, config: Any) -> Any:
+def _in_full(config: DictConfig) -> DictConfig:
     """With sections where one of their keys was given for them."""
-    whole = omegaconf.OmegaConf.to_container(config, resolve=False)
+    whole: Any = OmegaConf.to_container(config, resolve=False)
     for section, key in _SHORT.items():
         if isinstance(whole.get(section), str):
             whole[section] = {key: whole[section]}
-    return omegaconf.OmegaConf.create(whole)
+    return OmegaConf.create(whole)
 
 
 def _explained(fault: Mapping[str, Any]) -> tuple[str, str]:
@@ -434,16 +440,3 @@ def known_keys(section: type[Section] = TrainConfig, prefix: str = "") -> Iterat
         yield f"{prefix}{name}"
         for inner in _sections(field.annotation):
             yield from known_keys(inner, f"{prefix}{name}.")
-
-
-def _omegaconf() -> Any:
-    try:
-        return importlib.import_module("omegaconf")
-    except ImportError as error:
-        raise ConfigError(
-            "configurations are read by omegaconf, which is not installed; pip install 'shardwise[train]'"
-        ) from error
-
-
-def _yaml_errors() -> tuple[type[Exception], ...]:
-    return (importlib.import_module("yaml").YAMLError,)

@@ -13,6 +13,7 @@ from shardwise.execution.world import World
 from shardwise.report import LoadReport, SaveReport
 from shardwise.training.checkpoints import Checkpointing, NoCheckpoints
 from shardwise.training.config import TrainConfig
+from shardwise.training.configured import row_layout, sharding_of
 from shardwise.training.data import (
     Malformed,
     RefuseRows,
@@ -32,9 +33,7 @@ from shardwise.training.prepare import (
     require_blind_rows,
     require_embeddings,
     require_place,
-    row_layout,
     set_attention,
-    sharding_of,
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Facts, TrainReport
