@@ -61,9 +61,7 @@ class FreezeTuning(Section):
         if self.trainable_modules and not self.trainable_layers:
             raise ValueError("trainable_modules are inside of trainable_layers, of which there are none")
         if not self.trainable_layers and not self.extra_modules:
-            raise ValueError(
-                "say what is trained: trainable_layers (the last n, or the first as -n) or extra_modules"
-            )
+            raise ValueError("say what is trained: trainable_layers (the last n; -n: the first) or extra_modules")
         return self
 
 
@@ -338,7 +336,8 @@ def _in_full(config: DictConfig) -> DictConfig:
     for section, key in _SHORT.items():
         if isinstance(whole.get(section), str):
             whole[section] = {key: whole[section]}
-    return OmegaConf.create(whole)
+    expanded: DictConfig = OmegaConf.create(whole)
+    return expanded
 
 
 def _explained(fault: Mapping[str, Any]) -> tuple[str, str]:
