@@ -84,8 +84,8 @@ class Sharding:
     ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
     process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
     the root group stays gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` and
-    ``compiling`` are for the blocks as :func:`repeated_blocks` finds them, whatever the groups are, and also without
-    a mesh.
+    ``compiling`` are for the blocks as :func:`repeated_blocks` finds them, whatever the groups are, and without a
+    mesh too.
     """
 
     mesh: DeviceMesh | None = None
@@ -226,9 +226,9 @@ def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None
     fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
         raise PlacementError(
-            f"reshard_after_forward={reshard_after_forward}: a number is that of ranks among which a block is dealt "
-            f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or True "
-            "or False"
+            f"reshard_after_forward={reshard_after_forward}: a number is that of ranks to which a block is dealt "
+            f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or "
+            "True or False"
         )
 
 

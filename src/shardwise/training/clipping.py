@@ -75,12 +75,11 @@ def norm_share(parameters: Sequence[nn.Parameter], norm_type: float, ranks: int)
         device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = {copies: _norm(tensors, norm_type).double() for copies, tensors in holders.items()}
+    device = next(iter(norms.values())).device
     if norm_type == math.inf:
-        # Collectives may lose a NaN when they look for the greatest.
-        return (
-            torch.stack([norm.to(_device(norms)) for norm in norms.values()]).max().nan_to_num(math.inf, math.inf)
-        )
-    return torch.stack([(norm.square() / copies).to(_device(norms)) for copies, norm in norms.items()]).sum()
+        greatest = torch.stack([norm.to(device) for norm in norms.values()]).max()
+        return greatest.nan_to_num(math.inf, math.inf)  # a collective may lose a NaN on looking for the greatest
+    return torch.stack([(norm.square() / copies).to(device) for copies, norm in norms.items()]).sum()
 
 
 def norm_of(total: float, norm_type: float) -> float:
@@ -117,7 +116,10 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     ]
     if wide:
         norms.append(nn.utils.get_total_norm(wide, norm_type))
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
+    return total
 
 
 def _copies(parameter: nn.Parameter, ranks: int) -> float:

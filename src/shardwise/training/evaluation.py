@@ -17,7 +17,7 @@ from shardwise.execution.world import World
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is in its own mode again, and sharded.
 
-    FSDP2 keeps the root group gathered after a forward pass for the backward pass that follows, which none does here.
+    FSDP2 keeps the root group gathered after a forward pass, for a backward pass that none of these has.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

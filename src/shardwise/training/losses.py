@@ -1,14 +1,14 @@
 """The cross entropy of a batch: from whole logits, or from those of a few tokens at a time.
 
-[Note: Logits in chunks] Logits of all tokens take more memory than anything else of a step: 151,936 words and 8,192
-tokens in float32 are 5 GB, and their gradient as much. In chunks, the head is applied to some tokens, their loss is
-taken and led back to the head's weight and to its input at once, and the logits are freed. So no logits are kept for
-the backward pass, and nothing is computed twice.
+[Note: Logits in chunks] Logits of all tokens take more memory than anything else of a step: 151,936 words and
+8,192 tokens in float32 are 5 GB, and their gradient as much. In chunks, the head is applied to some tokens, their
+loss is taken and led back to the head's weight and to its input at once, and the logits are freed. So no logits are
+kept for the backward pass, and nothing is computed twice.
 
 The head must see its parameters whole, which FSDP2 sees to by hooks around the forward passes of the head (where it
 is a group of its own) and of the root. So the work is done inside of these: for the time of one pass the root has
-another ``forward``, which runs the model's own with a stand-in for the head, and then the head, called as ever, with
-a ``forward`` that returns the loss. What a model does to its logits (softcapping, a scale) it does to a
+another ``forward``, which runs the model's own with a stand-in for the head, and then the head, called as ever,
+with a ``forward`` that returns the loss. What a model does to its logits (softcapping, a scale) it does to a
 :class:`RecordedLogits`, which writes it down, and each chunk repeats it.
 """
 
@@ -123,7 +123,7 @@ def _why_not(model: nn.Module, head: Head, computing: Callable[[], AbstractConte
 
 _TRIED_TOKENS = 8
 _TOLERANCE = 1e-2
-"""Of sums in bfloat16 in another order. What is done to logits is repeated, not guessed, so little is left to find."""
+"""Of sums in bfloat16 in another order. What is done to logits is repeated, not guessed: little is left to find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +289,12 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The summed cross entropy of ``head(hidden)``, of which never more than ``tokens`` rows exist.
 
-    Gradients of ``hidden`` and of the parameters are computed together with the loss, so the backward pass, of which
-    there can be one, computes nothing. They are summed in float32 at least.
+    Gradients of ``hidden`` and of the parameters are computed together with the loss, so the backward pass, of
+    which there can be one, computes nothing. They are summed in float32 at least.
 
     Collective: no.
-    Memory: about 12 * ``tokens`` bytes for each word; until the backward pass, gradients of ``hidden`` and parameters.
+    Memory: about 12 * ``tokens`` bytes for each word; until the backward pass, gradients of ``hidden`` and of the
+    parameters.
 
     Args:
         hidden: (rows, width).

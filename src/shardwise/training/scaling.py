@@ -37,8 +37,8 @@ class GradientScaler:
     def __init__(self, scale: float = 65536.0, *, factor: float = 2.0, patience: int = 2000) -> None:
         if not (0 < scale < math.inf and 1 < factor < math.inf and patience >= 1):
             raise ConfigError(
-                f"scale={scale}, factor={factor}, patience={patience}: the scale must be greater than 0, the factor "
-                "than 1, and the patience 1 step or more"
+                f"scale={scale}, factor={factor}, patience={patience}: the scale must be greater than 0, the "
+                "factor than 1, and the patience 1 step or more"
             )
         self.scale = scale
         self.factor = factor

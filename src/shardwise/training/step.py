@@ -67,8 +67,8 @@ class StepWork:
         The loss is that of all supervised tokens divided by their number on all ranks and in all micro-batches, so
         that the numbers of ranks and of micro-batches do not change the result.
 
-        Collective: yes. Beside what FSDP2 exchanges, twice a few numbers: tokens are counted while the first forward
-        pass goes on, loss and norm are summed after the last backward pass. The host waits for the device once.
+        Collective: yes. Beside what FSDP2 exchanges, a few numbers twice: tokens are counted while the first
+        forward pass goes on, loss and norm are summed after the last backward pass. Then the host waits.
         """
         device = self.parameters[0].device
         counts = _Counts(self.world, batches)

@@ -47,15 +47,15 @@ def require_synchronised(model: nn.Module, world: World) -> None:
             alone.append(canonical(name))
     if alone:
         raise ConfigError(
-            f"{_in_words(alone)} trained, but neither sharded nor averaged over the {world.size} ranks, so that each "
-            "rank would train its own; have them there before the model is sharded (shardwise.from_pretrained, "
+            f"{_in_words(alone)} trained, but neither sharded nor averaged over the {world.size} ranks, so that "
+            "each rank would train its own; have them there before the model is sharded (shardwise.from_pretrained, "
             "shardwise.shard), call shardwise.models.wrap.average_replicated_gradients(model, mesh) after adding "
             "them, or freeze them"
         )
     if elsewhere:
         raise ConfigError(
-            f"{_in_words(elsewhere)} trained, but on a mesh that has not all of the {world.size} ranks, so that the "
-            "others would train their own; shard the model on a mesh of all ranks, with a further axis for replicas"
+            f"{_in_words(elsewhere)} trained, but on a mesh that has not all of the {world.size} ranks, so that "
+            "the others would train their own; shard the model on a mesh of all ranks, with an axis for replicas"
         )
 
 
