@@ -158,6 +158,6 @@ def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
 
 def _twice(name: str) -> str:
     return (
-        f"{name} recomputes activations by itself (gradient_checkpointing_enable), and would once more by "
-        "activation_checkpointing=PerBlock(); take one: call gradient_checkpointing_disable(), or pass Off()"
+        f"{name} recomputes activations by itself (its gradient_checkpointing is on), and would once more by "
+        "activation_checkpointing=PerBlock(); take one: turn the model's own off, or pass Off()"
     )

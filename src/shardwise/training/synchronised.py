@@ -48,9 +48,8 @@ def require_synchronised(model: nn.Module, world: World) -> None:
     if alone:
         raise ConfigError(
             f"{_in_words(alone)} trained, but neither sharded nor averaged over the {world.size} ranks, so that "
-            "each rank would train its own; have them there before the model is sharded (shardwise.from_pretrained, "
-            "shardwise.shard), call shardwise.models.wrap.average_replicated_gradients(model, mesh) after adding "
-            "them, or freeze them"
+            "each rank would train its own; have them there before the model is sharded (from_pretrained, shard), "
+            "call shardwise.models.wrap.average_replicated_gradients(model, mesh) after adding them, or freeze them"
         )
     if elsewhere:
         raise ConfigError(
