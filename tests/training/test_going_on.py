@@ -15,12 +15,14 @@ from tests.training import tiny
 from tests.training.keeping import MemoryKeeper
 
 from shardwise.errors import ConfigError, StorageError, TrainingError
+from shardwise.execution.world import World
 from shardwise.training.checkpoints import Checkpoints
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts
+from shardwise.training.step import StepWork
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
 OPTIONS = TrainOptions(
@@ -106,14 +108,13 @@ def test_a_loss_that_is_no_number_names_its_rows_and_keeps_nothing(data: TrainDa
 def test_evaluation_is_the_mean_of_all_tokens(data: TrainData) -> None:
     model = tiny.model()
     everything = evaluation_batches(data, Padded(), 8)
-    loss, tokens = evaluate(model, everything, torch.device("cpu"), OPTIONS)
+    work = StepWork(world=World.current(), model=model, parameters=list(model.parameters()), options=OPTIONS)
+    loss, tokens = evaluate(work, everything)
     [batch] = list(everything)
     with torch.no_grad():
         expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
     assert (loss, tokens) == (pytest.approx(float(expected), abs=1e-5), data.supervised_tokens)
-    assert evaluate(model, evaluation_batches(data, Padded(), 3), torch.device("cpu"), OPTIONS)[0] == (
-        pytest.approx(loss, abs=1e-6)
-    )
+    assert evaluate(work, evaluation_batches(data, Padded(), 3))[0] == pytest.approx(loss, abs=1e-6)
 
 
 def test_the_best_is_kept_and_known_again(data: TrainData) -> None:

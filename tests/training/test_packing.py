@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from shardwise.errors import ConfigError
+from shardwise.execution.world import World
 from shardwise.training.data import (
     IGNORED,
     Flattened,
@@ -34,8 +35,7 @@ from shardwise.training.masking import Example
 from shardwise.training.options import Epochs, TrainOptions
 from shardwise.training.packing import pack_rows
 from shardwise.training.prepare import require_blind_rows
-
-CPU = torch.device("cpu")
+from shardwise.training.step import StepWork
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,12 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(
 ) -> None:
     model = build()
     model.set_attn_implementation(attention)
-    options = TrainOptions()
-    expected = evaluate(model, evaluation_batches(data, Padded(), 1), CPU, options)
+    parameters = list(model.parameters())
+    work = StepWork(world=World.current(), model=model, parameters=parameters, options=TrainOptions())
+    expected = evaluate(work, evaluation_batches(data, Padded(), 1))
     batches = evaluation_batches(data, layout, 2)
     assert max(len(batch.lines) for batch in batches) > 2
-    found = evaluate(model, batches, CPU, options)
+    found = evaluate(work, batches)
     assert found == (pytest.approx(expected[0], abs=1e-6), expected[1])
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,20 +17,24 @@ from transformers import get_scheduler
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
+from shardwise.training.accumulation import Accumulation, WholeGradients
 from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, TrainState
 from shardwise.training.data import Batch
+from shardwise.training.evaluation import evaluating
+from shardwise.training.losses import Loss, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts, TrainReport
+from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.step import (
-    backward,
-    clip_gradients,
+    StepGradient,
+    StepWork,
     computing_in,
     parameter_groups,
     require_finite,
     sum_over_ranks,
-    summed_loss,
 )
 from shardwise.training.stopping import StopRequest
+from shardwise.training.synchronised import require_synchronised
 
 _SHOWN_ROWS = 20
 
@@ -76,6 +81,7 @@ class Evaluation:
 Evaluating: TypeAlias = NoEvaluation | Evaluation
 
 _NOT_EVALUATED, _NOT_KEPT = NoEvaluation(), NoCheckpoints()
+_WHOLE_LOGITS, _WHOLE_GRADIENTS = WholeLogits(), WholeGradients()
 
 
 def train(
@@ -84,6 +90,8 @@ def train(
     options: TrainOptions,
     on_facts: Callable[[Facts], object] = lambda facts: None,
     *,
+    loss: Loss = _WHOLE_LOGITS,
+    accumulation: Accumulation = _WHOLE_GRADIENTS,
     evaluation: Evaluating = _NOT_EVALUATED,
     checkpoints: Checkpointing = _NOT_KEPT,
     stop: StopRequest | None = None,
@@ -103,6 +111,8 @@ def train(
         steps: as of :func:`~shardwise.training.data.step_loader`; as many on every rank.
         options: what they say about data is of no concern here.
         on_facts: told about each step, evaluation and checkpoint, on every rank, after it.
+        loss: how it is taken; see :func:`~shardwise.training.losses.prepare_loss`.
+        accumulation: what is kept of gradients between micro-batches.
         evaluation: what else is looked at, and when.
         checkpoints: what is kept, and gone on from.
         stop: asked on any rank, it lets all ranks finish the same step, keep it, and return.
@@ -110,13 +120,24 @@ def train(
     Raises:
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step, and no
             checkpoint was taken since.
-        ConfigError: nothing requires a gradient, or the schedule cannot be made.
+        ConfigError: nothing requires a gradient, or what does is neither sharded nor averaged; or the schedule
+            cannot be made.
     """
     world = World.current()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
-    run = _Run(world, model, parameters, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
+    require_synchronised(model, world)
+    work = StepWork(
+        world=world,
+        model=model,
+        parameters=parameters,
+        options=options,
+        loss=loss,
+        accumulation=accumulation,
+        scaling=GradientScaler() if options.dtype == "float16" else Unscaled(),
+    )
+    run = _Run(work, steps, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
     run.resume()
@@ -138,28 +159,25 @@ class _Run:
 
     def __init__(
         self,
-        world: World,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        work: StepWork,
         steps: StepSource,
-        options: TrainOptions,
         on_facts: Callable[[Facts], object],
         evaluation: Evaluating,
         checkpoints: Checkpointing,
         stop: StopRequest,
     ) -> None:
-        self.world = world
-        self.model = model
-        self.parameters = parameters
-        self.device = parameters[0].device
+        self.work = work
+        self.world = work.world
+        self.model = work.model
+        self.options = options = work.options
+        self.device = work.parameters[0].device
         self.steps = steps
-        self.options = options
         self.on_facts = on_facts
         self.evaluation = evaluation
         self.checkpoints = checkpoints
         self.stop = stop
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(parameters, options.weight_decay),
+            parameter_groups(work.parameters, options.weight_decay),
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
@@ -213,42 +231,37 @@ class _Run:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
         start = time.perf_counter()
         number = self.step + 1
-        tokens, supervised_tokens = sum_over_ranks(
-            self.world,
-            self.device,
-            sum(batch.tokens for batch in batches),
-            sum(batch.supervised_tokens for batch in batches),
-        )
-        weight = self.world.size / max(supervised_tokens, 1)
-        share = backward(self.world, self.model, batches, self.device, self.options, scale=weight)
-        total, asked, failed = sum_over_ranks(
-            self.world, self.device, share, self.stop.is_made, self.failure is not None
-        )
+        gradient = self.work.gradient(batches)
+        asked, failed = sum_over_ranks(self.world, self.device, self.stop.is_made, self.failure is not None)
         if failed:
             self._raise_failure()
-        loss = total / max(supervised_tokens, 1)
-        grad_norm = clip_gradients(self.parameters, self.options.max_grad_norm)
-        try:
-            require_finite(number, loss, grad_norm)
-        except TrainingError as error:
-            raise TrainingError(f"{error}. {self._suspects(batches, share)}") from error
+        self._require_finite(number, gradient, batches)
         learning_rate = self.schedule.get_last_lr()[0]
-        self.optimizer.step()
-        self.schedule.step()
+        if self.work.scaling.judge(gradient.grad_norm):
+            self.optimizer.step()
+            self.schedule.step()
         self.optimizer.zero_grad()
         self.step = number
         facts = StepFacts(
             step=number,
-            loss=loss,
+            loss=gradient.loss,
             learning_rate=float(learning_rate),
-            grad_norm=grad_norm,
-            tokens=int(tokens),
-            supervised_tokens=int(supervised_tokens),
+            grad_norm=gradient.grad_norm,
+            tokens=gradient.tokens,
+            supervised_tokens=gradient.supervised_tokens,
             seconds=time.perf_counter() - start,
             memory_bytes=peak_memory(self.device),
             epoch=self.steps.epochs_done,
         )
         return facts, asked > 0
+
+    def _require_finite(self, number: int, gradient: StepGradient, batches: Sequence[Batch]) -> None:
+        """Stop at a step that is no number, and name its rows. A norm that overflowed is a scaler's affair."""
+        norm = gradient.grad_norm if isinstance(self.work.scaling, Unscaled) else 0.0
+        try:
+            require_finite(number, gradient.loss, norm)
+        except TrainingError as error:
+            raise TrainingError(f"{error}. {self._suspects(batches)}") from error
 
     def _tell(self, facts: Facts) -> None:
         """Tell the listener. What it raises waits for the next sum over ranks: others may have nothing to raise."""
@@ -266,18 +279,24 @@ class _Run:
 
         self.world.together(fail)
 
-    def _suspects(self, batches: Sequence[Batch], share: float) -> str:
-        """The rows of a step that is no number: of the ranks whose loss is none, else of all. Collective: yes."""
-        lines = sorted(line for batch in batches for line in batch.lines)
-        told = self.world.gather((math.isfinite(share), lines))
-        guilty = [rank for rank, (is_finite, _) in enumerate(told) if not is_finite] or list(range(len(told)))
-        named = [
-            f"rank {rank}: {self.steps.name_rows(told[rank][1][:_SHOWN_ROWS])}"
-            + (", ..." if len(told[rank][1]) > _SHOWN_ROWS else "")
-            for rank in guilty
-            if told[rank][1]
-        ]
-        return f"The step took these rows ({'; '.join(named)}); no checkpoint holds it"
+    def _suspects(self, batches: Sequence[Batch]) -> str:
+        """The rows of the micro-batches whose loss is no number, looked at once more; else all of the step.
+
+        Collective: yes; every rank has as many micro-batches.
+        """
+        with evaluating(self.model), computing_in(self.model, self.device, self.options):
+            losses = [float(self.work.loss.summed(self.model, batch.to(self.device))) for batch in batches]
+        found = [batch.lines for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
+        everywhere = self.world.gather((found, [batch.lines for batch in batches]))
+        is_found = any(guilty for guilty, _ in everywhere)
+        named = []
+        for rank, (guilty, every) in enumerate(everywhere):
+            lines = sorted(chain.from_iterable(guilty if is_found else every))
+            if lines:
+                more = ", ..." if len(lines) > _SHOWN_ROWS else ""
+                named.append(f"rank {rank}: {self.steps.name_rows(lines[:_SHOWN_ROWS])}{more}")
+        what = "The rows where it is" if is_found else "The rows of the step"
+        return f"{what} ({'; '.join(named)}); no checkpoint holds it"
 
     def _is_due(self, what: Evaluating | Checkpointing) -> bool:
         match what:
@@ -292,7 +311,7 @@ class _Run:
     def _evaluate(self) -> None:
         assert isinstance(self.evaluation, Evaluation)
         start = time.perf_counter()
-        loss, tokens = evaluate(self.model, self.evaluation.batches, self.device, self.options)
+        loss, tokens = evaluate(self.work, self.evaluation.batches)
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         facts = EvaluationFacts(self.step, loss, tokens, time.perf_counter() - start, is_best)
@@ -337,25 +356,19 @@ def make_schedule(
     return schedule
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterable[Batch], device: torch.device, options: TrainOptions
-) -> tuple[float, int]:
+def evaluate(work: StepWork, batches: Iterable[Batch]) -> tuple[float, int]:
     """The mean loss of all supervised tokens of all ranks' batches, in nats, and how many these are.
 
     Collective: yes; every rank has as many batches.
     """
-    world = World.current()
-    mode = model.training
-    model.eval()
+    device = work.parameters[0].device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
-    for batch in batches:
-        with computing_in(model, device, options):
-            loss += summed_loss(model, batch.to(device))
-        tokens += batch.supervised_tokens
-    model.train(mode)
-    total, count = sum_over_ranks(world, device, float(loss), tokens)
+    with evaluating(work.model), computing_in(work.model, device, work.options):
+        for batch in batches:
+            loss += work.loss.summed(work.model, batch.to(device))
+            tokens += batch.supervised_tokens
+    total, count = sum_over_ranks(work.world, device, float(loss), tokens)
     return total / max(count, 1), int(count)
 
 

@@ -21,7 +21,7 @@ Schedule: TypeAlias = Literal[
 ]
 """What the learning rate does after its warm-up; the names are transformers'."""
 
-Precision: TypeAlias = Literal["float32", "bfloat16"]
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """What the forward and backward passes compute in."""
 
 
