@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.reopen import verify
-    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
+    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save, save_adapter
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -130,6 +130,7 @@ _HOMES = {
     "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
+    "save_adapter": "shardwise.verbs.save",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -210,6 +211,7 @@ __all__ = [
     "optimizer_state",
     "plan",
     "save",
+    "save_adapter",
     "set_model_state",
     "set_optimizer_state",
     "shard",

@@ -100,3 +100,47 @@ def what_is_sharded(directory: str, keywords: dict[str, Any]) -> dict[str, str]:
         else f"whole {tuple(parameter.shape)}"
         for name, parameter in model.named_parameters()
     }
+
+
+def save_adapter(
+    directory: str, keywords: dict[str, Any], adapter: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Save an adapter whose elements all matter; what the live model answers, and its values."""
+    model = bring_up(directory, keywords)
+    values = whole_values(model)
+    set_values(model, reference.unsettle(values))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter.mul_(1.5)
+    name = keywords["tuning"].adapter
+    report = shardwise.save_adapter(model, adapter, adapter=name, verify=shardwise.CompareWithMemory())
+    assert report.is_verified
+    with torch.no_grad():
+        answer = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits
+    return answer, whole_values(model)
+
+
+def save_adapter_of_ranks(directory: str, keywords: dict[str, Any], adapter: str) -> dict[str, int]:
+    """Save an adapter that every rank has filled with its own number; the rows that this rank held, by key."""
+    model = bring_up(directory, keywords)
+    rows: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert isinstance(parameter, DTensor)
+            local = parameter.detach().to_local()
+            local.fill_(dist.get_rank() + 1.0)
+            rows[name.replace(".default", "")] = local.shape[0]
+    shardwise.save_adapter(model, adapter)
+    return {key.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): count for key, count in rows.items()}
+
+
+def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None:
+    """Save the adapter of a model with checkpointed blocks, compiled."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    model = bring_up(directory, keywords)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    shardwise.save_adapter(torch.compile(model), adapter)  # type: ignore[arg-type]

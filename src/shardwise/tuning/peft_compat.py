@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.models._torch_private import original_class
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -201,3 +202,21 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
     """``DoraLinearLayer.get_weight_norm`` where ``lora_B`` is zero."""
     norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
     return norms.to(rows.dtype)
+
+
+def save_config(model: Any, adapter: str, folder: str) -> None:
+    """Write ``adapter_config.json`` as ``save_pretrained`` of PEFT does, names in order."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = model.get_base_model()
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    for name in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
+        value = getattr(config, name, None)
+        if isinstance(value, (set, list, tuple)):
+            setattr(config, name, sorted(value))
+    mapping = None
+    if config.task_type is None:
+        kind = original_class(base)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=mapping)

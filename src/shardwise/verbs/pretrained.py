@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack, cast, overload
 
@@ -25,7 +26,9 @@ from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
 from shardwise.storage.urls import without_secrets
-from shardwise.tuning.modes import Full, Tuning
+from shardwise.storage.beside import Beside
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.modes import ExistingLora, Full, Tuning
 from shardwise.tuning.tune import Tuned, tune
 from shardwise.verbs.load import (
     Clock,
@@ -36,6 +39,7 @@ from shardwise.verbs.load import (
     read_index,
     resolve_everywhere,
 )
+from shardwise.verbs.adapters import BESIDE, beside_adapter, open_adapter
 from shardwise.verbs.outline import ModelOptions, Outline, class_of, config_of, outline
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -133,12 +137,14 @@ def from_pretrained(
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
-        with source.closing():
+        with clock.phase("index"):
+            everything, adapter = _with_adapter(world, source, keywords)
+        with everything.closing():
             with clock.phase("plan"):
                 built, pairs = _build_together(world, directory, config, source, keywords)
                 untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
 
-                tuned = world.together(lambda: _tune(built, untied, sharding, keywords))
+                tuned = world.together(lambda: _tune(built, untied, adapter, sharding, keywords))
 
             def ask() -> LoadRequest:
                 if sharding.mesh is not None:
@@ -157,7 +163,7 @@ def from_pretrained(
                     is_tuned="tuning" in keywords,
                 )
 
-            report = carry_out(world, tuned.model, source, ask, clock)
+            report = carry_out(world, tuned.model, everything, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
     if sharding.mesh is not None:
         wrap.average_replicated_gradients(tuned.model, sharding.mesh)
@@ -165,7 +171,28 @@ def from_pretrained(
     return (model, report) if output_loading_info else model
 
 
-def _tune(built: Outline, untied: set[str], sharding: Sharding, keywords: PretrainedOptions) -> Tuned:
+def _with_adapter(
+    world: World, source: OpenSource, keywords: PretrainedOptions
+) -> tuple[OpenSource, Adapter | None]:
+    """A checkpoint, and beside it the adapter that the tuning starts from, if it does. Collective: yes."""
+    tuning = keywords.get("tuning", Full())
+    if not isinstance(tuning, ExistingLora):
+        return source, None
+    with ExitStack() as stack:
+        stack.enter_context(source.closing())
+        folder = resolve_everywhere(world, tuning.directory, keywords.get("hub", HubOptions()))
+        opened = world.together(lambda: open_adapter(folder))
+        stack.enter_context(opened.storage.reader)
+        found = read_index(world, opened.storage)
+        joined, adapter = beside_adapter(source.index, found.index, opened)
+        stack.pop_all()
+    both = replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE))
+    return both, adapter
+
+
+def _tune(
+    built: Outline, untied: set[str], adapter: Adapter | None, sharding: Sharding, keywords: PretrainedOptions
+) -> Tuned:
     """Tie the model, and make it ready to be trained. On meta, on this rank alone."""
     built.tie(untied)
     by_default = Upcast() if "tuning" in keywords else AsItIs()
@@ -174,6 +201,7 @@ def _tune(built: Outline, untied: set[str], sharding: Sharding, keywords: Pretra
         built.bindings_less_ties(),
         keywords.get("tuning", Full()),
         keywords.get("trained", by_default),
+        adapter=adapter,
         casts_to=None if sharding.mesh is None else sharding.mp_policy.param_dtype,
     )
 
