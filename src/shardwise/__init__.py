@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
     from shardwise.storage import HubOptions
+    from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.merge_adapter import merge_adapter
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.reopen import verify
-    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
+    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save, save_adapter
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -70,19 +71,24 @@ _HOMES = {
     "DisagreementError": "shardwise.errors",
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
+    "ExistingLora": "shardwise.tuning.modes",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "Freeze": "shardwise.tuning.modes",
+    "Full": "shardwise.tuning.modes",
     "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
     "Ignore": "shardwise.planning.consent",
+    "InBlocks": "shardwise.tuning.modes",
     "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
     "KeepSource": "shardwise.verbs.merge_weights",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
+    "Lora": "shardwise.tuning.modes",
     "MergedAdapter": "shardwise.models.lora",
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
@@ -95,6 +101,7 @@ _HOMES = {
     "Refuse": "shardwise.planning.consent",
     "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
+    "Replicated": "shardwise.tuning.modes",
     "RequireMemory": "shardwise.planning.forecast",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
@@ -123,6 +130,7 @@ _HOMES = {
     "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
+    "save_adapter": "shardwise.verbs.save",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -143,19 +151,24 @@ __all__ = [
     "DisagreementError",
     "EveryRank",
     "Everything",
+    "ExistingLora",
     "FirstRank",
     "Forecast",
     "FormatError",
+    "Freeze",
+    "Full",
     "FullState",
     "HubNames",
     "HubOptions",
     "Ignore",
+    "InBlocks",
     "InIntervals",
     "Initialize",
     "InternalNames",
     "KeepSource",
     "LoadOptions",
     "LoadReport",
+    "Lora",
     "MergedAdapter",
     "ModelPlan",
     "ModuleListBlocks",
@@ -168,6 +181,7 @@ __all__ = [
     "Refuse",
     "RemoveSource",
     "ReopenReport",
+    "Replicated",
     "RequireMemory",
     "Safetensors",
     "SaveOptions",
@@ -197,6 +211,7 @@ __all__ = [
     "optimizer_state",
     "plan",
     "save",
+    "save_adapter",
     "set_model_state",
     "set_optimizer_state",
     "shard",

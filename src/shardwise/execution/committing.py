@@ -10,7 +10,7 @@ from shardwise.errors import StorageError
 from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
-from shardwise.planning.save_plan import INDEX_FILE, SavePlan
+from shardwise.planning.save_plan import SavePlan
 from shardwise.storage import StorageWriter
 
 
@@ -29,10 +29,10 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Before:
         StorageError: another save is writing there, or the folder cannot be written to.
     """
     take_lock(writer, plan.token)
-    standing = look_at_folder(writer.list(), writer.read(INDEX_FILE))
-    recorded = fingerprints.from_bytes(writer.read(fingerprints.FINGERPRINTS_FILE))
+    standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+    recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
     for name in obsolete(plan, Standing(standing.files, frozenset())):
-        if name != INDEX_FILE and name not in standing.weights:
+        if name != plan.index_file and name not in standing.weights:
             writer.remove(name)  # its space may be needed
     return Before(standing, recorded)
 
@@ -40,7 +40,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Before:
 def undo_save(writer: StorageWriter, plan: SavePlan) -> None:
     """Remove what was made, save for what counts by now; the older save is as it was."""
     with contextlib.suppress(StorageError):
-        if plan.index is None or writer.read(INDEX_FILE) != plan.index:
+        if plan.index is None or writer.read(plan.index_file) != plan.index:
             for file in plan.files:
                 writer.remove(file.name)
     with contextlib.suppress(StorageError):
@@ -68,7 +68,8 @@ def commit_save(
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     recorded = fingerprints.Recorded(sizes, sums)
     both = fingerprints.to_bytes([*before.recorded, recorded])
-    _put_beside(writer, {**small_files, fingerprints.FINGERPRINTS_FILE: both})
+    fingerprints_file = fingerprints.file_beside(plan.stem)
+    _put_beside(writer, {**small_files, fingerprints_file: both})
     for step in commit_steps(plan, before.standing):
         match step:
             case Rename(file, name):
@@ -81,7 +82,7 @@ def commit_save(
     removed = obsolete(plan, before.standing)
     for name in removed:
         writer.remove(name)
-    writer.replace(fingerprints.FINGERPRINTS_FILE, fingerprints.to_bytes([recorded]))
+    writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
     release_lock(writer, plan.token)
     writer.sync_names()
     return removed

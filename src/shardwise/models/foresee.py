@@ -7,7 +7,8 @@ tensor is sharded, and a forecast is as true as what is carried out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -38,9 +39,17 @@ from shardwise.tensors import contiguous_strides
 
 
 def foresee(
-    model: nn.Module, policy: WrapPolicy, mesh: MeshShape, origin_of: Callable[[Held], Origin]
+    model: nn.Module,
+    policy: WrapPolicy,
+    mesh: MeshShape,
+    origin_of: Callable[[Held], Origin],
+    *,
+    root: nn.Module | None = None,
+    kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> WorldLayout:
     """A model as :func:`~shardwise.models.wrap.wrap` would leave it on a mesh; nothing may have sharded it yet.
+
+    ``root`` is what is wrapped of it, by default all; the names of groups are those in it.
 
     Pure: needs no process group, and leaves the model as it is.
 
@@ -48,7 +57,7 @@ def foresee(
         PlacementError: when the policy matches nothing, or the model holds what ``fully_shard`` refuses.
     """
     held = look_inside(model)
-    grouping = group_parameters(model, policy)
+    grouping = group_parameters(root or model, policy, kept_whole)
     fqns = {item.tensor: item.fqn for item in held}
 
     def layout_of_group(group: Group) -> GroupLayout:

@@ -26,6 +26,7 @@ from shardwise.errors import CoverageError
 from shardwise.layout import Kind, Origin
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, writes_to
+from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.programs import Program, Programmed, seed_of, truncated_normal_as_one_step
 from shardwise.models.view import Held, attributes_on_meta
 
@@ -67,8 +68,19 @@ def run_initializers(model: nn.Module, held: Sequence[Held], names: Collection[s
                 reset()
 
 
-def programs_for(model: nn.Module, held: Sequence[Held], names: Collection[str]) -> dict[str, Program]:
-    """The programs of the tensors to initialise, by FQN."""
+def programs_for(
+    model: nn.Module, held: Sequence[Held], names: Collection[str], additions: Additions = NOTHING_ADDED
+) -> dict[str, Program]:
+    """The programs of the tensors to initialise, by FQN; those of vectors of norms are not, see ``RowNorms``."""
+    added = additions.initialised.intersection(names)
+    others = [name for name in names if not additions.begins_here(name)]
+    return {
+        **_traced(held, others, lambda: run_initializers(model, held, others)),
+        **_traced(held, added, additions.initialise),
+    }
+
+
+def _traced(held: Sequence[Held], names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
     if not names:
         return {}
     chosen = {
@@ -78,7 +90,7 @@ def programs_for(model: nn.Module, held: Sequence[Held], names: Collection[str])
     }
     with _own_random_state(0), truncated_normal_as_one_step(), stand_ins(held, chosen):
         try:
-            run_initializers(model, held, names)
+            run()
         except (RuntimeError, NotImplementedError):
             for tensor in chosen.values():
                 tensor.program.is_elementwise = False
@@ -219,11 +231,15 @@ def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
     return value.detach().to(device="cpu", dtype=item.tensor.dtype)
 
 
-def initial_origin(model: nn.Module) -> Callable[[Held], Origin]:
+def initial_origin(model: nn.Module, additions: Additions = NOTHING_ADDED) -> Callable[[Held], Origin]:
     """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
     inside = _inside_pretrained(model)
 
     def origin_of(item: Held) -> Origin:
+        if additions.begins_here(item.fqn):
+            return Origin.TUNING
+        if additions.base is not None and item.fqn not in additions.known_as:
+            return Origin.NOWHERE
         if any(slot.module in inside for slot in item.slots):
             return Origin.INIT_WEIGHTS
         if any(callable(getattr(slot.module, "reset_parameters", None)) for slot in item.slots):

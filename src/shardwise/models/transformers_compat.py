@@ -280,6 +280,14 @@ def fsdp_plan(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "_fsdp_plan", None) or {})
 
 
+def text_layers(model: nn.Module) -> int | None:
+    """How many layers the model's text part has, by its config; None where that does not say."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    found = getattr(text, "num_hidden_layers", None)
+    return found if isinstance(found, int) else None
+
+
 def no_split_classes(model: nn.Module) -> set[str]:
     """Class names of blocks that must stay whole."""
     return set(getattr(model, "_no_split_modules", None) or ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -133,12 +134,14 @@ def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
     return replace(sharding, mesh=mesh)
 
 
-def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+def wrap(
+    model: nn.Module, sharding: Sharding, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> tuple[str, ...]:
     """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
 
     FSDP2 cannot shard parameters without dimensions or without elements, and wants one dtype per group. Such
-    parameters, and those of another dtype that no group of their own can hold, stay whole on every rank; see
-    :func:`average_replicated_gradients`.
+    parameters, those of another dtype that no group of their own can hold, and those in ``kept_whole`` (with the
+    reason) stay whole on every rank; see :func:`average_replicated_gradients`.
 
     Collective: yes (creates process groups the first time a mesh is used).
 
@@ -148,7 +151,7 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     mesh = sharding.mesh
     if mesh is None:
         raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
-    grouping = group_parameters(model, sharding.wrap)
+    grouping = group_parameters(model, sharding.wrap, kept_whole)
     _require_shardable(model, grouping, mesh)
     _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
     options: dict[str, Any] = {
@@ -252,7 +255,9 @@ class Grouping:
     whole: Mapping[nn.Parameter, str]
 
 
-def group_parameters(model: nn.Module, policy: WrapPolicy) -> Grouping:
+def group_parameters(
+    model: nn.Module, policy: WrapPolicy, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> Grouping:
     """Which parameters become groups, and which stay whole: all that :func:`wrap` then carries out.
 
     Pure: needs no mesh and no process group, and leaves the model as it is.
@@ -260,7 +265,7 @@ def group_parameters(model: nn.Module, policy: WrapPolicy) -> Grouping:
     Raises:
         PlacementError: when the policy matches nothing.
     """
-    whole = _unshardable(model)
+    whole = {**_unshardable(model), **kept_whole}
     groups = _merge_tied(model, select_blocks(model, policy))
     islands, strays = _islands(model, groups, set(whole))
     groups += islands
@@ -318,7 +323,7 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case Classes(names):
             return _of_classes(model, names)
         case ModuleListBlocks():
-            return _list_members(model)
+            return listed_blocks(model)
         case MinSize(numel):
             return _large_enough(model, numel)
         case Automatic() | WholeModel():
@@ -349,7 +354,8 @@ def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
 
 
-def _list_members(model: nn.Module) -> list[str]:
+def listed_blocks(model: nn.Module) -> list[str]:
+    """Names of the members of every outermost ``nn.ModuleList`` that repeats one class at least twice, in order."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)

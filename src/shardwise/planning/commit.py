@@ -8,12 +8,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.planning.save_plan import INDEX_FILE, SINGLE_FILE, SavePlan
+from shardwise.planning.save_plan import SINGLE_FILE, SavePlan
 
-_OF_A_SAVE = re.compile(
-    r"model(-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors|\.[0-9a-f]{8}\.incomplete)"
+_OF_A_SAVE = (
+    r"(-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors|\.[0-9a-f]{8}\.incomplete)"
     r"|\..+\.[0-9a-f]{8}\.incomplete"  # what a process left that died while it replaced a small file
 )
+"""What follows the stem in names that only saves give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Remove:
 Step: TypeAlias = Rename | Replace | Remove
 
 
-def look_at_folder(files: Collection[str], index: bytes | None) -> Standing:
+def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> Standing:
     """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
-    weights = {SINGLE_FILE} & set(files)
+    weights = {single_file} & set(files)
     if not weights and index is not None:
         try:
             named = json.loads(index)["weight_map"].values()
@@ -68,15 +69,15 @@ def commit_steps(plan: SavePlan, standing: Standing) -> list[Step]:
     After the last one, and not before, the new save counts.
     """
     if plan.index is None:
-        return [Rename(plan.files[0].name, SINGLE_FILE)]
-    steps: list[Step] = [Replace(INDEX_FILE, plan.index)]
-    return [*steps, Remove(SINGLE_FILE)] if SINGLE_FILE in standing.files else steps
+        return [Rename(plan.files[0].name, plan.single_file)]
+    steps: list[Step] = [Replace(plan.index_file, plan.index)]
+    return [*steps, Remove(plan.single_file)] if plan.single_file in standing.files else steps
 
 
 def obsolete(plan: SavePlan, standing: Standing) -> list[str]:
     """Files to remove once the new save counts: those of the older one, and of saves that were never committed."""
-    new = {*plan.names, *((SINGLE_FILE,) if plan.index is None else (INDEX_FILE,))}
+    new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
     old = {name for name in standing.weights if name.endswith(".safetensors")}
-    old |= {name for name in standing.files if _OF_A_SAVE.fullmatch(name)}
-    old |= {INDEX_FILE} & standing.files
+    old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
+    old |= {plan.index_file} & standing.files
     return sorted(old - new)

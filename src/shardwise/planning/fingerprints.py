@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-FINGERPRINTS_FILE = "model.fingerprints.json"
+
+
+def file_beside(stem: str) -> str:
+    """The name of the file for weights whose names begin with this stem."""
+    return f"{stem}.fingerprints.json"
+
+
+FINGERPRINTS_FILE = file_beside("model")
 MAX_BYTES = 200_000_000
 """The largest that is read."""
 

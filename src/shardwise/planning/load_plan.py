@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias
 
 from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_leaves
@@ -106,14 +107,21 @@ class LoadPlan:
 
 
 def plan_load(
-    index: CheckpointIndex, layout: ModelLayout, bindings: Bindings, rules: ModelRules, consent: Consent
+    index: CheckpointIndex,
+    layout: ModelLayout,
+    bindings: Bindings,
+    rules: ModelRules,
+    consent: Consent,
+    known_as: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadPlan:
     """Decide the fill of every tensor.
+
+    ``known_as`` has the names to which ``rules`` and ``consent`` apply, where these are not the tensors' own.
 
     Raises:
         CoverageError: with every missing, unexpected, mismatched, ambiguous or uncomputable tensor at once.
     """
-    return _Planner(index, layout, bindings, rules, consent).plan()
+    return _Planner(index, layout, bindings, rules, consent, known_as).plan()
 
 
 class _Planner:
@@ -126,7 +134,9 @@ class _Planner:
         bindings: Bindings,
         rules: ModelRules,
         consent: Consent,
+        known_as: Mapping[str, str],
     ) -> None:
+        self.known_as = known_as
         self.index = index
         self.layout = layout
         self.bindings = bindings
@@ -176,7 +186,7 @@ class _Planner:
             return self.fill_missing(tensor)
         for offer in offers:
             if reason := self.misfit(tensor, offer):
-                if self.consent.mismatched.covers(tensor.fqn):
+                if self.consent.mismatched.covers(self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
                 self.faults.add(Fault.MISMATCHED, f"{tensor.fqn}: {reason}")
@@ -185,8 +195,14 @@ class _Planner:
             self.twins[tensor.fqn] = tuple(offers[1:])
         return Read(offers[0])
 
+    def known(self, name: str) -> str:
+        """The name by which users and the model's class know a tensor."""
+        return self.known_as.get(name, name)
+
     def fill_missing(self, tensor: TensorLayout) -> Fill:
-        for name in tensor.names:
+        if tensor.origin is Origin.TUNING:
+            return Init(tensor.origin)
+        for name in map(self.known, tensor.names):
             if self.rules.allows_missing(name):
                 return self.init(tensor)
             if self.consent.missing.covers(name):

@@ -4,7 +4,8 @@
 ``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
 older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
 until that file is removed). A save to one file is written under another name and renamed. So at every moment there
-is one step after which the new save counts, and before which the old one does.
+is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is saved in the
+same way under a stem of its own, ``adapter_model``, and always to one file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from shardwise.formats import NewFile, TensorEntry, lay_out
 from shardwise.planning.schedule import Request, Segment, schedule, segments_of
 from shardwise.storage import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel
+
+MODEL = "model"
+ADAPTER = "adapter_model"
+"""Stems: what the names of a save's files begin with."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,6 +42,17 @@ class SavePlan:
     files: tuple[NewFile, ...]
     names: tuple[str, ...]
     index: bytes | None
+    stem: str = MODEL
+
+    @property
+    def single_file(self) -> str:
+        """The name of the file of weights, where there is one only."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index_file(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.single_file}.index.json"
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -50,7 +66,13 @@ class SavePlan:
 
 
 def plan_save(
-    tensors: Sequence[Saved], *, max_shard_bytes: int, parameters: int, token: str, can_rename: bool = True
+    tensors: Sequence[Saved],
+    *,
+    max_shard_bytes: int,
+    parameters: int,
+    token: str,
+    can_rename: bool = True,
+    stem: str = MODEL,
 ) -> SavePlan:
     """Assign tensors to files as the hub's library does, in their order, and lay the files out.
 
@@ -60,6 +82,7 @@ def plan_save(
         parameters: of the model, for the index.
         token: what sets the names of this save's files apart from those of any other.
         can_rename: a file can take another's place in one step; otherwise one file has an index too.
+        stem: what the names of the files begin with.
 
     Raises:
         FormatError: something that no safetensors file can hold.
@@ -67,16 +90,16 @@ def plan_save(
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
     if len(groups) == 1 and can_rename:
-        file = lay_out(f"model.{token}.incomplete", groups[0], metadata)
-        return SavePlan(token, (file,), (SINGLE_FILE,), None)
+        file = lay_out(f"{stem}.{token}.incomplete", groups[0], metadata)
+        return SavePlan(token, (file,), (f"{stem}.safetensors",), None, stem)
     count = len(groups)
-    names = [f"model-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [f"{stem}-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
     total = sum(_nbytes(item) for item in tensors)
     weight_map = {entry.key: file.name for file in files for entry in file.entries}
     content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
     index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    return SavePlan(token, files, tuple(names), index)
+    return SavePlan(token, files, tuple(names), index, stem)
 
 
 def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:

@@ -12,6 +12,12 @@ from shardwise.report.names import listing
 from shardwise.report.sizes import in_bytes
 
 
+def trainable_in_words(trainable: int, parameters: int) -> str:
+    """The counts as PEFT's ``print_trainable_parameters`` words them."""
+    share = 100 * trainable / max(parameters, 1)
+    return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """The facts of one load, as seen by one rank. Sizes in bytes, times in seconds.
@@ -60,6 +66,10 @@ class LoadReport:
     replicated: tuple[str, ...] = ()
     wrapper: str = ""
     not_loaded: tuple[str, ...] = ()
+    trainable_parameters: int = 0
+    """Elements of the parameters that are trained, tied ones once."""
+    trained: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Where a tuning was asked for, what is trained, with the dtype it is kept in."""
 
     @property
     def total_seconds(self) -> float:
@@ -103,6 +113,11 @@ class LoadReport:
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name, found in reasons.items() if found == reason]
                 lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
+        if self.trained:
+            lines.append(f"  {trainable_in_words(self.trainable_parameters, self.parameters)}")
+        for dtype in dict.fromkeys(self.trained.values()):
+            names = [name for name, found in self.trained.items() if found == dtype]
+            lines += listing(f"in {dtype}", names)
         lines += listing("replicated", self.replicated)
         lines += listing("ignored", self.ignored_keys)
         if self.wrapper:

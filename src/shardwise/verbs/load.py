@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -31,9 +32,10 @@ from shardwise.execution.sharing import Peers, SharePlan, peers_in, plan_sharing
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import Kind, Origin
+from shardwise.layout import Kind, Origin, TensorLayout
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
+from shardwise.models.additions import NOTHING_ADDED, Additions, RowNorms
 from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.programs import Program, fill_from_program, program_of
@@ -68,6 +70,9 @@ from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, 
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
+
+_NORM_BLOCK_NUMEL = 1 << 22
+"""Elements of a matrix whose rows' norms are computed at a time."""
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
@@ -196,6 +201,8 @@ class LoadRequest:
     buffers: BufferRules
     options: LoadOptions
     already_read_bytes: int = 0
+    additions: Additions = NOTHING_ADDED
+    is_tuned: bool = False
 
 
 @dataclass
@@ -367,7 +374,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
         computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
         plan = make_plan(model, held, computed, source.index, request)
-        programs = foresee_initial_values(model, held, plan, options)
+        programs = foresee_initial_values(model, held, plan, options, request.additions)
     home = home_of(held, options.device)
     by_name = {item.fqn: item for item in held}
     items = destinations(plan, by_name, devices_of(model, held, home))
@@ -441,7 +448,7 @@ def finish(model: nn.Module, ready: Prepared, placer: Placer, clock: Clock) -> t
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
     with clock.phase("fill"), torch.device("cpu"):
-        fill(model, ready.held, ready.plan, ready.programs, ready.computed, ready.request.options, written)
+        fill(model, ready, written)
         attributes = initialize.recompute_attributes(model, ready.home)
     with clock.phase("audit"):
         audit(model, ready.plan, written)
@@ -464,14 +471,18 @@ def foresee_memory(
 
 
 def foresee_initial_values(
-    model: nn.Module, held: Sequence[Held], plan: LoadPlan, options: LoadOptions
+    model: nn.Module,
+    held: Sequence[Held],
+    plan: LoadPlan,
+    options: LoadOptions,
+    additions: Additions = NOTHING_ADDED,
 ) -> dict[str, Program]:
     """How the missing tensors will be initialised, and that they can be.
 
     Raises:
         CoverageError: naming those that no initialiser writes, or that need more than the budget.
     """
-    programs = initialize.programs_for(model, held, plan.names(Init))
+    programs = initialize.programs_for(model, held, plan.names(Init), additions)
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
         raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
@@ -486,14 +497,15 @@ def make_plan(
     request: LoadRequest,
 ) -> LoadPlan:
     """The plan, with opaque conversions checked against the budget."""
-    initial = initialize.initial_origin(model)
+    additions = request.additions
+    initial = initialize.initial_origin(model, additions)
 
     def origin_of(item: Held) -> Origin:
         return computed[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
 
     layout = layout_of(held, origin_of)
-    rules = ModelRules(*compat.ignore_patterns(model))
-    plan = plan_load(index, layout, request.bindings, rules, request.consent)
+    rules = ModelRules(*compat.ignore_patterns(additions.base or model))
+    plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
     for name, read in plan.reads().items():
         leaf = read.expression
         if isinstance(leaf, Opaque) and 2 * opaque_bytes(leaf) > request.options.budget_bytes:
@@ -529,31 +541,51 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
         )
 
 
-def fill(
-    model: nn.Module,
-    held: Sequence[Held],
-    plan: LoadPlan,
-    programs: Mapping[str, Program],
-    computed: Mapping[str, Computed],
-    options: LoadOptions,
-    written: dict[str, int],
-) -> None:
+def fill(model: nn.Module, ready: Prepared, written: dict[str, int]) -> None:
     """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
-    for item in held:
-        tensor = plan.layout.by_name[item.fqn]
-        if item.fqn in programs:
-            program = programs[item.fqn]
+    layout, additions, seed = ready.plan.layout, ready.request.additions, ready.request.options.seed
+    by_name = {name: item for item in ready.held for name in item.names}
+    for item in ready.held:
+        tensor = layout.by_name[item.fqn]
+        if item.fqn in ready.programs:
+            program = ready.programs[item.fqn]
             if not program.is_elementwise:
-                whole = initialize.initialize_whole(model, held, item, seed=options.seed)
+                whole = initialize.initialize_whole(model, ready.held, item, seed=seed)
                 program = program_of(whole)
-            fill_from_program(program, item.local, tensor.boxes, seed=options.seed, fqn=item.fqn)
+            first = additions.copies.get(item.fqn, item.fqn)
+            fill_from_program(program, item.local, tensor.boxes, seed=seed, fqn=by_name[first].fqn)
+            written[item.fqn] = tensor.local_numel
+        elif item.fqn in additions.norms and isinstance(ready.plan.fills[item.fqn], Init):
+            norms = additions.norms[item.fqn]
+            fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
         elif item.kind is Kind.BUFFER:
-            value = computed[item.fqn].value
+            value = ready.computed[item.fqn].value
             if value is not None and is_dense(item.local):
                 item.local.copy_(value)
             elif value is not None:  # an expanded view: its elements share memory
                 item.install(value.to(item.local.device))
+
+
+def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: TensorLayout, norms: RowNorms) -> None:
+    """The norms of the rows of a matrix, which is loaded already. Memory: a block of rows.
+
+    Raises:
+        PlacementError: this rank does not hold whole rows where it holds the vector.
+    """
+    held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
+    if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
+        box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
+    ):
+        raise PlacementError(
+            f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
+            f"{tensor.placement}: this rank lacks rows it needs; use another initialisation than DoRA's, or shard "
+            "both on their first dimension"
+        )
+    step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
+    for start in range(0, item.local.shape[0], step):
+        block = matrix.local[start : start + step]
+        item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -563,7 +595,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
     """Leave the marks by which a later ``initialize_weights`` passes over what is loaded."""
-    if isinstance(model, PreTrainedModel):
+    if compat.outermost_pretrained(model):
         for item in held:
             compat.mark_initialized(item.tensor)
 
@@ -585,6 +617,7 @@ def make_report(
     }
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    trained = [item for item in plan.layout.tensors if item.kind is Kind.PARAMETER and item.requires_grad]
     return LoadReport(
         checkpoint=index.root,
         rank=world.rank,
@@ -618,4 +651,6 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,
+        trainable_parameters=sum(item.numel for item in trained),
+        trained={item.fqn: item.dtype.label for item in trained} if ready.request.is_tuned else {},
     )

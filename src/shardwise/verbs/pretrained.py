@@ -6,8 +6,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Literal, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,11 +20,16 @@ from shardwise.execution.world import World
 from shardwise.models import transformers_compat as compat
 from shardwise.models import wrap
 from shardwise.models.initialize import BufferRules
+from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
 from shardwise.models.wrap import Sharding
 from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
 from shardwise.storage.urls import without_secrets
+from shardwise.storage.beside import Beside
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.modes import ExistingLora, Full, Tuning
+from shardwise.tuning.tune import Tuned, tune
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
@@ -33,6 +39,7 @@ from shardwise.verbs.load import (
     read_index,
     resolve_everywhere,
 )
+from shardwise.verbs.adapters import BESIDE, beside_adapter, open_adapter
 from shardwise.verbs.outline import ModelOptions, Outline, class_of, config_of, outline
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -44,11 +51,17 @@ class PretrainedOptions(ModelOptions, total=False):
 
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
+        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``; with a LoRA
+            the model is PEFT's, with the model of transformers inside it sharded.
+        trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
+            ``AsItIs()``. What is frozen stays as it is stored.
         buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
             :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding
+    tuning: Tuning
+    trained: TrainedDtype
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
@@ -124,18 +137,21 @@ def from_pretrained(
                 weights_name=getattr(config, "transformers_weights", None),
                 extra=getattr(type(config), "extra_files", ()),
             )
-        with source.closing():
+        with clock.phase("index"):
+            everything, adapter = _with_adapter(world, source, keywords)
+        with everything.closing():
             with clock.phase("plan"):
                 built, pairs = _build_together(world, directory, config, source, keywords)
                 untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
 
+                tuned = world.together(lambda: _tune(built, untied, adapter, sharding, keywords))
+
             def ask() -> LoadRequest:
-                built.tie(untied)
-                wrap.prepare_blocks(built.model, sharding)
+                wrap.prepare_blocks(tuned.base, sharding)
                 if sharding.mesh is not None:
-                    wrap.wrap(built.model, sharding)
+                    wrap.wrap(tuned.base, sharding, tuned.whole)
                 return LoadRequest(
-                    bindings=built.bindings_less_ties(),
+                    bindings=tuned.bindings,
                     consent=Consent(
                         keywords.get("on_missing", Refuse()),
                         keywords.get("on_mismatched", Refuse()),
@@ -144,13 +160,51 @@ def from_pretrained(
                     buffers=keywords.get("buffers", {}),
                     options=options,
                     already_read_bytes=already_read_bytes,
+                    additions=tuned.additions,
+                    is_tuned="tuning" in keywords,
                 )
 
-            report = carry_out(world, built.model, source, ask, clock)
-    compat.record_conversions(built.model, built.transforms)
+            report = carry_out(world, tuned.model, everything, ask, clock)
+    compat.record_conversions(tuned.base, built.transforms)
     if sharding.mesh is not None:
-        wrap.average_replicated_gradients(built.model, sharding.mesh)
-    return (built.model, report) if output_loading_info else built.model
+        wrap.average_replicated_gradients(tuned.model, sharding.mesh)
+    model = cast(PreTrainedModel, tuned.model)  # PEFT's passes on what it is asked
+    return (model, report) if output_loading_info else model
+
+
+def _with_adapter(
+    world: World, source: OpenSource, keywords: PretrainedOptions
+) -> tuple[OpenSource, Adapter | None]:
+    """A checkpoint, and beside it the adapter that the tuning starts from, if it does. Collective: yes."""
+    tuning = keywords.get("tuning", Full())
+    if not isinstance(tuning, ExistingLora):
+        return source, None
+    with ExitStack() as stack:
+        stack.enter_context(source.closing())
+        folder = resolve_everywhere(world, tuning.directory, keywords.get("hub", HubOptions()))
+        opened = world.together(lambda: open_adapter(folder))
+        stack.enter_context(opened.storage.reader)
+        found = read_index(world, opened.storage)
+        joined, adapter = beside_adapter(source.index, found.index, opened)
+        stack.pop_all()
+    both = replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE))
+    return both, adapter
+
+
+def _tune(
+    built: Outline, untied: set[str], adapter: Adapter | None, sharding: Sharding, keywords: PretrainedOptions
+) -> Tuned:
+    """Tie the model, and make it ready to be trained. On meta, on this rank alone."""
+    built.tie(untied)
+    by_default = Upcast() if "tuning" in keywords else AsItIs()
+    return tune(
+        built.model,
+        built.bindings_less_ties(),
+        keywords.get("tuning", Full()),
+        keywords.get("trained", by_default),
+        adapter=adapter,
+        casts_to=None if sharding.mesh is None else sharding.mp_policy.param_dtype,
+    )
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import os
 import re
 import secrets
 import socket
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Before, begin_save, commit_save, undo_save
@@ -35,16 +37,17 @@ from shardwise.execution.write import Emitter
 from shardwise.layout import Kind, ModelLayout, Origin
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
-from shardwise.models.revert import Reverted, names_in_file, revert
-from shardwise.models.selection import has_adapters
+from shardwise.models.revert import Output, Reverted, names_in_file, revert
+from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.giving import Boxes
-from shardwise.planning.save_plan import SavePlan, arrange_writes, plan_save
+from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
 from shardwise.planning.schedule import Request
 from shardwise.planning.staging import Staging, staging_within
 from shardwise.report import SaveReport
 from shardwise.storage import StorageWriter, WritePolicy, open_storage, open_writer
 from shardwise.tensors import DType
+from shardwise.tuning import peft_compat
 from shardwise.verbs.load import Clock
 
 
@@ -56,6 +59,13 @@ class HubNames:
 @dataclass(frozen=True, slots=True)
 class InternalNames:
     """Tensors are saved as the model's modules hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
+
+    adapter: str = "default"
 
 
 Names: TypeAlias = HubNames | InternalNames
@@ -137,19 +147,63 @@ def save(
     Every error is the same on every rank. Until the save is committed, an error leaves the older save as it was.
     """
     model = without_compile(model)
+
+    def request(token: str) -> _Request:
+        nbytes = in_bytes_of(max_shard_size)
+        return _Request(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
+
+    return _save(request, verify, options)
+
+
+def save_adapter(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    adapter: str = "default",
+    dtype: torch.dtype | str | None = None,
+    verify: Verification = Trust(),
+    options: SaveOptions = SaveOptions(),
+) -> SaveReport:
+    """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
+
+    Written as :func:`save` writes: every rank its own bytes, compared with memory where that is asked for,
+    committed by one step. The base is not saved. What belongs to an adapter is PEFT's decision.
+
+    Collective: yes, over ``options.process_group``.
+    Memory: ``options.budget_bytes``, and that only for what is cast, strided, or on an accelerator.
+
+    Args:
+        model: PEFT's model, sharded or not, brought up by shardwise or not.
+        directory: a folder that all ranks see, which need not be there yet.
+        adapter: its name in the model; the folder does not have it.
+        dtype: floating-point tensors are cast to it; None saves them as they are.
+        verify, options: as for :func:`save`.
+
+    Raises:
+        ConfigError: the model has no such adapter, or the directory cannot hold one.
+        DisagreementError, FormatError, PlacementError, StorageError, RankLostError: as for :func:`save`.
+
+    Every error is the same on every rank. Until the save is committed, an error leaves the older adapter as it was.
+    """
+    model = without_compile(model)
+
+    def request(token: str) -> _Request:
+        return _Request(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
+
+    return _save(request, verify, options)
+
+
+def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOptions) -> SaveReport:
+    """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
     clock = Clock()
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("plan"):
             token = world.from_first(_new_token)
-            request = world.together(
-                lambda: _Request(
-                    model, directory, tokenizer, _resolved_dtype(dtype), in_bytes_of(max_shard_size), names, token
-                )
-            )
-            writer = world.together(lambda: open_writer(directory))
+            request = world.together(lambda: ask(token))
+            writer = world.together(lambda: open_writer(request.directory))
         with writer:
             with clock.phase("plan"):
-                held = world.together(lambda: look_inside(model))
+                held = world.together(lambda: _held_of(request))
                 shares = agree_on_shares(world, held)
                 ready = world.together(
                     lambda: _prepare(request, held, shares, world.rank, writer.policy, options.budget_bytes)
@@ -181,8 +235,22 @@ class _Request:
     tokenizer: Any
     dtype: torch.dtype | None
     max_shard_bytes: int
-    names: Names
+    names: Names | PeftNames
     token: str
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files of weights begin with."""
+        return ADAPTER if isinstance(self.names, PeftNames) else MODEL
+
+
+def _held_of(request: _Request) -> list[Held]:
+    """What is in the model; of an adapter, what belongs to it."""
+    held = look_inside(request.model)
+    if not isinstance(request.names, PeftNames):
+        return held
+    chosen = set(names_outside(request.model, held, AdapterOnly(request.names.adapter)).values())
+    return [item for item in held if chosen.intersection(item.names)]
 
 
 @dataclass(frozen=True)
@@ -216,11 +284,16 @@ def _prepare(
     if isinstance(request.names, HubNames) and has_adapters(request.model):
         raise ConfigError(
             f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
-            "take the adapter by model_state with AdapterOnly(), merge it first (merge_and_unload, shardwise "
+            "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
             "merge-adapter), or pass names=InternalNames() for all tensors as the model names them"
         )
+    if isinstance(request.names, PeftNames) and not policy.can_rename:
+        raise ConfigError(
+            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
+            "storage renames nothing; save into a folder, and copy that"
+        )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    reverted = revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
+    reverted = _reverted(request, held, layout)
     if reverted.computed:
         keys = [key for group in reverted.computed for key, _, _ in group.outputs]
         raise CoverageError(
@@ -238,6 +311,7 @@ def _prepare(
         parameters=parameters,
         token=request.token,
         can_rename=policy.can_rename,
+        stem=request.stem,
     )
     by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
     is_on_host = all(item.local.device.type == "cpu" for item in held)
@@ -262,6 +336,19 @@ def _prepare(
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     tensors = [item.local for item in held]
     return _Prepared(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
+
+
+def _reverted(request: _Request, held: Sequence[Held], layout: ModelLayout) -> Reverted:
+    """The tensors of the files, and what they are made of."""
+    if not isinstance(request.names, PeftNames):
+        return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
+    places = names_outside(request.model, look_inside(request.model), AdapterOnly(request.names.adapter))
+    tensors = {key: layout.by_name[name] for key, name in places.items()}
+    outputs = {
+        key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+        for key, tensor in tensors.items()
+    }
+    return Reverted(outputs, (), tuple(outputs))
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
@@ -405,8 +492,14 @@ def _begin(writer: StorageWriter, ready: _Prepared, *, creates: bool) -> _Begun:
 
 
 def _small_files(request: _Request, plan: SavePlan) -> dict[str, bytes]:
-    """Config, generation config, the model's own code, and the tokenizer's files, as transformers writes them."""
+    """What transformers, or PEFT, writes beside the weights.
+
+    Config, generation config, the model's own code, and the tokenizer's files; of an adapter its config.
+    """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        if isinstance(request.names, PeftNames):
+            peft_compat.save_config(request.model, request.names.adapter, folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         compat.save_small_files(request.model, _main_dtype(plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
@@ -471,6 +564,8 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
 def _tied(ready: _Prepared) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
     found: dict[str, str] = {}
+    if isinstance(ready.request.names, PeftNames):
+        return found
     for tensor in ready.layout.saved():
         kept = names_in_file(ready.request.model, tensor)
         if kept:

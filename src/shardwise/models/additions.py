@@ -1,0 +1,53 @@
+"""What a tuning has put into a model on meta, and how that begins: plain facts for whoever plans and fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorms:
+    """A vector that begins as the norm of each row of a matrix (the magnitude of DoRA).
+
+    ``of`` maps some whole rows to their values; any rows give what all of them would give there.
+    """
+
+    matrix: str
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What was added to a model; by default nothing.
+
+    Attributes:
+        base: the model of transformers inside, whose class's rules count; None for the model itself.
+        known_as: names in the model to those in the base, by which users and the base's class know the tensors. A
+            copy is known as what it is a copy of. What was added has no such name.
+        initialised: names of what ``initialise`` writes.
+        initialise: runs the initialisers of what was added, on whatever tensors are in its place.
+        copies: names of parameters that begin with the values of others, to the others' names.
+        norms: names of vectors that begin as the norms of a matrix' rows.
+    """
+
+    base: nn.Module | None = None
+    known_as: Mapping[str, str] = field(default_factory=dict)
+    initialised: frozenset[str] = frozenset()
+    initialise: Callable[[], None] = _nothing
+    copies: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, RowNorms] = field(default_factory=dict)
+
+    def begins_here(self, name: str) -> bool:
+        """Whether a tensor's values come from the tuning, rather than from a checkpoint or the base."""
+        return name in self.initialised or name in self.norms
+
+
+NOTHING_ADDED = Additions()

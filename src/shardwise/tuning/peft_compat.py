@@ -1,0 +1,222 @@
+"""The one file that knows PEFT's unexported names, and what of its layers is no public promise.
+
+Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so that nothing here imports it before it is
+called.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.models._torch_private import original_class
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_FREE_FIELDS = frozenset(
+    {
+        # whose it is, and where it came from
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        # which modules, and how large
+        *("r", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+        *("rank_pattern", "alpha_pattern", "modules_to_save"),
+        # what is computed
+        *("lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora", "lora_bias"),
+        # checked by themselves
+        *("init_lora_weights", "ensure_weight_tying", "inference_mode"),
+        # options of what is refused, or of what is not used
+        *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "corda_config", "eva_config"),
+        *("lora_ga_config",),
+    }
+)
+"""Fields of ``LoraConfig`` that may have any value. Of the others, and of later versions', only the default."""
+
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+
+
+def config_in(directory: str) -> LoraConfig:
+    """The config of an adapter in a folder.
+
+    Raises:
+        ConfigError: it is not that of a LoRA, or PEFT cannot read it.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(directory)
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(f"{directory}: the adapter is a {config.peft_type}, and only LORA can be trained on here")
+    return config
+
+
+def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
+    """Refuse what cannot be brought up on meta exactly as PEFT would.
+
+    Raises:
+        ConfigError: naming each option.
+    """
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise ConfigError(f"config is a {type(config).__name__}; pass a peft.LoraConfig")
+    faults = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default is not dataclasses.MISSING else None
+        if field.name not in _FREE_FIELDS and value != default and value not in (None, False, [], {}, ()):
+            faults.append(f"{field.name}={value!r} is not known here; leave it out")
+    init = config.init_lora_weights
+    changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
+    if changes_base or (starts_anew and not (isinstance(init, bool) or str(init).lower() == "gaussian")):
+        why = "changes the base's weights" if changes_base else "needs whole weights, or data"
+        faults.append(f"init_lora_weights={init!r} {why}; pass True, False or 'gaussian'")
+    if config.use_dora and starts_anew and init is False:
+        faults.append("use_dora with init_lora_weights=False needs whole products of matrices; pass True")
+    if config.ensure_weight_tying:
+        faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps; leave it out")
+    if faults:
+        raise ConfigError("this LoRA cannot be brought up sharded:\n  " + "\n  ".join(faults))
+
+
+class NothingMatchesError(ConfigError):
+    """A LoRA adapts nothing of a model."""
+
+
+def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
+    """PEFT's model around ``base``, in which its modules have taken their places; what it adds is on meta.
+
+    ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialised once plays no role.
+
+    Raises:
+        NothingMatchesError: nothing of the model is adapted.
+        ConfigError: PEFT refuses the config for this model.
+    """
+    from peft import NoMatchingPeftModuleError, get_peft_model
+
+    own = copy.deepcopy(config)
+    own.inference_mode = False
+    if not starts_anew:
+        own.init_lora_weights = True
+    own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
+        try:
+            model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
+        except NoMatchingPeftModuleError as error:
+            raise NothingMatchesError(str(error)) from error
+        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+            raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
+    own.init_lora_weights = config.init_lora_weights
+    model.train(base.training)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Names, in the base as it was, of the modules and parameters adapted, and of modules copied whole."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    copied: tuple[str, ...]
+
+
+def targets_of(model: PeftModel, adapter: str) -> Targets:
+    """What the adapter has been put into."""
+    tuner: Any = model.base_model
+    copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
+    return Targets(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
+
+
+def _has_copy(module: nn.Module, adapter: str) -> bool:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save
+
+
+def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(module, its copy that is trained instead) of every module in ``modules_to_save``."""
+    for module in model.modules():
+        if _has_copy(module, adapter):
+            yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
+
+
+def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
+    """The layers of LoRA in a model, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def matrices(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name in it) of each parameter that belongs to an adapter in a layer of LoRA, but magnitudes."""
+    for part in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, part):
+            module = getattr(layer, part)[adapter]
+            yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+    for part in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, part):
+            yield getattr(layer, part), adapter
+
+
+def magnitude(layer: Any, adapter: str) -> nn.Module | None:
+    """The module that holds the magnitudes of DoRA, as ``weight``."""
+    vectors = layer.lora_magnitude_vector  # an nn.ModuleDict, which has no get
+    found: nn.Module | None = vectors[adapter] if adapter in vectors else None  # noqa: SIM401
+    return found
+
+
+def has_row_norms(layer: Any) -> bool:
+    """Whether the magnitudes of DoRA are norms of single rows of the weight as it is stored."""
+    base = layer.get_base_layer()
+    return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
+
+
+def initialise(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
+    """Run PEFT's initialiser for an adapter in a layer, on the tensors that are there."""
+    if init is not False:
+        layer.reset_lora_parameters(adapter, init)
+        return
+    # PEFT leaves what the constructors of the modules drew.
+    for part in ("lora_A", "lora_B"):
+        if adapter in getattr(layer, part):
+            getattr(layer, part)[adapter].reset_parameters()
+    for part in ("lora_embedding_A", "lora_embedding_B"):
+        if adapter in getattr(layer, part):
+            nn.init.normal_(getattr(layer, part)[adapter])
+
+
+def row_norms(rows: torch.Tensor) -> torch.Tensor:
+    """``DoraLinearLayer.get_weight_norm`` where ``lora_B`` is zero."""
+    norms: torch.Tensor = torch.linalg.norm(rows, dim=1)
+    return norms.to(rows.dtype)
+
+
+def save_config(model: Any, adapter: str, folder: str) -> None:
+    """Write ``adapter_config.json`` as ``save_pretrained`` of PEFT does, names in order."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    base = model.get_base_model()
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    for name in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
+        value = getattr(config, name, None)
+        if isinstance(value, (set, list, tuple)):
+            setattr(config, name, sorted(value))
+    mapping = None
+    if config.task_type is None:
+        kind = original_class(base)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=mapping)

@@ -1,0 +1,113 @@
+"""Which parameters ``Freeze`` trains, and the nearest names where something matches nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.models import transformers_compat as compat
+from shardwise.models.wrap import listed_blocks
+from shardwise.tuning.modes import Freeze
+
+
+def freeze(model: nn.Module, mode: Freeze) -> None:
+    """Set ``requires_grad`` of every parameter.
+
+    Raises:
+        ConfigError: a name that matches nothing, with the nearest that would; more layers than there are.
+    """
+    blocks = _layers(model) if mode.trainable_layers else []
+    count = abs(mode.trainable_layers)
+    if count > len(blocks):
+        raise ConfigError(f"trainable_layers={mode.trainable_layers}: {type(model).__name__} has {len(blocks)}")
+    chosen = blocks[-count:] if mode.trainable_layers > 0 else blocks[:count]
+    modules = dict(model.named_modules())
+    trained = [modules[name] for name in chosen]
+    if mode.trainable_modules:
+        trained = _inside(modules, chosen, mode.trainable_modules)
+    everywhere = _layers(model, may_lack=True)
+    trained += _outside(modules, everywhere, mode.extra_modules)
+    # A parameter that the class itself keeps frozen stays so.
+    wanted = {parameter for module in trained for parameter in module.parameters() if parameter.requires_grad}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in wanted)
+    if not wanted:
+        raise ConfigError(f"{mode} trains nothing of {type(model).__name__}: what it names has no parameters")
+
+
+def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
+    """Names of the model's layers, in order: of several lists, that of the text model.
+
+    Raises:
+        ConfigError: there is no such list, or several that could be meant.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in listed_blocks(model):
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    wanted = compat.text_layers(model)
+    fitting = {name: members for name, members in lists.items() if len(members) == wanted}
+    candidates = fitting if len(fitting) == 1 else lists
+    if len(candidates) == 1 or may_lack:
+        return [name for members in candidates.values() for name in members]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of layers; name what is trained as extra_modules")
+    raise ConfigError(
+        f"{type(model).__name__} has several lists of layers ({', '.join(lists)}); name what is trained of them as "
+        "extra_modules"
+    )
+
+
+def _inside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for wanted in names:
+        matching = [
+            module
+            for name, module in modules.items()
+            for block in blocks
+            if name.startswith(f"{block}.") and matches(name.removeprefix(f"{block}."), wanted)
+        ]
+        if not matching:
+            known = {
+                name.removeprefix(f"{block}.") for block in blocks for name in modules if name.startswith(block)
+            }
+            raise ConfigError(
+                f"trainable_modules: no module of the layers is named {wanted!r}{near(wanted, known)}"
+            )
+        found += matching
+    return found
+
+
+def _outside(modules: dict[str, nn.Module], blocks: Sequence[str], names: Sequence[str]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    outside = {
+        name: module
+        for name, module in modules.items()
+        if name and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+    }
+    for wanted in names:
+        within = {name: modules[name] for name in modules if name == wanted}  # a full name is never ambiguous
+        matching = within or {name: module for name, module in outside.items() if matches(name, wanted)}
+        if not matching:
+            raise ConfigError(
+                f"extra_modules: no module outside of the layers is named {wanted!r}{near(wanted, outside)}"
+            )
+        found += matching.values()
+    return found
+
+
+def matches(name: str, wanted: str) -> bool:
+    """Whether a module's name is, or ends with, the one wanted."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def near(wanted: str, known: Iterable[str]) -> str:
+    """The nearest of some names, as the end of a sentence: their last parts, or more where ``wanted`` has more."""
+    parts = wanted.count(".") + 1
+    ends = {".".join(name.split(".")[-parts:]) for name in known if name}
+    ends = {end for end in ends if not end.isdigit()}
+    found = difflib.get_close_matches(wanted, sorted(ends), n=3, cutoff=0.4)
+    nearest = f"; the nearest are {', '.join(found)}" if found else ""
+    return nearest or f"; there are {', '.join(sorted(ends)[:12])}"

@@ -1,0 +1,260 @@
+"""Carrying out a tuning on a model on meta: what is added, what is trained, in which dtype, and how it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, assert_never
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings, Expression
+from shardwise.errors import ConfigError
+from shardwise.layout import Kind
+from shardwise.models.additions import Additions, RowNorms
+from shardwise.models.trained import TrainedDtype
+from shardwise.models.view import Held, look_inside
+from shardwise.tuning import peft_compat
+from shardwise.tuning.existing import Adapter, match_adapter
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Replicated, Tuning
+from shardwise.tuning.selecting import freeze, matches, near
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A model on meta that is ready to be sharded, and what is known of how it will be filled.
+
+    Attributes:
+        model: what the user gets; PEFT's model, where there is an adapter.
+        base: the model of transformers, to which ``fully_shard`` is applied.
+        bindings: what the checkpoint offers, under the names that tensors have in ``model``.
+        whole: parameters that are to stay whole on every rank, with the reason.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    bindings: Bindings
+    additions: Additions = field(default_factory=Additions)
+    whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+
+
+def tune(
+    base: PreTrainedModel,
+    bindings: Bindings,
+    tuning: Tuning,
+    trained: TrainedDtype,
+    *,
+    adapter: Adapter | None = None,
+    casts_to: torch.dtype | None = None,
+) -> Tuned:
+    """Make a model on meta ready to be trained as ``tuning`` says; it is tied already, and not yet sharded.
+
+    Args:
+        base: the model; it is changed.
+        bindings: what the checkpoint offers for it.
+        tuning: what is trained.
+        trained: in which dtype that is kept.
+        adapter: the tensors of an :class:`ExistingLora`.
+        casts_to: the dtype in which everything computes; None for each parameter's own.
+
+    Raises:
+        ConfigError: something named matches nothing, or cannot be honoured.
+        CoverageError: an existing adapter does not fit the model.
+    """
+    match tuning:
+        case Full():
+            made = Tuned(base, base, bindings)
+        case Freeze():
+            freeze(base, tuning)
+            made = Tuned(base, base, bindings)
+        case Lora(config, name):
+            peft_compat.require_supported(config, starts_anew=True)
+            made = _with_lora(base, bindings, config, name, None)
+        case ExistingLora(_, name):
+            assert adapter is not None
+            peft_compat.require_supported(adapter.config, starts_anew=False)
+            made = _with_lora(base, bindings, adapter.config, name, adapter)
+        case _:
+            assert_never(tuning)
+    _recast(made.model, trained, casts_to)
+    if isinstance(tuning, Lora | ExistingLora) and isinstance(tuning.adapters, Replicated):
+        made = _replicated(made)
+    return made
+
+
+def _with_lora(
+    base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
+) -> Tuned:
+    """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
+    before = look_inside(base)
+    old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
+    modules = [module_name for module_name, _ in base.named_modules()]
+    parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
+    try:
+        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+    except peft_compat.NothingMatchesError as error:
+        _require_all_matched(config, peft_compat.Targets((), (), ()), modules, parameters)
+        raise ConfigError(f"the LoRA adapts nothing of {type(base).__name__}: {error}") from error
+    _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
+
+    held = look_inside(model)
+    new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
+    renamed = {old: new_names[slot] for slot, old in old_names.items()}
+    known_as = {new: old for old, new in renamed.items()}
+    originals = _originals(model, name, new_names)
+    offers: dict[str, tuple[Expression, ...]] = {
+        renamed.get(old, old): found for old, found in bindings.offers.items()
+    }
+    additions = _additions(model, name, config, {id(item.tensor): item for item in held})
+    copied = {copy: original for copy, original in originals.items() if original in known_as}
+    if adapter is not None:
+        taken = match_adapter(model, held, name, adapter, {*additions.initialised, *additions.norms, *copied})
+        copied = {copy: original for copy, original in copied.items() if copy not in taken}
+        additions = replace(additions, initialised=frozenset(), norms={})
+        offers |= {fqn: (expression,) for fqn, expression in taken.items()}
+    offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
+    known_as |= {copy: known_as[original] for copy, original in copied.items()}
+    return Tuned(
+        model=model,
+        base=base,
+        bindings=replace(
+            bindings,
+            offers=offers,
+            leaders={renamed.get(old, old): renamed.get(first, first) for old, first in bindings.leaders.items()},
+            faults={
+                sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.faults.items()
+            },
+        ),
+        additions=replace(additions, base=base, known_as=known_as, copies=copied),
+    )
+
+
+def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
+    """Names of parameters and buffers in copied modules, to those of what they are copies of."""
+    found: dict[str, str] = {}
+    for original, copy in peft_compat.copies(model, adapter):
+        ours = dict(original.named_modules(remove_duplicate=False))
+        for inner, module in copy.named_modules(remove_duplicate=False):
+            for local in (
+                *dict(module.named_parameters(recurse=False)),
+                *dict(module.named_buffers(recurse=False)),
+            ):
+                source = names.get((id(ours[inner]), local)) if inner in ours else None
+                if source is not None:
+                    found[names[id(module), local]] = source
+    return found
+
+
+def _first_offers(
+    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[Held]
+) -> Iterable[tuple[str, str]]:
+    """(copy, name under which its original is offered), for those that are: a tied one under any of its names."""
+    names = {name: item.names for item in held for name in item.names}
+    for copy, original in copied.items():
+        offered = next((name for name in names[original] if name in offers), None)
+        if offered is not None:
+            yield copy, offered
+
+
+def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, Held]) -> Additions:
+    """What PEFT has put in, and how it begins.
+
+    Raises:
+        ConfigError: magnitudes of DoRA that are not norms of rows.
+    """
+    initialised: set[str] = set()
+    norms: dict[str, RowNorms] = {}
+    found = list(peft_compat.layers(model))
+    for name, layer in found:
+        for module, local in peft_compat.matrices(layer, adapter):
+            initialised.add(held[id(getattr(module, local))].fqn)
+        magnitude: Any = peft_compat.magnitude(layer, adapter)
+        if magnitude is not None:
+            if not peft_compat.has_row_norms(layer):
+                raise ConfigError(
+                    f"{name}: use_dora needs norms over the dimension that is sharded, for a "
+                    f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"
+                )
+            matrix = held[id(layer.get_base_layer().weight)].fqn
+            norms[held[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_compat.row_norms)
+
+    def initialise() -> None:
+        with torch.no_grad():
+            for _, layer in found:
+                peft_compat.initialise(layer, adapter, config.init_lora_weights)
+
+    return Additions(initialised=frozenset(initialised), initialise=initialise, norms=norms)
+
+
+def _require_all_matched(
+    config: LoraConfig, targets: peft_compat.Targets, modules: Sequence[str], parameters: Sequence[str]
+) -> None:
+    """Every name in a config has matched something: PEFT is content when one of them has.
+
+    Raises:
+        ConfigError: naming all that match nothing, with the nearest names.
+    """
+    faults: list[str] = []
+
+    def check(option: str, wanted: object, found: Sequence[str], known: Sequence[str]) -> None:
+        names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
+        faults.extend(
+            f"{option}: nothing is named {name!r}{near(name, known)}"
+            for name in names
+            if not any(matches(target, name) for target in found)
+        )
+
+    check("target_modules", config.target_modules, targets.modules, modules)
+    check("target_parameters", config.target_parameters, targets.parameters, parameters)
+    check("modules_to_save", config.modules_to_save, targets.copied, modules)
+    check("exclude_modules", config.exclude_modules, modules, modules)
+    if faults:
+        raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
+
+
+def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | None) -> None:
+    """Give what is trained the dtype it is to be kept in, still on meta.
+
+    Raises:
+        ConfigError: a module would compute with parameters of two dtypes.
+    """
+    for item in look_inside(model):
+        tensor = item.tensor
+        if item.kind is not Kind.PARAMETER:
+            continue
+        dtype = trained.dtype_of(tensor.dtype, tensor.requires_grad)
+        if dtype != tensor.dtype:
+            other = nn.Parameter(torch.empty_like(tensor, dtype=dtype), requires_grad=tensor.requires_grad)
+            vars(other).update(vars(tensor))
+            item.install(other)
+    if casts_to is None:
+        _require_one_dtype(model)
+
+
+def _require_one_dtype(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
+        if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
+            words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())
+            raise ConfigError(
+                f"{name} would compute with parameters of two dtypes ({words}), of which only some are trained; "
+                "pass Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or trained=AsItIs()"
+            )
+
+
+def _replicated(made: Tuned) -> Tuned:
+    names = {*made.additions.initialised, *made.additions.norms}
+    if made.additions.norms:
+        raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters=InBlocks()")
+    whole = {
+        item.tensor: "adapters are replicated"
+        for item in look_inside(made.model)
+        if isinstance(item.tensor, nn.Parameter) and item.fqn in names
+    }
+    return replace(made, whole=whole)

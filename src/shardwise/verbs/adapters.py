@@ -1,0 +1,60 @@
+"""An adapter in a folder of PEFT's, beside the checkpoint it belongs to: a small checkpoint like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import FormatError
+from shardwise.formats import CheckpointIndex
+from shardwise.formats.checkpoint_index import beside
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardwise.planning import stored_tensors
+from shardwise.storage import LocalReader, OpenStorage
+from shardwise.tuning import peft_compat
+from shardwise.tuning.existing import Adapter
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+BESIDE = "(adapter)"
+"""What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAdapter:
+    """An adapter's folder: its config has been read, and its file of tensors been found."""
+
+    folder: Path
+    config: LoraConfig
+    storage: OpenStorage
+
+
+def open_adapter(folder: Path) -> OpenAdapter:
+    """Read the config, and find the file of tensors; whoever calls closes the reader.
+
+    Raises:
+        FormatError: a file is not there.
+        ConfigError: it is no LoRA, or PEFT cannot read its config.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    return OpenAdapter(folder, peft_compat.config_in(str(folder)), OpenStorage(LocalReader(folder), file))
+
+
+def beside_adapter(
+    base: CheckpointIndex, found: CheckpointIndex, opened: OpenAdapter
+) -> tuple[CheckpointIndex, Adapter]:
+    """The tensors of both as one checkpoint, and the adapter with its own in that."""
+    joined = beside(base, found, BESIDE)
+    prefix = f"{BESIDE}/"
+    tensors = {
+        key.removeprefix(prefix): expression
+        for key, expression in stored_tensors(joined).items()
+        if key.startswith(prefix)
+    }
+    return joined, Adapter(str(opened.folder), opened.config, tensors)

@@ -1,0 +1,225 @@
+"""Adapters that are saved, opened by stock PEFT, and taken up again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from tests.conftest import Worlds
+from tests.tuning import on_ranks, reference
+from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATTERNS
+
+import shardwise
+from shardwise import CompareWithMemory, ConfigError, CoverageError, ExistingLora, FormatError, Lora, Replicated
+
+BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
+
+KINDS: dict[str, tuple[str, LoraConfig]] = {
+    "rslora": ("tied", NARROW),
+    "dora": ("tied", DORA),
+    "embedding": ("tied", GAUSSIAN),
+    "copies": ("untied", COPIES),
+    "copies of tied": ("tied", COPIES),
+    "patterns": ("tied", PATTERNS),
+    "biased": ("biased", BIASED),
+    "experts": ("experts", EXPERTS),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(
+    tied: Path, untied: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    biased = reference.save_tiny(tmp_path_factory.mktemp("biased") / "model", attention_bias=True)
+    return {"tied": tied, "untied": untied, "experts": experts, "biased": biased}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
+    kind: str, folders: dict[str, Path], tmp_path: Path, worlds: Worlds
+) -> None:
+    base, config = KINDS[kind]
+    folder, adapter = str(folders[base]), str(tmp_path / "adapter")
+    live = worlds(3).run(on_ranks.save_adapter, folder, {"tuning": Lora(config)}, adapter)
+    stock = reference.stock_with_adapter(folder, adapter)
+    tokens = reference.batch(2, seed=5)
+    with torch.no_grad():
+        logits = stock(input_ids=tokens, use_cache=False).logits
+    for answer, _ in live:
+        torch.testing.assert_close(answer, logits, rtol=1e-5, atol=1e-5)
+    values = {name: value for name, value in reference.values_of(stock).items()}
+    assert values.keys() == live[0][1].keys()
+    assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
+    for found in worlds(2).run(on_ranks.values_after_load, folder, {"tuning": ExistingLora(adapter)}):
+        assert found.keys() == values.keys()
+        assert [name for name in values if not torch.equal(found[name], values[name])] == []
+
+
+@pytest.mark.distributed
+def test_every_ranks_part_of_a_saved_adapter_arrives(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+    adapter = tmp_path / "adapter"
+    parts = worlds(3).run(on_ranks.save_adapter_of_ranks, str(tied), {"tuning": Lora(DORA)}, str(adapter))
+    saved = load_file(adapter / "adapter_model.safetensors")
+    assert saved
+    for key, value in saved.items():
+        rows = value.reshape(value.shape[0], -1)
+        expected = torch.cat([torch.full((part[key],), rank + 1.0) for rank, part in enumerate(parts)])
+        assert torch.equal(rows, expected[:, None].expand(rows.shape)), key
+
+
+@pytest.mark.distributed
+def test_what_is_saved_is_peft_own_file(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+    adapter = tmp_path / "adapter"
+    for size in (1, 2):
+        run = worlds(size).run if size > 1 else lambda function, *args: [function(*args)]
+        run(on_ranks.save_adapter, str(tied), {"tuning": Lora(NARROW, adapter="mine")}, str(adapter))
+        stock = reference.stock_with_adapter(tied, adapter)
+        stock.save_pretrained(tmp_path / "stock")
+        mine, theirs = (load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "stock"))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+        written, wanted = (
+            json.loads((path / "adapter_config.json").read_text()) for path in (adapter, tmp_path / "stock")
+        )
+        assert {**written, "target_modules": sorted(written["target_modules"])} == {
+            **wanted,
+            "target_modules": sorted(wanted["target_modules"]),
+        }
+        assert written["base_model_name_or_path"] == str(tied)
+        assert written["inference_mode"] is True
+        assert sorted(path.name for path in adapter.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.fingerprints.json",
+            "adapter_model.safetensors",
+        ]
+
+
+@pytest.mark.distributed
+def test_wrappers_leave_no_trace_in_the_names(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+    worlds(2).run(on_ranks.save_wrapped, str(tied), {"tuning": Lora(NARROW)}, str(tmp_path / "adapter"))
+    keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in keys
+    assert not [key for key in keys if "_orig_mod" in key or "_checkpoint_wrapped" in key or "default" in key]
+    reference.stock_with_adapter(tied, tmp_path / "adapter")
+
+
+@pytest.mark.distributed
+def test_a_replicated_adapter_is_saved_once(tied: Path, tmp_path: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(NARROW, adapters=Replicated())}
+    live = worlds(2).run(on_ranks.save_adapter, str(tied), keywords, str(tmp_path / "adapter"))
+    values = reference.values_of(reference.stock_with_adapter(tied, tmp_path / "adapter"))
+    assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
+
+
+def test_an_adapter_lies_beside_a_model_and_replaces_an_older_one(tied: Path, tmp_path: Path) -> None:
+    model = shardwise.from_pretrained(tied, tuning=Lora(NARROW))
+    shardwise.save(shardwise.from_pretrained(tied), tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "adapter_model.0123abcd.incomplete").write_bytes(b"left behind")
+    for _ in range(2):
+        report = shardwise.save_adapter(model, tmp_path, verify=CompareWithMemory())
+    assert report.is_verified
+    assert report.files == ("adapter_model.safetensors",)
+    assert {path.name for path in tmp_path.iterdir()} - before == {
+        "adapter_config.json",
+        "adapter_model.fingerprints.json",
+        "adapter_model.safetensors",
+    }
+    assert shardwise.verify(tmp_path).compared > 0
+    half = shardwise.save_adapter(model, tmp_path / "half", dtype="bfloat16")
+    assert half.dtypes == {"BF16": report.tensors}
+    with pytest.raises(ConfigError, match="no such adapter; the model has default"):
+        shardwise.save_adapter(model, tmp_path, adapter="other")
+    with pytest.raises(ConfigError, match="it has none"):
+        shardwise.save_adapter(shardwise.from_pretrained(tied), tmp_path)
+    with pytest.raises(ConfigError, match="save the adapter by save_adapter"):
+        shardwise.save(model, tmp_path)
+
+
+@pytest.fixture
+def adapter(tied: Path, tmp_path: Path) -> Path:
+    shardwise.save_adapter(shardwise.from_pretrained(tied, tuning=Lora(NARROW)), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def _change(folder: Path, **settings: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_an_existing_adapter_goes_on_under_another_name(tied: Path, adapter: Path) -> None:
+    model: Any = shardwise.from_pretrained(tied, tuning=ExistingLora(adapter, adapter="mine"))
+    assert list(model.peft_config) == ["mine"]
+    stored = load_file(adapter / "adapter_model.safetensors")
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert len(trained) == len(stored)
+    assert all(torch.equal(value, stored[name.replace(".mine", "")]) for name, value in trained.items())
+
+
+def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
+    wanted = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file), adapter / "adapter_model.bin")
+    file.unlink()
+    found = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(adapter)})
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+
+
+def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(
+    tied: Path, adapter: Path, tmp_path: Path
+) -> None:
+    def refused(folder: Path) -> str:
+        with pytest.raises(CoverageError, match="the adapter does not fit the model") as caught:
+            shardwise.from_pretrained(
+                folder,
+                tuning=ExistingLora(adapter),
+                on_missing=shardwise.Initialize(only=("*",)),
+                on_mismatched=shardwise.Initialize(only=("*",)),
+                on_unexpected=shardwise.Ignore(),
+            )
+        return str(caught.value)
+
+    wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
+    assert "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(wide)
+    assert f"belongs to {tied}" in refused(wide)
+    assert "missing     base_model.model.model.layers.2." in refused(
+        reference.save_tiny(tmp_path / "deep", num_hidden_layers=3)
+    )
+    assert "unexpected  base_model.model.model.layers.1." in refused(
+        reference.save_tiny(tmp_path / "flat", num_hidden_layers=1)
+    )
+    _change(adapter, r=3)
+    assert "with r=3" in refused(tied)
+    _change(adapter, r=2, target_modules=["q_proj"])
+    assert "unexpected  base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in refused(tied)
+    _change(adapter, target_modules=["q_proj", "down_proj", "up_proj"])
+    assert "missing     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight" in refused(tied)
+
+
+def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_path: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    stored = load_file(file)
+    save_file(dict(list(stored.items())[1:]), file)
+    with pytest.raises(CoverageError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"adapter_model\.safetensors"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    file.unlink()
+    with pytest.raises(FormatError, match="neither adapter_model.safetensors nor"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    with pytest.raises(FormatError, match="there is no adapter_config.json"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(tied))
+    _change(adapter, init_lora_weights="pissa")
+    save_file(stored, file)
+    with pytest.raises(ConfigError, match="'pissa' changes the base"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="PEFT cannot read"):
+        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))

@@ -1,0 +1,306 @@
+"""Full, freeze and LoRA on the way through meta, against transformers and PEFT in one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tests.conftest import Worlds
+from tests.tuning import on_ranks, reference
+
+import shardwise
+from shardwise import AsItIs, ConfigError, Freeze, Full, Lora, Replicated
+
+ALL_LINEAR = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+NARROW = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=3, use_rslora=True)
+GAUSSIAN = LoraConfig(r=5, target_modules=["k_proj", "embed_tokens"], init_lora_weights="gaussian")
+RANDOM_B = LoraConfig(r=3, target_modules=r".*layers\.1.*(q|v)_proj", init_lora_weights=False)
+DORA = LoraConfig(r=3, target_modules=["q_proj", "up_proj"], use_dora=True)
+COPIES = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"])
+PATTERNS = LoraConfig(
+    r=2,
+    target_modules=["q_proj", "k_proj"],
+    rank_pattern={"k_proj": 3},
+    alpha_pattern={"layers.1.self_attn.q_proj": 7},
+    exclude_modules=["layers.0.self_attn.q_proj"],
+)
+PATTERNED_LAYERS = LoraConfig(r=2, target_modules=["o_proj"], layers_to_transform=[1], layers_pattern="layers")
+EXPERTS = LoraConfig(
+    r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+)
+
+OF_TIED = {
+    "all-linear": ALL_LINEAR,
+    "rslora": NARROW,
+    "gaussian": GAUSSIAN,
+    "random B": RANDOM_B,
+    "dora": DORA,
+    "copies": COPIES,
+    "patterns": PATTERNS,
+    "layers": PATTERNED_LAYERS,
+}
+
+
+@pytest.mark.parametrize("name", OF_TIED)
+def test_the_base_is_that_of_peft_and_the_adapter_has_its_shapes(name: str, tied: Path) -> None:
+    wanted = reference.stock(tied, OF_TIED[name])
+    model = shardwise.from_pretrained(tied, tuning=Lora(OF_TIED[name]))
+    assert isinstance(model, PeftModel)
+    assert [found for found, _ in model.named_parameters()] == [found for found, _ in wanted.named_parameters()]
+    mine, theirs = reference.values_of(model), reference.values_of(wanted)
+    for key, value in theirs.items():
+        drawn = "lora_A" in key or "lora_embedding_B" in key or (name == "random B" and "lora_B" in key)
+        assert mine[key].dtype == value.dtype, key
+        assert (mine[key].shape == value.shape) if drawn else torch.equal(mine[key], value), key
+    assert _trained(model) == _trained(wanted)
+    assert not model.training
+
+
+def _trained(model: torch.nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OF_TIED)
+def test_an_adapter_begins_alike_on_every_number_of_ranks(name: str, tied: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(OF_TIED[name])}
+    alone = on_ranks.values_after_load(str(tied), keywords)
+    for size in (2, 3):
+        for values in worlds(size).run(on_ranks.values_after_load, str(tied), keywords):
+            assert values.keys() == alone.keys()
+            assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
+
+
+@pytest.mark.distributed
+def test_experts_begin_alike_and_are_loaded_as_peft_loads_them(experts: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(EXPERTS)}
+    wanted = reference.values_of(reference.stock(experts, EXPERTS))
+    alone = on_ranks.values_after_load(str(experts), keywords)
+    assert [key for key in wanted if "lora_A" not in key and not torch.equal(wanted[key], alone[key])] == []
+    for values in worlds(3).run(on_ranks.values_after_load, str(experts), keywords):
+        assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
+
+
+def test_seeds_and_names_tell_adapters_apart(tied: Path) -> None:
+    def first(seed: int) -> dict[str, torch.Tensor]:
+        options = shardwise.LoadOptions(seed=seed)
+        return on_ranks.values_after_load(str(tied), {"tuning": Lora(ALL_LINEAR), "options": options})
+
+    one, other = first(0), first(1)
+    drawn = [key for key in one if "lora_A" in key]
+    assert len({one[key].flatten()[0].item() for key in drawn}) == len(drawn)
+    assert not any(torch.equal(one[key], other[key]) for key in drawn)
+
+
+def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) -> None:
+    folder = reference.save_tiny(tmp_path / "wide", hidden_size=256, num_hidden_layers=1)
+    uniform = LoraConfig(r=64, target_modules=["q_proj"])
+    normal = LoraConfig(r=64, target_modules=["q_proj"], init_lora_weights="gaussian")
+    (values,) = [
+        v for k, v in on_ranks.values_after_load(str(folder), {"tuning": Lora(uniform)}).items() if "A" in k
+    ]
+    bound = 1 / math.sqrt(256)  # kaiming_uniform_ with a = sqrt(5)
+    assert values.abs().max() <= bound
+    assert values.abs().max() > 0.999 * bound
+    assert values.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    (values,) = [
+        v for k, v in on_ranks.values_after_load(str(folder), {"tuning": Lora(normal)}).items() if "A" in k
+    ]
+    assert values.std().item() == pytest.approx(1 / 64, rel=0.02)
+    assert values.abs().max() > 3 / 64
+
+
+LIVE = {
+    **{name: ("tied", config) for name, config in OF_TIED.items()},
+    "experts": ("experts", EXPERTS),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LIVE)
+def test_a_sharded_model_answers_as_peft_does(name: str, tied: Path, experts: Path, worlds: Worlds) -> None:
+    kind, config = LIVE[name]
+    folder = {"tied": tied, "experts": experts}[kind]
+    wanted = reference.stock(folder, config)
+    on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
+    with torch.no_grad():
+        logits = wanted(input_ids=reference.batch(2, seed=5), use_cache=False).logits
+    for found in worlds(3).run(on_ranks.logits, str(folder), {"tuning": Lora(config)}):
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+TRAINED: dict[str, tuple[str, Any]] = {
+    "full": ("tied", Full()),
+    "last layer": ("untied", Freeze(trainable_layers=1)),
+    "first attention and head": ("untied", Freeze(-1, ("self_attn",), ("lm_head",))),
+    "tied embedding": ("tied", Freeze(extra_modules=("embed_tokens",))),
+    "all-linear": ("tied", Lora(ALL_LINEAR)),
+    "dora": ("tied", Lora(DORA)),
+    "copies": ("untied", Lora(COPIES)),
+    "embedding": ("tied", Lora(GAUSSIAN)),
+    "replicated": ("tied", Lora(NARROW, adapters=Replicated())),
+    "experts": ("experts", Lora(EXPERTS)),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_one_process(
+    name: str, tied: Path, untied: Path, experts: Path, worlds: Worlds
+) -> None:
+    kind, tuning = TRAINED[name]
+    folder = {"tied": tied, "untied": untied, "experts": experts}[kind]
+    model = reference.stock(folder, tuning.config if isinstance(tuning, Lora) else None)
+    start = on_ranks.values_after_load(str(folder), {"tuning": tuning})
+    on_ranks.set_values(model, {**start, **reference.unsettle(start)})
+    trained = _trained(shardwise.from_pretrained(folder, tuning=tuning))
+    for found, parameter in model.named_parameters():
+        parameter.requires_grad_(found in trained)
+    wanted = reference.train(model, 3, rows=4)
+    values = reference.values_of(model)
+    found = worlds(2).run(on_ranks.train, str(folder), {"tuning": tuning}, None, 3, 4)
+    together = [sum(losses) / 2 for losses in zip(*(losses for losses, _ in found), strict=True)]
+    assert together == pytest.approx(wanted, abs=2e-6)
+    for _, after in found:
+        assert after.keys() == values.keys()
+        for key in values:
+            torch.testing.assert_close(after[key], values[key], rtol=0, atol=2e-4, msg=key)
+        frozen = [key for key in start if key not in trained and "lora_" not in key and "head" not in key]
+        assert [key for key in frozen if not torch.equal(after[key], start[key])] == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("adapters", [shardwise.InBlocks(), Replicated()])
+def test_replicas_of_shards_stay_equal(adapters: Any, tied: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(ALL_LINEAR, adapters=adapters)}
+    mesh = {"replicate": 2, "shard": 2}
+    alone = on_ranks.values_after_load(str(tied), keywords)
+    found = worlds(4).run(on_ranks.values_after_load, str(tied), keywords, mesh)
+    assert [key for values in found for key in alone if not torch.equal(values[key], alone[key])] == []
+    _, wanted = on_ranks.train(str(tied), keywords, None, 2, 4)
+    for _, values in worlds(4).run(on_ranks.train, str(tied), keywords, mesh, 2, 4):
+        for key in wanted:
+            torch.testing.assert_close(values[key], wanted[key], rtol=0, atol=2e-4, msg=key)
+
+
+@pytest.mark.distributed
+def test_an_adapter_is_in_its_blocks_group_or_whole(tied: Path, worlds: Worlds) -> None:
+    A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.default.weight" for letter in "AB")
+    sharded = worlds(3).run(on_ranks.what_is_sharded, str(tied), {"tuning": Lora(NARROW)})
+    assert [held[A] for held in sharded] == [
+        f"(Shard(dim=0),) ({rows}, 24)" for rows in (1, 1, 0)
+    ]  # two rows on three ranks
+    assert [held[B] for held in sharded] == [f"(Shard(dim=0),) ({rows}, 2)" for rows in (8, 8, 8)]
+    keywords = {"tuning": Lora(NARROW, adapters=Replicated())}
+    whole = worlds(3).run(on_ranks.what_is_sharded, str(tied), keywords)
+    assert [held[A] for held in whole] == ["whole (2, 24)"] * 3
+    assert all("Shard" in value for held in whole for key, value in held.items() if "lora" not in key)
+
+
+@pytest.mark.distributed
+def test_only_what_is_trained_is_kept_in_float32(half: Path, worlds: Worlds) -> None:
+    (report, _) = worlds(2).run(on_ranks.report_of, str(half), {"tuning": Lora(ALL_LINEAR)})
+    assert set(report["trained"].values()) == {"F32"}
+    assert all("lora_" in name for name in report["trained"])
+    model = reference.stock(half, ALL_LINEAR, torch.bfloat16)
+    trainable, every = model.get_nb_trainable_parameters()
+    assert f"trainable params: {trainable:,} || all params: {every:,} || trainable%: " in report["text"]
+    assert {
+        name: str(p.dtype) for name, p in shardwise.from_pretrained(half, tuning=Freeze(1)).named_parameters()
+    } == {
+        name: "torch.float32" if "layers.1" in name else "torch.bfloat16"
+        for name, _ in reference.stock(half, None).named_parameters()
+    }
+    as_stored = shardwise.from_pretrained(half, tuning=Full(), trained=AsItIs())
+    assert {parameter.dtype for parameter in as_stored.parameters()} == {torch.bfloat16}
+
+
+def test_magnitudes_are_those_of_the_weights_as_they_are_stored(half: Path) -> None:
+    wanted = reference.values_of(reference.stock(half, DORA, torch.bfloat16))
+    found = on_ranks.values_after_load(str(half), {"tuning": Lora(DORA)})
+    magnitudes = [key for key in wanted if "magnitude" in key]
+    assert len(magnitudes) == 4
+    assert [key for key in magnitudes if not torch.equal(found[key], wanted[key])] == []
+
+
+def test_biases_are_trained_as_peft_trains_them(half: Path) -> None:
+    for bias in ("all", "lora_only"):
+        config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)
+        model = shardwise.from_pretrained(half, tuning=Lora(config), trained=AsItIs())
+        assert _trained(model) == _trained(reference.stock(half, config, torch.bfloat16))
+        assert any(name.endswith("bias") for name in _trained(model))
+    with pytest.raises(ConfigError, match=r"q_proj.* two dtypes .*mp_policy"):
+        shardwise.from_pretrained(half, tuning=Lora(LoraConfig(r=2, target_modules=["q_proj"], bias="all")))
+
+
+def test_frozen_parameters_get_no_gradient(tied: Path) -> None:
+    model = shardwise.from_pretrained(tied, tuning=Lora(ALL_LINEAR))
+    model(input_ids=reference.batch(1, 0), labels=reference.batch(1, 0)).loss.backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+
+
+def test_stock_methods_of_peft_work(tied: Path) -> None:
+    model: Any = shardwise.from_pretrained(tied, tuning=Lora(RANDOM_B))
+    plain = shardwise.from_pretrained(tied)
+    tokens = reference.batch(1, 3)
+    with torch.no_grad(), model.disable_adapter():
+        torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=0, atol=0)
+    assert not torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    assert model.peft_config["default"].base_model_name_or_path == str(tied)
+    assert RANDOM_B.base_model_name_or_path is None  # the one given is not changed
+
+
+@pytest.mark.parametrize(
+    ("tuning", "message"),
+    [
+        (
+            Lora(LoraConfig(target_modules=["q_prj"])),
+            r"target_modules: nothing is named 'q_prj'; the nearest are q_proj",
+        ),
+        (Lora(LoraConfig(target_modules=["q_proj", "v_prj"])), r"nothing is named 'v_prj'; the nearest are v_proj"),
+        (Lora(LoraConfig(target_modules="nothing.*")), r"adapts nothing of Qwen3ForCausalLM"),
+        (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
+        (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
+        (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"'orthogonal' needs"),
+        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="olora")), r"'olora' changes"),
+        (Lora(LoraConfig(target_modules=["q_proj"], use_dora=True, init_lora_weights=False)), r"use_dora with"),
+        (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
+        (Lora(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])), r"trainable_token_indices"),
+        (Lora(LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])), r"layer_replication"),
+        (Lora(LoraConfig(target_modules=["rotary_emb"])), r"PEFT cannot put this LoRA"),
+        (Lora(DORA, adapters=Replicated()), r"use_dora.*InBlocks"),
+        (Freeze(3), r"trainable_layers=3: Qwen3ForCausalLM has 2"),
+        (Freeze(1, ("self_atn",)), r"no module of the layers is named 'self_atn'; the nearest are self_attn"),
+        (Freeze(extra_modules=("lm_hed",)), r"no module outside of the layers is named 'lm_hed'.*lm_head"),
+        (Freeze(extra_modules=("rotary_emb",)), r"trains nothing"),
+    ],
+)
+def test_what_matches_nothing_or_cannot_be_done_is_refused(tuning: Any, message: str, tied: Path) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        shardwise.from_pretrained(tied, tuning=tuning)
+
+
+def test_modes_refuse_what_makes_no_sense() -> None:
+    with pytest.raises(ConfigError, match="trains nothing"):
+        Freeze()
+    with pytest.raises(ConfigError, match=r"extra_modules=\('lm_head',\)"):
+        Freeze(extra_modules="lm_head")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="inside of trainable layers"):
+        Freeze(0, ("mlp",), ("lm_head",))
+    for name in ("", "a.b", "lora_A"):
+        with pytest.raises(ConfigError, match="cannot name an adapter"):
+            Lora(ALL_LINEAR, adapter=name)
+
+
+@pytest.mark.distributed
+def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
+    keywords = {"tuning": Lora(LoraConfig(target_modules=["q_prj"]))}
+    errors = worlds(2).run(on_ranks.error_of, str(tied), keywords)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
