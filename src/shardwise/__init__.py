@@ -10,6 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoints.checkpointer import Checkpointer
+    from shardwise.checkpoints.modes import (
+        Asynchronous,
+        AtStep,
+        CheckpointerOptions,
+        KeepAll,
+        KeepLast,
+        Latest,
+        Synchronous,
+    )
+    from shardwise.checkpoints.state import TrainState
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -40,7 +51,16 @@ if TYPE_CHECKING:
     from shardwise.planning.forms import FullState, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
+    from shardwise.report import (
+        CheckpointReport,
+        Forecast,
+        LoadReport,
+        ReopenReport,
+        RestoreReport,
+        SaveReport,
+        ShardReport,
+        StateReport,
+    )
     from shardwise.storage import HubOptions
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.merge_adapter import merge_adapter
@@ -61,8 +81,13 @@ _HOMES = {
     "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
+    "Asynchronous": "shardwise.checkpoints.modes",
+    "AtStep": "shardwise.checkpoints.modes",
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
+    "CheckpointReport": "shardwise.report",
+    "Checkpointer": "shardwise.checkpoints.checkpointer",
+    "CheckpointerOptions": "shardwise.checkpoints.modes",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
@@ -80,7 +105,10 @@ _HOMES = {
     "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
+    "KeepAll": "shardwise.checkpoints.modes",
+    "KeepLast": "shardwise.checkpoints.modes",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "Latest": "shardwise.checkpoints.modes",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "MergedAdapter": "shardwise.models.lora",
@@ -96,6 +124,7 @@ _HOMES = {
     "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "RestoreReport": "shardwise.report",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -108,7 +137,9 @@ _HOMES = {
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
+    "Synchronous": "shardwise.checkpoints.modes",
     "TorchFile": "shardwise.verbs.merge_weights",
+    "TrainState": "shardwise.checkpoints.state",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -134,8 +165,13 @@ __all__ = [
     "Alone",
     "Anyone",
     "AsItIs",
+    "Asynchronous",
+    "AtStep",
     "Automatic",
     "CheckpointError",
+    "CheckpointReport",
+    "Checkpointer",
+    "CheckpointerOptions",
     "Classes",
     "CompareWithMemory",
     "ConfigError",
@@ -153,7 +189,10 @@ __all__ = [
     "InIntervals",
     "Initialize",
     "InternalNames",
+    "KeepAll",
+    "KeepLast",
     "KeepSource",
+    "Latest",
     "LoadOptions",
     "LoadReport",
     "MergedAdapter",
@@ -169,6 +208,7 @@ __all__ = [
     "RemoveSource",
     "ReopenReport",
     "RequireMemory",
+    "RestoreReport",
     "Safetensors",
     "SaveOptions",
     "SaveReport",
@@ -181,7 +221,9 @@ __all__ = [
     "StateReport",
     "StorageError",
     "StreamOptions",
+    "Synchronous",
     "TorchFile",
+    "TrainState",
     "Trust",
     "TryAnyway",
     "Upcast",
