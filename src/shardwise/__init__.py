@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
-    from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.pretrained import FromFiles, Later, from_pretrained
     from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
@@ -98,6 +98,7 @@ _HOMES = {
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "FromFiles": "shardwise.verbs.pretrained",
     "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
@@ -108,6 +109,7 @@ _HOMES = {
     "KeepAll": "shardwise.checkpoints.modes",
     "KeepLast": "shardwise.checkpoints.modes",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "Later": "shardwise.verbs.pretrained",
     "Latest": "shardwise.checkpoints.modes",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
@@ -182,6 +184,7 @@ __all__ = [
     "FirstRank",
     "Forecast",
     "FormatError",
+    "FromFiles",
     "FullState",
     "HubNames",
     "HubOptions",
@@ -192,6 +195,7 @@ __all__ = [
     "KeepAll",
     "KeepLast",
     "KeepSource",
+    "Later",
     "Latest",
     "LoadOptions",
     "LoadReport",

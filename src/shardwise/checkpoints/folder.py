@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from shardwise.checkpoints.facts import FACTS
@@ -24,7 +25,7 @@ from shardwise.storage.writer import INCOMPLETE
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})\.[0-9a-f]+{re.escape(INCOMPLETE)}")
+_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
 def name_of(step: int) -> str:
@@ -56,29 +57,46 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
-    return sorted(step for step, is_complete in _folders(root) if is_complete)
+    return [step for step, kind in _folders(root) if kind is Kind.COMPLETE]
 
 
 def leftovers_in(root: Path) -> list[int]:
-    """The steps of which there is a folder without a complete checkpoint."""
-    return sorted(step for step, is_complete in _folders(root) if not is_complete)
+    """The steps of which a checkpoint was begun and not completed."""
+    return [step for step, kind in _folders(root) if kind is Kind.LEFT]
 
 
-def _folders(root: Path) -> list[tuple[int, bool]]:
-    found: list[tuple[int, bool]] = []
+def foreign_in(root: Path) -> list[int]:
+    """The steps of which there is a checkpoint of somebody else's."""
+    return [step for step, kind in _folders(root) if kind is Kind.FOREIGN]
+
+
+class Kind(Enum):
+    """What is in the folder of a step."""
+
+    COMPLETE = "a complete checkpoint"
+    LEFT = "one that was begun, or nothing"
+    FOREIGN = "one in torch's format, without the facts of ours"
+
+
+def _folders(root: Path) -> list[tuple[int, Kind]]:
+    found: list[tuple[int, Kind]] = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 name = _STEP.fullmatch(entry.name)
                 if name is not None and entry.is_dir(follow_symlinks=False):
-                    found.append(
-                        (int(name[1]), all(_is_file(Path(entry.path, file)) for file in (METADATA, FACTS)))
-                    )
+                    found.append((int(name[1]), _kind_of(Path(entry.path))))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}; check the folder") from error
-    return found
+    return sorted(found, key=lambda item: item[0])
+
+
+def _kind_of(place: Path) -> Kind:
+    if not _is_file(place / METADATA):
+        return Kind.LEFT
+    return Kind.COMPLETE if _is_file(place / FACTS) else Kind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:

@@ -78,11 +78,13 @@ def resolve(root: Path, which: Which) -> int:
         if which.step in steps:
             return which.step
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        half = " (one is there, but it was never completed)" if which.step in folder.leftovers_in(root) else ""
+        half = " (one was begun there, and never completed)" if which.step in folder.leftovers_in(root) else ""
+        half = " (one is there that no Checkpointer saved)" if which.step in folder.foreign_in(root) else half
         raise StorageError(f"{root}: no complete checkpoint of step {which.step}{half}; {there}")
     if not steps:
-        left = folder.leftovers_in(root)
+        left, foreign = folder.leftovers_in(root), folder.foreign_in(root)
         half = f"; step {left[-1]} was begun and never completed" if left else ""
+        half += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
         raise StorageError(f"{root}: no complete checkpoint{half}; start the training anew, or pass another folder")
     return steps[-1]
 

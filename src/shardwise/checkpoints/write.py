@@ -104,8 +104,10 @@ def begin(root: Path, step: int, token: str, newest: int | None) -> None:
                 )
             folder.remove(root, folder.leftovers_in(root))
             with open_writer(root / folder.name_of(step)) as inner:
-                if FACTS in inner.list() or METADATA in inner.list():
-                    raise StorageError(f"{inner.root}: is not empty, and cannot be cleared; remove it by hand")
+                if there := inner.list():
+                    raise StorageError(
+                        f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
+                    )
         except BaseException:
             release_lock(writer, token)
             raise
