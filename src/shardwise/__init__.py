@@ -10,6 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoints.checkpointer import Checkpointer
+    from shardwise.checkpoints.modes import (
+        Asynchronous,
+        AtStep,
+        CheckpointerOptions,
+        KeepAll,
+        KeepLast,
+        Latest,
+        Synchronous,
+    )
+    from shardwise.checkpoints.state import TrainState
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -40,7 +51,16 @@ if TYPE_CHECKING:
     from shardwise.planning.forms import FullState, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
+    from shardwise.report import (
+        CheckpointReport,
+        Forecast,
+        LoadReport,
+        ReopenReport,
+        RestoreReport,
+        SaveReport,
+        ShardReport,
+        StateReport,
+    )
     from shardwise.storage import HubOptions
     from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
     from shardwise.verbs.load import LoadOptions, load
@@ -48,7 +68,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
-    from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.pretrained import FromFiles, Later, from_pretrained
     from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save, save_adapter
     from shardwise.verbs.shard import ShardOptions, shard
@@ -62,8 +82,13 @@ _HOMES = {
     "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
+    "Asynchronous": "shardwise.checkpoints.modes",
+    "AtStep": "shardwise.checkpoints.modes",
     "Automatic": "shardwise.models.wrap",
     "CheckpointError": "shardwise.errors",
+    "CheckpointReport": "shardwise.report",
+    "Checkpointer": "shardwise.checkpoints.checkpointer",
+    "CheckpointerOptions": "shardwise.checkpoints.modes",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
@@ -77,6 +102,7 @@ _HOMES = {
     "FormatError": "shardwise.errors",
     "Freeze": "shardwise.tuning.modes",
     "Full": "shardwise.tuning.modes",
+    "FromFiles": "shardwise.verbs.pretrained",
     "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
@@ -85,7 +111,11 @@ _HOMES = {
     "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
+    "KeepAll": "shardwise.checkpoints.modes",
+    "KeepLast": "shardwise.checkpoints.modes",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "Later": "shardwise.verbs.pretrained",
+    "Latest": "shardwise.checkpoints.modes",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "Lora": "shardwise.tuning.modes",
@@ -103,6 +133,7 @@ _HOMES = {
     "ReopenReport": "shardwise.report",
     "Replicated": "shardwise.tuning.modes",
     "RequireMemory": "shardwise.planning.forecast",
+    "RestoreReport": "shardwise.report",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -115,7 +146,9 @@ _HOMES = {
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
+    "Synchronous": "shardwise.checkpoints.modes",
     "TorchFile": "shardwise.verbs.merge_weights",
+    "TrainState": "shardwise.checkpoints.state",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -142,8 +175,13 @@ __all__ = [
     "Alone",
     "Anyone",
     "AsItIs",
+    "Asynchronous",
+    "AtStep",
     "Automatic",
     "CheckpointError",
+    "CheckpointReport",
+    "Checkpointer",
+    "CheckpointerOptions",
     "Classes",
     "CompareWithMemory",
     "ConfigError",
@@ -157,6 +195,7 @@ __all__ = [
     "FormatError",
     "Freeze",
     "Full",
+    "FromFiles",
     "FullState",
     "HubNames",
     "HubOptions",
@@ -165,7 +204,11 @@ __all__ = [
     "InIntervals",
     "Initialize",
     "InternalNames",
+    "KeepAll",
+    "KeepLast",
     "KeepSource",
+    "Later",
+    "Latest",
     "LoadOptions",
     "LoadReport",
     "Lora",
@@ -183,6 +226,7 @@ __all__ = [
     "ReopenReport",
     "Replicated",
     "RequireMemory",
+    "RestoreReport",
     "Safetensors",
     "SaveOptions",
     "SaveReport",
@@ -195,7 +239,9 @@ __all__ = [
     "StateReport",
     "StorageError",
     "StreamOptions",
+    "Synchronous",
     "TorchFile",
+    "TrainState",
     "Trust",
     "TryAnyway",
     "Upcast",

@@ -56,6 +56,13 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
         torch.save(hollow, file)
 
 
+def stored_at(file: str, start: int, nbytes: int) -> object:
+    """The entry, in the metadata of a distributed checkpoint, that says where a chunk lies."""
+    from torch.distributed.checkpoint import filesystem  # slow to import, and needed for checkpoints alone
+
+    return filesystem._StorageInfo(file, start, nbytes)
+
+
 def writes_to(tensor: torch.Tensor) -> int:
     """A number that grows with every in-place operation on a tensor."""
     return tensor._version

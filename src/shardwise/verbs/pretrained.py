@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Unpack, cast, overload
+from typing import Literal, TypeAlias, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import DisagreementError, FormatError, StorageError
+from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -46,6 +46,22 @@ _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class FromFiles:
+    """The weights are read from the files of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """No weights are read: the model is built, tied and sharded, and stays on meta.
+
+    ``Checkpointer.restore`` brings it up; so does :func:`~shardwise.verbs.load.load`.
+    """
+
+
+Weights: TypeAlias = FromFiles | Later
+
+
 class PretrainedOptions(ModelOptions, total=False):
     """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`ModelOptions`.
 
@@ -55,6 +71,7 @@ class PretrainedOptions(ModelOptions, total=False):
             the model is PEFT's, with the model of transformers inside it sharded.
         trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
             ``AsItIs()``. What is frozen stays as it is stored.
+        weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
         buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
             :func:`~shardwise.verbs.load.load`.
     """
@@ -62,6 +79,7 @@ class PretrainedOptions(ModelOptions, total=False):
     sharding: Sharding
     tuning: Tuning
     trained: TrainedDtype
+    weights: Weights
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
@@ -164,6 +182,10 @@ def from_pretrained(
                     is_tuned="tuning" in keywords,
                 )
 
+            if isinstance(keywords.get("weights", FromFiles()), Later):
+                world.together(lambda: _refuse_report(ask, asked=output_loading_info))
+                compat.record_conversions(tuned.base, built.transforms)
+                return cast(PreTrainedModel, tuned.model)
             report = carry_out(world, tuned.model, everything, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
     if sharding.mesh is not None:
@@ -205,6 +227,13 @@ def _tune(
         adapter=adapter,
         casts_to=None if sharding.mesh is None else sharding.mp_policy.param_dtype,
     )
+
+
+def _refuse_report(ask: Callable[[], LoadRequest], *, asked: bool) -> None:
+    """Make the model ready for a load that comes later, and of which there is no report yet."""
+    if asked:
+        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
+    ask()
 
 
 @contextmanager
