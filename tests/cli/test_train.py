@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from peft import PeftModel
+from safetensors.torch import load_file
 from tests.training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch
-from shardwise.cli.train import STOPPED, train_command
+from shardwise.cli.train import STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
 from shardwise.training.config import read_config
+from shardwise.training.report import Facts, StepFacts
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters
@@ -197,6 +200,80 @@ def test_a_tracker_that_is_not_there_is_refused_before_anything_is_read(name: st
     message = refusal(*needed("nowhere", "nothing", tmp_path), f"log.trackers=[{name}]")
     assert "log.trackers: " in message
     assert name in message
+
+
+TUNINGS = {
+    "full": (),
+    "freeze": ("tuning=freeze", "tuning.trainable_layers=1"),
+    "lora": ("tuning=lora", "tuning.r=4", "tuning.target_modules=all-linear", "tuning.lora_dropout=0.0"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_a_training_that_was_killed_goes_on_on_other_ranks(
+    checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
+) -> None:
+    common = ("optimizer.learning_rate=3e-3", "training.max_steps=6", "schedule=linear", *TUNINGS[tuning], "--json")
+
+    def losses(result: Result) -> list[float]:
+        assert result.exit_code == 0, result.stderr
+        return [step["loss"] for step in json.loads(result.stdout)["ranks"][0]["train"]["steps"]]
+
+    whole = losses(run(*needed(checkpoint, chats, tmp_path / "whole"), "training.batch_size=2", *common))
+    place = needed(checkpoint, chats, tmp_path / "killed")
+    tell = StepLog.tell
+
+    def kill(self: StepLog, facts: Facts) -> None:
+        if isinstance(facts, StepFacts) and facts.step == 4:
+            raise KeyboardInterrupt
+        tell(self, facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepLog, "tell", kill)
+        assert run(*place, "training.batch_size=2", "checkpoints.every=3", *common).exit_code == 130
+    out = tmp_path / "killed" / "out"
+    assert not list((out / "last").iterdir())
+    rest = run(*place, "training.batch_size=1", *common, "--nproc-per-node", 2)
+    assert losses(rest) == pytest.approx(whole[3:], rel=1e-5)
+    found = json.loads(rest.stdout)["ranks"][1]
+    assert (found["train"]["last_step"], found["load"] is None) == (6, tuning != "lora")
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in steps if line["kind"] == "checkpoint_restored"] == [3]
+    same = [out / "last", tmp_path / "whole" / "out" / "last"]
+    if tuning == "lora":
+        files = [load_file(folder / "adapter_model.safetensors") for folder in same]
+        assert not (out / "last" / "model.safetensors").exists()
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), same[0])
+        assert any(bool(value.any()) for name, value in model.named_parameters() if "lora_B" in name)
+    else:
+        files = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in same]
+    torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
+    again = run(*place, "checkpoints.resume=never", *common)
+    assert again.exit_code == 2
+    assert "has a checkpoint of step 3; resume=auto goes on from it" in again.stderr
+
+
+def test_a_checkpoint_of_another_tuning_is_refused(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    place = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1")
+    assert run(*place, "checkpoints.every=1").exit_code == 0
+    result = run(*place, "tuning=lora", "tuning.target_modules=[q_proj]", "training.max_steps=2")
+    assert result.exit_code == 2
+    assert "checkpoints" in result.stderr
+
+
+def test_another_trainings_checkpoint_is_gone_on_from(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    assert (
+        run(*needed(checkpoint, chats, tmp_path / "one"), "training.max_steps=2", "checkpoints.every=2").exit_code
+        == 0
+    )
+    place = (*needed(checkpoint, chats, tmp_path / "two"), "training.max_steps=3", "--json")
+    result = run(*place, f"checkpoints.resume={tmp_path / 'one' / 'out' / 'checkpoints'}")
+    assert result.exit_code == 0, result.stderr
+    assert [step["step"] for step in json.loads(result.stdout)["ranks"][0]["train"]["steps"]] == [3]
+    message = refusal(*needed(checkpoint, chats, tmp_path / "three"), f"checkpoints.resume={tmp_path / 'none'}")
+    assert "there is no complete checkpoint in this folder" in message
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
-from shardwise.training.checkpoints import TrainState
+from shardwise.checkpoints.state import TrainState
+from shardwise.training.checkpoints import Restored
 
 
 class MemoryKeeper:
@@ -20,14 +20,14 @@ class MemoryKeeper:
         parts = (state.model, state.optimizers, state.schedulers, state.data)
         self.kept[step] = copy.deepcopy({"parts": [part.state_dict() for part in parts], "user": state.user})
 
-    def restore(self, state: TrainState) -> Mapping[str, Any] | None:
+    def restore(self, state: TrainState) -> Restored | None:
         if not self.kept:
             return None
         found = copy.deepcopy(self.kept[max(self.kept)])
         parts = (state.model, state.optimizers, state.schedulers, state.data)
         for part, values in zip(parts, found["parts"], strict=True):
             part.load_state_dict(values)
-        return found["user"]
+        return Restored(found["user"])
 
     def wait(self) -> None:
         self.waited += 1

@@ -243,7 +243,14 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        shapes = {"plain": (5, 4), "scalar": (), "fsdp": (7, 4), "hybrid": (6, 4), "both": (8, 6), "experts": (4, 6, 4)}
+        shapes = {
+            "plain": (5, 4),
+            "scalar": (),
+            "fsdp": (7, 4),
+            "hybrid": (6, 4),
+            "both": (8, 6),
+            "experts": (4, 6, 4),
+        }
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape)))
 
@@ -485,7 +492,9 @@ def adapted_answers() -> list[Any]:
     import peft
 
     def build() -> nn.Module:
-        model = peft.get_peft_model(qwen3(eos_token_id=2, pad_token_id=0), peft.LoraConfig(target_modules=["q_proj"]))
+        model = peft.get_peft_model(
+            qwen3(eos_token_id=2, pad_token_id=0), peft.LoraConfig(target_modules=["q_proj"])
+        )
         return model.eval()
 
     prompt = torch.arange(3, 9).unsqueeze(0)

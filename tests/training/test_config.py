@@ -12,7 +12,7 @@ from shardwise.training.config import (
     FreezeTuning,
     FullTuning,
     LoraTuning,
-    WrapClasses,
+    WrapSection,
     config_of,
     known_keys,
     read_config,
@@ -102,6 +102,7 @@ def test_every_fault_at_once() -> None:
         (("evaluation.every=3",), "evaluation: every says how often, but data does not say on what"),
         (("sharding.wrap=blocks",), "sharding.wrap='blocks': it must be 'automatic', 'model_plan'"),
         (("sharding.wrap.classes=[]",), "sharding.wrap.classes: list should have at least 1 item"),
+        (("sharding.wrap.min_parameters=3", "sharding.wrap.classes=[A]"), "sharding.wrap: it must be 'automatic', 'model_plan'"),
         (("optimizer.beta2=1.0",), "optimizer.beta2=1.0: it must be less than 1"),
         (("optimizer.learning_rate=.nan",), "optimizer.learning_rate=nan: it must be"),
         (("checkpoint.every=3",), "checkpoint: no such key; did you mean checkpoints?"),
@@ -160,7 +161,7 @@ def test_a_configuration_that_is_written_is_read_again(tmp_path: Path) -> None:
         ),
     )
     assert config.tuning == FreezeTuning(method="freeze", trainable_layers=-2)
-    assert config.sharding.wrap == WrapClasses(classes=["Block"])
+    assert config.sharding.wrap == WrapSection(classes=["Block"])
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert read_config(str(tmp_path / "config.yaml")) == config
 

@@ -144,7 +144,10 @@ def test_the_tricks_matter(kind, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "plan", "rows"), [("qwen3", "auto", 4), ("qwen3", "plan", 4), ("tied", "plan", 1), ("capped", "auto", 4)])
+@pytest.mark.parametrize(
+    ("kind", "plan", "rows"),
+    [("qwen3", "auto", 4), ("qwen3", "plan", 4), ("tied", "plan", 1), ("capped", "auto", 4)],
+)
 def test_the_head_in_a_group_of_fsdp2(worlds, kind, plan, rows):
     """In the root group and in its own, tied and not, also where a rank has no rows."""
     expected = stepping.in_chunks(kind, plan, rows)["whole"]
@@ -186,7 +189,10 @@ class Peculiar(nn.Module):
 @pytest.mark.parametrize(
     ("trick", "reason"),
     [
-        (lambda logits, model: logits.masked_fill(logits > 1, 0.0), "'__gt__'|reads 'masked_fill'|unsupported|not supported"),
+        (
+            lambda logits, model: logits.masked_fill(logits > 1, 0.0),
+            "'__gt__'|reads 'masked_fill'|unsupported|not supported",
+        ),
         (lambda logits, model: logits[..., :40], "takes a part of its logits"),
         (lambda logits, model: logits * model.temperature, "applies mul to its logits"),
         (lambda logits, model: torch.softmax(logits, -1), "applies softmax to its logits"),

@@ -73,7 +73,9 @@ def test_the_norm_under_tensor_parallelism_is_that_of_one_process(worlds):
 
 
 def test_other_norms_are_refused():
-    with pytest.raises(ConfigError, match=r"norm_type=1.0: gradients are clipped by their norm of type 2 or infinity"):
+    with pytest.raises(
+        ConfigError, match=r"norm_type=1.0: gradients are clipped by their norm of type 2 or infinity"
+    ):
         clip_gradients([nn.Parameter(torch.ones(2))], 1.0, norm_type=1.0)
 
 
@@ -163,7 +165,9 @@ def test_what_is_frozen_has_neither_gradient_nor_state(worlds):
 @pytest.mark.distributed
 def test_what_would_drift_apart_is_refused_by_name(worlds):
     added, plain, part = worlds(2).run(stepping.unsynchronised)[1]
-    assert added.startswith("model.layers.{0..2}.mlp.adapter are trained, but neither sharded nor averaged over the 2")
+    assert added.startswith(
+        "model.layers.{0..2}.mlp.adapter are trained, but neither sharded nor averaged over the 2"
+    )
     assert "average_replicated_gradients" in added
     assert plain.startswith("model.embed_tokens.weight, model.layers.{0..2}.self_attn.q_proj.weight")
     assert part.startswith("model.embed_tokens.weight, ")

@@ -141,14 +141,14 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     from shardwise.training import example
     from shardwise.training.data import read_data, step_loader
     from shardwise.training.loop import train
-    from shardwise.training.prepare import keep, load_model, load_tokenizer
+    from shardwise.training.prepare import ModelRequest, keep, load_model, load_tokenizer
 
     rank, size = this_place()
     processes = "one process" if size == 1 else f"{size} processes, each reading its own part"
     part = Part(
         3, f"Load the model with shardwise.from_pretrained on {processes}", rank=rank, started=request.started
     )
-    model, loaded = load_model(request.checkpoint, request.options)
+    model, loaded = load_model(ModelRequest(request.checkpoint, request.options))
     part.end(*str(loaded).splitlines(), "(the time is mostly that of starting the processes)")
 
     part = Part(4, "Compare every parameter and buffer, gathered, with what transformers loaded", rank=rank)

@@ -13,13 +13,14 @@ import click
 
 from shardwise.cli.launch import fail, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, StepFacts
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
     from shardwise.training.config import TrainConfig
     from shardwise.training.data import TrainData
     from shardwise.training.report import Facts, TrainReport
+    from shardwise.training.session import Session
 
 STOPPED = 75
 """The exit code of a training that was asked to stop and has kept its state: EX_TEMPFAIL, call again to go on."""
@@ -55,9 +56,12 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """What one rank has seen. ``saved`` is None where the training was stopped."""
+    """What one rank has seen.
 
-    loaded: LoadReport
+    ``loaded`` is None where all weights came from a checkpoint, ``saved`` where the training was stopped.
+    """
+
+    loaded: LoadReport | None
     trained: TrainReport
     saved: SaveReport | None
 
@@ -115,7 +119,7 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
     with stopping_on_signals() as stop:
         session = Session.begin(request.config)
         log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
-        log.begin(session.loaded, session.data, len(session.steps), session.held_out)
+        log.begin(session)
         trained = session.train(log.tell, stop)
         saved = None if trained.is_stopped else session.save_last()
     return TrainOutcome(session.loaded, trained, saved)
@@ -133,14 +137,15 @@ class StepLog:
         self.total = 0
         self.since: list[StepFacts] = []
 
-    def begin(self, loaded: LoadReport, data: TrainData, steps: int, held_out: TrainData | None) -> None:
+    def begin(self, session: Session) -> None:
         """Tell about the model and the data."""
-        self.total = steps
-        self.say(str(loaded))
-        self.say(describe_data(data))
-        if held_out is not None:
-            self.say(describe_data(held_out, "evaluation"))
-        self.say(f"training: {_count(steps, 'step')} on {_count(loaded.world_size, 'rank')}")
+        self.total = len(session.steps)
+        if session.loaded is not None:
+            self.say(str(session.loaded))
+        self.say(describe_data(session.data))
+        if session.held_out is not None:
+            self.say(describe_data(session.held_out, "evaluation"))
+        self.say(f"training: {_count(self.total, 'step')} on {_count(session.size, 'rank')}")
 
     def tell(self, facts: Facts) -> None:
         """Tell about a step, where one of these is due, and about all else."""
@@ -156,9 +161,12 @@ class StepLog:
                 best = "  the best so far" if facts.is_best else ""
                 self.say(f"{place}  evaluation: loss {facts.loss:.4f}  perplexity {facts.perplexity:.4g}{best}")
             case CheckpointFacts(kind="restored"):
-                self.say(f"goes on after step {facts.step}, from its checkpoint")
+                self.say(facts.told)
+                self.say(f"training goes on after step {facts.step}")
             case CheckpointFacts():
                 self.say(f"{place}  checkpoint, in {facts.seconds:.1f} s")
+            case Remark():
+                self.say(facts.text)
 
     def _interval(self, last: StepFacts) -> str:
         """The steps since the last line: their mean loss, and of the last one what is of one step."""
@@ -219,7 +227,7 @@ def _print_summary(outcome: TrainOutcome, directory: str) -> None:
 
 def _values(outcome: TrainOutcome) -> dict[str, Any]:
     return {
-        "load": outcome.loaded.to_dict(),
+        "load": outcome.loaded.to_dict() if outcome.loaded else None,
         "train": outcome.trained.to_dict(),
         "save": outcome.saved.to_dict() if outcome.saved else None,
     }

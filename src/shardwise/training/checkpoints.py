@@ -6,46 +6,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import torch
-from torch import nn
-
-
-class Stateful(Protocol):
-    """What can say where it is, and be put there; torch's word for it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """All that a step changes. ``user`` is what the loop itself wants to know again, as plain JSON values."""
-
-    model: nn.Module
-    optimizers: torch.optim.Optimizer
-    schedulers: Stateful
-    data: Stateful
-    user: Mapping[str, Any]
+from shardwise.checkpoints.checkpointer import Checkpointer
+from shardwise.checkpoints.state import TrainState
 
 
 class Keeper(Protocol):
-    """Where states are kept."""
+    """Where states are kept; of :class:`KeptInFolders` but for tests."""
 
     def save(self, step: int, state: TrainState) -> object:
         """Keep the state after ``step`` steps. Collective: yes."""
         ...
 
-    def restore(self, state: TrainState) -> Mapping[str, Any] | None:
-        """Put everything where it was; what was the user's then. None where there is nothing to go on from.
-
-        Collective: yes.
-        """
+    def restore(self, state: TrainState) -> Restored | None:
+        """Put everything where it was. None where there is nothing to go on from. Collective: yes."""
         ...
 
     def wait(self) -> object:
         """Return when what was saved counts. Collective: yes."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What the loop had told of itself when the state was kept, and what was restored, in words."""
+
+    user: Mapping[str, Any]
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptInFolders:
+    """States are kept by a checkpointer, and restored by the same or, of another training, by another.
+
+    ``source`` is None where there is nothing to go on from.
+    """
+
+    checkpointer: Checkpointer
+    source: Checkpointer | None
+
+    def save(self, step: int, state: TrainState) -> object:
+        return self.checkpointer.save(step, state)
+
+    def restore(self, state: TrainState) -> Restored | None:
+        if self.source is None:
+            return None
+        report = self.source.restore(state)
+        return Restored(report.user, str(report))
+
+    def wait(self) -> object:
+        return self.checkpointer.wait()
 
 
 @dataclass(frozen=True, slots=True)

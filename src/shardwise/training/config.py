@@ -144,12 +144,17 @@ class ScheduleSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, in which steps. Batch sizes are rows (packs, with packing) of each rank."""
+    """How long, in which steps. Batch sizes are rows (packs, with packing) of each rank.
+
+    ``loss_chunk_tokens``: logits are computed for so many tokens at a time; null: for all of a batch at once.
+    """
 
     epochs: Count | None = None
     max_steps: Count | None = None
     batch_size: Count = 4
     gradient_accumulation_steps: Count = 1
+    accumulate: Literal["whole_gradients", "sharded_gradients"] = "whole_gradients"
+    loss_chunk_tokens: Count | None = 512
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")
@@ -159,10 +164,20 @@ class TrainingSection(Section):
         return self
 
 
-class WrapClasses(Section):
-    """Blocks are the modules of these classes."""
+WrapNames: TypeAlias = Literal["automatic", "model_plan", "no_split_modules", "module_list", "whole_model"]
 
-    classes: Annotated[list[Words], Field(min_length=1)]
+
+class WrapSection(Section):
+    """Groups are the modules of these classes, or the innermost ones with at least so many elements."""
+
+    classes: Annotated[list[Words], Field(min_length=1)] | None = None
+    min_parameters: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> WrapSection:
+        if (self.classes is None) == (self.min_parameters is None):
+            raise ValueError("give one of classes and min_parameters")
+        return self
 
 
 class ShardingSection(Section):
@@ -172,13 +187,13 @@ class ShardingSection(Section):
     (HSDP).
     """
 
-    wrap: Literal["automatic", "model_plan", "no_split_modules", "module_list", "whole_model"] | WrapClasses = (
-        "automatic"
-    )
+    wrap: WrapNames | WrapSection = "automatic"
     precision: Precision = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reshard_after_forward: bool | Count = True
     offload: Literal["none", "cpu"] = "none"
+    activation_checkpointing: bool = False
+    compile: bool = False
     replicas: Count = 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,9 +11,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
+from shardwise.models.blocks import CompileBlocks, Off, PerBlock
 from shardwise.models.wrap import (
     Automatic,
     Classes,
+    MinSize,
     ModelPlan,
     ModuleListBlocks,
     NoSplitModules,
@@ -21,10 +23,24 @@ from shardwise.models.wrap import (
     WholeModel,
     WrapPolicy,
 )
-from shardwise.training.config import DataSection, ShardingSection, WrapClasses
+from shardwise.training.accumulation import Accumulation, ShardedGradients, WholeGradients
+from shardwise.training.config import (
+    DataSection,
+    FreezeTuning,
+    FullTuning,
+    LoraTuning,
+    ShardingSection,
+    TrainingSection,
+    WrapSection,
+)
 from shardwise.training.data import Flattened, Layout, Packed, Padded
+from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
@@ -43,6 +59,8 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
             CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.offload == "cpu" else OffloadPolicy()
         ),
         reshard_after_forward=section.reshard_after_forward,
+        activation_checkpointing=PerBlock() if section.activation_checkpointing else Off(),
+        compiling=CompileBlocks() if section.compile else Off(),
     )
 
 
@@ -75,8 +93,10 @@ def _wrap_of(section: ShardingSection) -> WrapPolicy:
             return ModuleListBlocks()
         case "whole_model":
             return WholeModel()
-        case WrapClasses(classes=classes):
-            return Classes(tuple(classes))
+        case WrapSection(classes=None, min_parameters=int(numel)):
+            return MinSize(numel)
+        case WrapSection():
+            return Classes(tuple(section.wrap.classes or ()))
         case _:
             assert_never(section.wrap)
 
@@ -87,3 +107,57 @@ def row_layout(section: DataSection, implementation: str | None) -> Layout:
         return Padded()
     is_flash = implementation is not None and "flash" in implementation
     return Flattened(section.max_length) if is_flash else Packed(section.max_length)
+
+
+def tuning_of(section: FullTuning | FreezeTuning | LoraTuning) -> Tuning:
+    """What is trained.
+
+    Raises:
+        ConfigError: PEFT is not installed, or refuses the LoRA's configuration.
+    """
+    match section:
+        case FullTuning():
+            return Full()
+        case FreezeTuning():
+            return Freeze(section.trainable_layers, tuple(section.trainable_modules), tuple(section.extra_modules))
+        case LoraTuning():
+            adapters = Replicated() if section.placement == "replicated" else InBlocks()
+            if section.adapter is not None:
+                return ExistingLora(section.adapter, adapters=adapters)
+            return Lora(_lora_config(section), adapters=adapters)
+        case _:
+            assert_never(section)
+
+
+def _lora_config(section: LoraTuning) -> LoraConfig:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(
+            "tuning.method='lora': LoRAs are PEFT's, which is not installed; pip install 'shardwise[peft]'"
+        ) from error
+    try:
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=section.r,
+            lora_alpha=section.lora_alpha,
+            lora_dropout=section.lora_dropout,
+            target_modules=section.target_modules,
+            target_parameters=section.target_parameters,
+            modules_to_save=section.modules_to_save,
+            use_rslora=section.use_rslora,
+            use_dora=section.use_dora,
+            **section.options,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tuning: PEFT refuses the LoRA ({error})") from error
+
+
+def loss_of(section: TrainingSection) -> WholeLogits | ChunkedLogits:
+    """How the loss is taken."""
+    return WholeLogits() if section.loss_chunk_tokens is None else ChunkedLogits(section.loss_chunk_tokens)
+
+
+def accumulation_of(section: TrainingSection) -> Accumulation:
+    """What ranks keep of gradients between micro-batches."""
+    return ShardedGradients() if section.accumulate == "sharded_gradients" else WholeGradients()

@@ -15,15 +15,16 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.training.accumulation import Accumulation, WholeGradients
-from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, TrainState
+from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints
 from shardwise.training.data import Batch
 from shardwise.training.evaluation import evaluating
-from shardwise.training.losses import Loss, WholeLogits
+from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
 from shardwise.training.options import TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts, TrainReport
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, TrainReport
 from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.step import (
     StepGradient,
@@ -90,8 +91,9 @@ def train(
     options: TrainOptions,
     on_facts: Callable[[Facts], object] = lambda facts: None,
     *,
-    loss: Loss = _WHOLE_LOGITS,
+    loss: WholeLogits | ChunkedLogits = _WHOLE_LOGITS,
     accumulation: Accumulation = _WHOLE_GRADIENTS,
+    when_ready: Callable[[], object] = lambda: None,
     evaluation: Evaluating = _NOT_EVALUATED,
     checkpoints: Checkpointing = _NOT_KEPT,
     stop: StopRequest | None = None,
@@ -113,6 +115,7 @@ def train(
         on_facts: told about each step, evaluation and checkpoint, on every rank, after it.
         loss: how it is taken; see :func:`~shardwise.training.losses.prepare_loss`.
         accumulation: what is kept of gradients between micro-batches.
+        when_ready: called on every rank once the model has its weights, before the first step.
         evaluation: what else is looked at, and when.
         checkpoints: what is kept, and gone on from.
         stop: asked on any rank, it lets all ranks finish the same step, keep it, and return.
@@ -124,29 +127,20 @@ def train(
             cannot be made.
     """
     world = World.current()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
-    require_synchronised(model, world)
-    work = StepWork(
-        world=world,
-        model=model,
-        parameters=parameters,
-        options=options,
-        loss=loss,
-        accumulation=accumulation,
-        scaling=GradientScaler() if options.dtype == "float16" else Unscaled(),
-    )
-    run = _Run(work, steps, on_facts, evaluation, checkpoints, stop or StopRequest())
+    require_trained(model)
+    run = _Run(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
     run.resume()
+    require_synchronised(model, world)
+    when_ready()
+    run.prepare(loss, accumulation)
     run.go()
     model.train(mode)
     return TrainReport(
         rank=world.rank,
         world_size=world.size,
-        trained_parameters=sum(parameter.numel() for parameter in parameters),
+        trained_parameters=sum(parameter.numel() for parameter in trained_parameters(model)),
         steps=tuple(run.done),
         evaluations=tuple(run.evaluated),
         is_stopped=run.is_stopped,
@@ -154,36 +148,54 @@ def train(
     )
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def require_trained(model: nn.Module) -> None:
+    """Refuse a model of which nothing would be trained.
+
+    Raises:
+        ConfigError: nothing requires a gradient.
+    """
+    if not trained_parameters(model):
+        raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
+
+
 class _Run:
     """One training on its way."""
 
+    work: StepWork
+
     def __init__(
         self,
-        work: StepWork,
+        world: World,
+        model: nn.Module,
         steps: StepSource,
+        options: TrainOptions,
         on_facts: Callable[[Facts], object],
         evaluation: Evaluating,
         checkpoints: Checkpointing,
         stop: StopRequest,
     ) -> None:
-        self.work = work
-        self.world = work.world
-        self.model = work.model
-        self.options = options = work.options
-        self.device = work.parameters[0].device
+        self.world = world
+        self.model = model
         self.steps = steps
+        self.options = options
         self.on_facts = on_facts
         self.evaluation = evaluation
         self.checkpoints = checkpoints
         self.stop = stop
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(work.parameters, options.weight_decay),
+            parameter_groups(trained_parameters(model), options.weight_decay),
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
         )
         self.total = len(steps)
         self.schedule = make_schedule(self.optimizer, options, self.total)
+        self.scaler = GradientScaler() if options.dtype == "float16" else None
         self.step = 0
         self.best_loss = math.inf
         self.kept_step = 0
@@ -193,21 +205,44 @@ class _Run:
         self.evaluated: list[EvaluationFacts] = []
 
     def resume(self) -> None:
-        """Go on from a checkpoint, where there is one to go on from. Collective: yes."""
+        """Go on from a checkpoint, where there is one to go on from. Collective: yes.
+
+        A model on meta gets its weights here, so that nothing before may have kept its parameters.
+        """
         if isinstance(self.checkpoints, NoCheckpoints):
             return
         start = time.perf_counter()
-        known = self.checkpoints.keeper.restore(self._state())
-        if known is None:
+        restored = self.checkpoints.keeper.restore(self._state())
+        if restored is None:
             return
-        self.step = self.kept_step = int(known["step"])
-        self.best_loss = math.inf if known["best_loss"] is None else float(known["best_loss"])
+        self.step = self.kept_step = int(restored.user["step"])
+        best_loss = restored.user["best_loss"]
+        self.best_loss = math.inf if best_loss is None else float(best_loss)
         if len(self.steps) != self.total:  # the steps are of another size now, and so of another number
             self.total = len(self.steps)
             state = self.schedule.state_dict()
             self.schedule = make_schedule(self.optimizer, self.options, self.total)
             self.schedule.load_state_dict(state)
-        self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored"))
+        self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
+
+    def prepare(self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation) -> None:
+        """Find out how the loss of this model is taken. Collective: yes."""
+        parameters = trained_parameters(self.model)
+        self.device = parameters[0].device
+        prepared = prepare_loss(
+            self.world, self.model, loss, lambda: computing_in(self.model, self.device, self.options)
+        )
+        if prepared.note:
+            self._tell(Remark(self.step, prepared.note))
+        self.work = StepWork(
+            world=self.world,
+            model=self.model,
+            parameters=parameters,
+            options=self.options,
+            loss=prepared.loss,
+            accumulation=accumulation,
+            scaling=self.scaler or Unscaled(),
+        )
 
     def go(self) -> None:
         """All steps that are left, or those until somebody asks to stop. Collective: yes."""
@@ -329,7 +364,7 @@ class _Run:
 
     def _state(self) -> TrainState:
         user = {"step": self.step, "best_loss": self.best_loss if self.best_loss < math.inf else None}
-        return TrainState(self.model, self.optimizer, self.schedule, self.steps, user)
+        return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, user)
 
 
 def make_schedule(

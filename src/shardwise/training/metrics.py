@@ -5,27 +5,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, assert_never
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts
 
 
 def values_of(facts: Facts) -> dict[str, Any]:
     """Facts as plain JSON values, with their kind."""
+    values = dataclasses.asdict(facts)
     match facts:
         case StepFacts():
-            return {"kind": "step", **dataclasses.asdict(facts), "tokens_per_second": facts.tokens_per_second}
+            values |= {"kind": "step", "tokens_per_second": facts.tokens_per_second}
         case EvaluationFacts():
-            return {"kind": "evaluation", **dataclasses.asdict(facts), "perplexity": facts.perplexity}
+            values |= {"kind": "evaluation", "perplexity": facts.perplexity}
         case CheckpointFacts():
-            values = dataclasses.asdict(facts)
-            return {**values, "kind": f"checkpoint_{values['kind']}"}
+            values |= {"kind": f"checkpoint_{facts.kind}"}
+            del values["told"]
+        case Remark():
+            values |= {"kind": "remark"}
         case _:
             assert_never(facts)
+    # JSON has no infinite numbers, which a skipped step of float16 has for a norm.
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 class MetricsFile:
@@ -117,11 +126,16 @@ class Trackers:
             self._trackers.append(tracker)
 
     def tell(self, facts: Facts) -> None:
-        values = {name: value for name, value in values_of(facts).items() if name not in ("kind", "step")}
-        prefix = {StepFacts: "train", EvaluationFacts: "evaluation", CheckpointFacts: "checkpoint"}[type(facts)]
-        numbers = {f"{prefix}/{name}": value for name, value in values.items() if not isinstance(value, str | bool)}
+        values = values_of(facts)
+        prefix = {"step": "train"}.get(values["kind"], values["kind"].partition("_")[0])
+        numbers = {
+            f"{prefix}/{name}": value
+            for name, value in values.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
         for tracker in self._trackers:
-            tracker.log(numbers, step=facts.step)
+            if numbers:
+                tracker.log(numbers, step=facts.step)
 
     def close(self) -> None:
         for tracker in self._trackers:

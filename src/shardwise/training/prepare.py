@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data import Flattened, Layout, Padded, TrainData, flatten, pack
 from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
+from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.load import LoadOptions
-from shardwise.verbs.pretrained import from_pretrained
+from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
-from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save
+from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -65,37 +67,75 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
         )
 
 
-def load_model(
-    name_or_path: str,
-    options: TrainOptions,
-    *,
-    sharding: Sharding | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, LoadReport]:
-    """The model with float32 weights, sharded over all ranks, computing in ``options.dtype``; and the report.
+@dataclass(frozen=True)
+class ModelRequest:
+    """Which model is trained, and how.
+
+    What is trained is in float32, what is frozen as it is stored. Where there are no ranks to shard it over, and
+    so no policy that casts it on the way, all is in float32 if that is what is computed in.
+
+    Attributes:
+        name_or_path: a folder, an id of the hub, or a URL.
+        options: of these the dtype that is computed in, and the seed.
+        tuning: what is trained.
+        sharding: None for all ranks in one axis.
+        revision, trust_remote_code: of the hub's repository.
+    """
+
+    name_or_path: str
+    options: TrainOptions
+    tuning: Tuning = field(default_factory=Full)
+    sharding: Sharding | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def keywords(self) -> PretrainedOptions:
+        """Arguments of :func:`~shardwise.verbs.pretrained.from_pretrained`."""
+        is_cast = World.current().size > 1 or self.options.dtype != "float32"
+        policy = mixed_precision(self.options)
+        return {
+            "dtype": "auto" if is_cast else torch.float32,
+            "tuning": self.tuning,
+            "sharding": Sharding(mp_policy=policy) if self.sharding is None else self.sharding,
+            "hub": HubOptions(revision=self.revision),
+            "trust_remote_code": self.trust_remote_code,
+            "options": LoadOptions(seed=self.options.seed, device=this_device(), progress=False),
+        }
+
+
+def load_model(request: ModelRequest) -> tuple[PreTrainedModel, LoadReport]:
+    """The model with its weights, and the report.
 
     Collective: yes, over the default process group.
 
     Raises:
         ShardwiseError: as :func:`~shardwise.verbs.pretrained.from_pretrained`.
     """
-    torch.manual_seed(options.seed + World.current().rank)  # for dropout, which is to differ between ranks
-    return from_pretrained(
-        name_or_path,
-        dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
-        sharding=sharding if sharding is not None else Sharding(mp_policy=mixed_precision(options)),
-        hub=HubOptions(revision=revision),
-        options=LoadOptions(seed=options.seed, device=this_device(), progress=False),
-        output_loading_info=True,
-    )
+    _seed_dropout(request.options)
+    return from_pretrained(request.name_or_path, **request.keywords(), output_loading_info=True)
+
+
+def build_model(request: ModelRequest) -> PreTrainedModel:
+    """The model without its weights, on meta: a checkpoint is to bring them.
+
+    Collective: yes, over the default process group.
+
+    Raises:
+        ShardwiseError: as :func:`~shardwise.verbs.pretrained.from_pretrained`.
+    """
+    _seed_dropout(request.options)
+    keywords = request.keywords()
+    keywords["weights"] = Later()
+    return from_pretrained(request.name_or_path, **keywords)
+
+
+def _seed_dropout(options: TrainOptions) -> None:
+    """Dropout is to differ between ranks."""
+    torch.manual_seed(options.seed + World.current().rank)
 
 
 def mixed_precision(options: TrainOptions, reduce_dtype: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
     """FSDP2's policy for what is computed in ``options.dtype``."""
-    if options.dtype == "float32":
-        return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=getattr(torch, options.dtype), reduce_dtype=reduce_dtype)
 
 
@@ -183,6 +223,11 @@ def require_place(directory: str) -> None:
     World.current().from_first(lambda: require_writable(directory))
 
 
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether a LoRA is what is trained, so that the base need not be saved."""
+    return hasattr(model, "peft_config")
+
+
 def keep(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -191,21 +236,24 @@ def keep(
     dtype: torch.dtype | str | None = None,
     max_shard_size: str = "50GB",
 ) -> SaveReport:
-    """Save a trained model with its tokenizer, compare it with memory, and open it again.
+    """Save a trained model with its tokenizer, or its adapter alone, and compare it with memory; open a model again.
 
     Collective: yes, over the default process group.
 
     Raises:
         ShardwiseError: as :func:`~shardwise.verbs.save.save` and :func:`~shardwise.verbs.reopen.verify`.
     """
+    compared, quiet = CompareWithMemory(), SaveOptions(progress=False)
+    if has_adapter(model):
+        return save_adapter(model, directory, verify=compared, options=quiet)
     report = save(
         model,
         directory,
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        verify=CompareWithMemory(),
-        options=SaveOptions(progress=False),
+        verify=compared,
+        options=quiet,
     )
     found = World.current().from_first(lambda: verify(directory))
     if not found.is_sound:

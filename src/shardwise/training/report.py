@@ -60,9 +60,19 @@ class CheckpointFacts:
     seconds: float
     """The training was held up by it."""
     kind: Literal["saved", "restored"]
+    told: str = ""
+    """Of what was restored, and what was not, in words."""
 
 
-Facts: TypeAlias = StepFacts | EvaluationFacts | CheckpointFacts
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something worth knowing about how the training is done."""
+
+    step: int
+    text: str
+
+
+Facts: TypeAlias = StepFacts | EvaluationFacts | CheckpointFacts | Remark
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardwise.errors import StorageError
+from shardwise.checkpoints.checkpointer import Checkpointer
+from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.world import World
+from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.report import LoadReport, SaveReport
-from shardwise.training.checkpoints import Checkpointing, NoCheckpoints
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config import TrainConfig
-from shardwise.training.configured import row_layout, sharding_of
+from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
 from shardwise.training.data import (
     Malformed,
     RefuseRows,
@@ -27,6 +31,8 @@ from shardwise.training.data import (
 from shardwise.training.loop import Evaluating, Evaluation, NoEvaluation, train
 from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
 from shardwise.training.prepare import (
+    ModelRequest,
+    build_model,
     keep,
     load_model,
     load_tokenizer,
@@ -51,12 +57,15 @@ class Session:
 
     config: TrainConfig
     rank: int
+    size: int
     tokenizer: PreTrainedTokenizerBase
     data: TrainData
     held_out: TrainData | None
     model: PreTrainedModel
-    loaded: LoadReport
+    loaded: LoadReport | None
+    """None where all weights come from a checkpoint."""
     steps: StepLoader
+    keeper: KeptInFolders
 
     @classmethod
     def begin(cls, config: TrainConfig) -> Session:
@@ -72,6 +81,7 @@ class Session:
         require_place(str(output / "last"))
         world.from_first(lambda: sorted(available_trackers(config.log.trackers)))
         sharding = world.together(lambda: sharding_of(config.sharding, options))
+        tuning = world.together(lambda: tuning_of(config.tuning))
         tokenizer = load_tokenizer(config.model.name)
         name = DataName(config.data.train, config.data.split, config.data.subset)
         malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
@@ -80,21 +90,28 @@ class Session:
         if config.evaluation.data is not None:
             name = DataName(config.evaluation.data, config.evaluation.split, config.evaluation.subset)
             held_out = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
-        model, loaded = load_model(
+        keeper = _keeper(config, output)
+        request = ModelRequest(
             config.model.name,
             options,
-            sharding=sharding,
+            tuning,
+            sharding,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
+        # A checkpoint of a LoRA does not hold the base; any other one holds all that there is.
+        if keeper.source is None or config.tuning.method == "lora":
+            model, loaded = load_model(request)
+        else:
+            model, loaded = build_model(request), None
         set_attention(model, config.model.attn_implementation)
         for found in (data, held_out):
             if found is not None:
                 require_embeddings(model, found)
         layout = row_layout(config.data, config.model.attn_implementation)
-        require_blind_rows(model, layout)
         world.from_first(lambda: _write_config(config, output))
-        return cls(config, world.rank, tokenizer, data, held_out, model, loaded, step_loader(data, options, layout))
+        steps = step_loader(data, options, layout)
+        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, steps, keeper)
 
     @property
     def output(self) -> Path:
@@ -120,8 +137,11 @@ class Session:
                 self.steps,
                 self.config.options(),
                 tell,
+                loss=loss_of(self.config.training),
+                accumulation=accumulation_of(self.config.training),
+                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout),
                 evaluation=self._evaluation(),
-                checkpoints=self._checkpoints(),
+                checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
                 stop=stop,
             )
         finally:
@@ -151,9 +171,6 @@ class Session:
             self._keep_best if section.keep_best else lambda facts: None,
         )
 
-    def _checkpoints(self) -> Checkpointing:
-        return NoCheckpoints()
-
     def _keep_best(self, _facts: EvaluationFacts) -> None:
         self._save("best")
 
@@ -171,9 +188,43 @@ class Session:
             self.model,
             self.tokenizer,
             str(self.output / name),
-            dtype=section.dtype or stored_dtype(self.loaded),
+            dtype=section.dtype or self._stored_dtype(),
             max_shard_size=section.max_shard_size,
         )
+
+    def _stored_dtype(self) -> torch.dtype | None:
+        """That of the model's files: as they were read, else as their config has it."""
+        if self.loaded is not None:
+            return stored_dtype(self.loaded)
+        dtype = self.model.config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _keeper(config: TrainConfig, output: Path) -> KeptInFolders:
+    """Where states are kept, and whence this training goes on. Collective: yes.
+
+    Raises:
+        ConfigError: there is a checkpoint that is not to be gone on from.
+        StorageError: there is none where one should be.
+    """
+    section = config.checkpoints
+    only: Selection = AdapterOnly() if config.tuning.method == "lora" else Everything()
+    mode = Asynchronous() if section.mode == "asynchronous" else Synchronous()
+    own = World.current().together(
+        lambda: Checkpointer(output / "checkpoints", keep=KeepLast(section.keep), mode=mode, only=only)
+    )
+    step = own.latest()
+    if step is not None and section.resume == "never":
+        raise ConfigError(
+            f"checkpoints.resume='never', but {own.directory} has a checkpoint of step {step}; "
+            "resume=auto goes on from it, and another output.directory begins anew"
+        )
+    if step is not None or section.resume in ("auto", "never"):
+        return KeptInFolders(own, own if step is not None else None)
+    other = World.current().together(lambda: Checkpointer(section.resume, only=only))
+    if other.latest() is None:
+        raise StorageError(f"checkpoints.resume={section.resume!r}: there is no complete checkpoint in this folder")
+    return KeptInFolders(own, other)
 
 
 def _write_config(config: TrainConfig, output: Path) -> None:
