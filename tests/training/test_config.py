@@ -102,7 +102,7 @@ def test_every_fault_at_once() -> None:
         (("evaluation.every=3",), "evaluation: every says how often, but data does not say on what"),
         (("sharding.wrap=blocks",), "sharding.wrap='blocks': it must be 'automatic', 'model_plan'"),
         (("sharding.wrap.classes=[]",), "sharding.wrap.classes: list should have at least 1 item"),
-        (("sharding.wrap.min_parameters=3", "sharding.wrap.classes=[A]"), "sharding.wrap: it must be 'automatic', 'model_plan'"),
+        (("sharding.wrap.min_parameters=3", "sharding.wrap.classes=[A]"), "sharding.wrap: it must be"),
         (("optimizer.beta2=1.0",), "optimizer.beta2=1.0: it must be less than 1"),
         (("optimizer.learning_rate=.nan",), "optimizer.learning_rate=nan: it must be"),
         (("checkpoint.every=3",), "checkpoint: no such key; did you mean checkpoints?"),

@@ -35,7 +35,7 @@ def test_a_parquet_file(parquet: Path, tmp_path: Path) -> None:
     found = read_data(parquet, tiny.tokenizer(), max_length=64)
     assert tokens(found) == tokens(lines)
     assert (found.unit, lines.unit) == ("row", "line")
-    assert found.examples.digest() == lines.examples.digest()
+    assert found.examples.digest == lines.examples.digest
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from shardwise.training.report import StepFacts
 if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
     from shardwise.training.example import Comparison
+    from shardwise.training.lesson import Learned
     from shardwise.training.report import Facts, TrainReport
 
 CORPUS = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
@@ -34,6 +36,10 @@ _VOCAB_SIZE = 1024
 _SEED = 0
 _ROWS_PER_STEP = 16
 _STEPS = 130
+_LORA_STEPS = 30
+_KILLED_AT = 17
+_CHECKPOINT_EVERY = 5
+_PARTS = 8
 LEARNED_LOSS = 2.0
 """Nats a token; where the demo says that the model has learned. It begins near 7."""
 
@@ -70,32 +76,35 @@ class DemoOutcome:
 )
 @click.option("--steps", default=_STEPS, show_default=True, type=click.IntRange(min=1), help="Of the training.")
 def demo_command(*, out: Path, nproc_per_node: int, steps: int) -> None:
-    """Make a small model, load it on several processes, prove every weight, train it, and save it.
+    """Make a small model, load it on several processes, prove every weight, train and save it; then a LoRA.
 
     Needs no network, no GPU and no model: everything is made in the folder OUT, in about a minute.
     """
     started = time.time()
     try:
         outcomes = run_demo(out, nproc_per_node, steps)
+        lesson = run_lesson(out)
     except ShardwiseError as error:
         fail(error)
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended", err=True)
         sys.exit(130)
-    faults = find_faults(outcomes)
-    _print_verdict(outcomes, faults, time.time() - started)
+    faults = [*find_faults(outcomes), *lesson.faults]
+    _print_verdict(outcomes, lesson, faults, time.time() - started)
     if faults:
         sys.exit(1)
 
 
 def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
-    """All six parts of the demo; what each rank has seen.
+    """The first six parts of the demo; what each rank has seen.
 
     Raises:
         ConfigError: the folder is not for a demo, or a launcher has started several of these.
     """
     if isinstance(read_launch(os.environ, nproc_per_node), Launched):
         raise ConfigError("the demo starts its ranks itself: run it without torchrun")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("the demo's LoRA is PEFT's, which is not installed; pip install 'shardwise[peft]'")
     click.echo(
         "shardwise demo: a small language model is made, loaded by several processes of which each reads\n"
         "only its own part, compared bit by bit with what transformers loads, trained, and saved."
@@ -133,6 +142,73 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
         saved=str(out / "trained"),
     )
     return run_ranks(nproc_per_node, demo_on_rank, request)
+
+
+@dataclass(frozen=True)
+class LessonOutcome:
+    """What became of the LoRA: how the first run ended, what the second has seen, what the merged model says."""
+
+    killed: str
+    learned: Learned
+    said: str
+    expected: str
+    directory: Path
+
+    @property
+    def faults(self) -> list[str]:
+        """What did not turn out as it should."""
+        report = self.learned.trained
+        first = report.steps[0].step if report.steps else 0
+        wanted = _KILLED_AT // _CHECKPOINT_EVERY * _CHECKPOINT_EVERY + 1
+        faults = []
+        if not self.killed:
+            faults.append("the training of the LoRA went on although one of its processes was killed")
+        if first != wanted:
+            faults.append(f"the training of the LoRA went on with step {first}, and should have with {wanted}")
+        if self.said != self.learned.answer:
+            faults.append(f"merged, the LoRA says {self.said!r}, and before {self.learned.answer!r}")
+        if self.said != self.expected:
+            faults.append(f"the LoRA says {self.said!r}, and was taught {self.expected!r}")
+        return faults
+
+
+def run_lesson(out: Path) -> LessonOutcome:
+    """The last two parts of the demo: a LoRA on two processes, of which one is killed; and on one, merged."""
+    from shardwise.training import lesson
+    from shardwise.verbs.merge_adapter import merge_adapter
+
+    rows, adapter, merged = out / "new.jsonl", out / "adapter", out / "merged"
+    lesson.write_rows(rows)
+    request = lesson.Lesson(
+        base=str(out / "trained"),
+        rows=str(rows),
+        checkpoints=str(out / "checkpoints"),
+        adapter=str(adapter),
+        options=TrainOptions(
+            learning_rate=5e-3, duration=Steps(_LORA_STEPS), batch_size=4, warmup=Ratio(0.1), max_length=128
+        ),
+        checkpoint_every=_CHECKPOINT_EVERY,
+        killed_at=_KILLED_AT,
+    )
+    part = Part(7, f"Teach it a LoRA on 2 processes, and kill one of them after step {_KILLED_AT}")
+    killed = ""
+    try:
+        run_ranks(2, lesson.learn, request)
+    except ShardwiseError as error:
+        killed = str(error).splitlines()[-1]
+    part.end(f"it ended: {killed}", f"checkpoints of the adapter are in {request.checkpoints}")
+
+    part = Part(8, f"Go on with the LoRA in this one process, and merge it into {merged}")
+    options = replace(request.options, batch_size=2 * request.options.batch_size)
+    [learned] = run_ranks(1, lesson.learn, replace(request, options=options, killed_at=None))
+    merge_adapter(out / "trained", adapter, merged)
+    said = lesson.answer_of(str(merged))
+    part.end(
+        f"it went on with step {learned.trained.steps[0].step}, and ended with a loss of "
+        f"{learned.trained.losses[-1]:.3f}",
+        f"{lesson.QUESTION} {said}",
+    )
+    return LessonOutcome(killed, learned, said, lesson.ANSWER, merged)
 
 
 def demo_on_rank(request: DemoRequest) -> DemoOutcome:
@@ -188,7 +264,7 @@ class Part:
         self.tells = rank == 0
         self.started = time.time() if started is None else started
         if self.tells:
-            click.echo(f"\n[{number}/6] {heading}")
+            click.echo(f"\n[{number}/{_PARTS}] {heading}")
 
     def say(self, line: str) -> None:
         if self.tells:
@@ -217,7 +293,8 @@ def prepare_folder(out: Path) -> None:
         if (out / "checkpoint").is_symlink():
             (out / "checkpoint").unlink()
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
-        shutil.rmtree(out / "trained", ignore_errors=True)
+        for made in ("trained", "adapter", "checkpoints", "merged"):
+            shutil.rmtree(out / made, ignore_errors=True)
         (out / "truth.pt").unlink(missing_ok=True)
         (out / "checkpoint").mkdir()
     except OSError as error:
@@ -261,7 +338,9 @@ def _describe(comparison: Comparison) -> str:
     return f"{facts}: not one bit differs"
 
 
-def _print_verdict(outcomes: Sequence[DemoOutcome], faults: Sequence[str], seconds: float) -> None:
+def _print_verdict(
+    outcomes: Sequence[DemoOutcome], lesson: LessonOutcome, faults: Sequence[str], seconds: float
+) -> None:
     first = outcomes[0]
     losses = first.trained.losses
     click.echo("\nThe trained model answers:")
@@ -280,4 +359,8 @@ def _print_verdict(outcomes: Sequence[DemoOutcome], faults: Sequence[str], secon
     click.echo(f"  - loading: all {first.comparison.tensors} tensors bitwise those of transformers{everywhere}")
     click.echo(f"  - training: loss {losses[0]:.2f} -> {final_loss(first.trained):.2f} in {len(losses)} steps")
     click.echo(f"  - saving: all {first.saved.tensors} tensors, by all ranks at once, are those transformers loads")
-    click.echo(f"The trained model is in {first.saved.directory}.")
+    click.echo(
+        f"  - going on: a LoRA, killed on 2 processes after step {_KILLED_AT}, went on in 1 with step "
+        f"{lesson.learned.trained.steps[0].step}; merged, it answers alike"
+    )
+    click.echo(f"The trained model is in {first.saved.directory}, and with the LoRA in {lesson.directory}.")

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, assert_never, overload
 
@@ -92,6 +93,7 @@ class Examples(Sequence[Example]):
         """Tokens of each row."""
         return np.diff(self.ends, prepend=0)
 
+    @cached_property
     def digest(self) -> int:
         """A number that is another for other rows, or for another order of them."""
         arrays = (self.tokens, self.supervised, self.ends)
@@ -414,7 +416,7 @@ class StepLoader:
     def _identity(self) -> dict[str, int]:
         return {
             "rows": self.sampler.row_count,
-            "digest": self.data.examples.digest(),
+            "digest": self.data.examples.digest,
             "seed": self.sampler.options.seed,
         }
 

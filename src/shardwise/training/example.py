@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -113,6 +114,14 @@ def write_truth(directory: Path, file: Path) -> int:
     truth = {name: tensor.detach().clone() for name, tensor in _tensors(model).items()}
     torch.save(truth, file)
     return len(truth)
+
+
+def load_by_transformers(directory: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer, by transformers alone."""
+    with _without_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    return model, tokenizer
 
 
 @dataclass(frozen=True, slots=True)

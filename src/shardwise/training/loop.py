@@ -247,7 +247,8 @@ class _Run:
     def go(self) -> None:
         """All steps that are left, or those until somebody asks to stop. Collective: yes."""
         for batches in self.steps:
-            facts, self.is_stopped = self._step(batches)
+            facts, is_asked = self._step(batches)
+            self.is_stopped = is_asked and self.step < self.total
             self.done.append(facts)
             self._tell(facts)
             if self.is_stopped:
