@@ -236,8 +236,9 @@ def keep(
     dtype: torch.dtype | str | None = None,
     max_shard_size: str = "50GB",
 ) -> SaveReport:
-    """Save a trained model with its tokenizer, or its adapter alone, and compare it with memory; open a model
-    again.
+    """Save a trained model with its tokenizer, or its adapter alone, and compare it with memory.
+
+    A model is opened again afterwards.
 
     Collective: yes, over the default process group.
 
