@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
@@ -97,10 +98,13 @@ def batch(rows: int = 2, tokens: int = 12, seed: int = 0) -> Batch:
 
 
 def share_of(whole_batch: Batch) -> Batch:
-    """This rank's rows."""
+    """This rank's rows; where there are none, one of which nothing is learned."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     rows = slice(rank, None, size)
     ids = whole_batch.input_ids[rows]
+    if not len(ids):
+        ids = torch.zeros((1, 2), dtype=torch.int64)
+        return Batch(ids, torch.ones_like(ids), torch.full_like(ids, -100), 0)
     return Batch(ids, whole_batch.attention_mask[rows], whole_batch.labels[rows], ids.numel())
 
 
@@ -211,30 +215,23 @@ def accumulated(kind: str, mesh: str) -> dict[str, Any]:
     sharding = {"mesh": hsdp()} if mesh == "hsdp" else {}
     model = sharded(Scaled(), **sharding)
     work = work_on(model, accumulation=accumulation)
-    calls = {"all_reduce": 0, "reduce_scatter_tensor": 0}
-    with counting_collectives(calls):
+    with Collectives() as collectives:
         facts = work.gradient([share_of(batch(4, seed=seed)) for seed in range(3)])
-    return {"gradients": gradients(model), "facts": (facts.loss, facts.grad_norm), "calls": calls}
+    return {"gradients": gradients(model), "facts": (facts.loss, facts.grad_norm), "calls": collectives.counts}
 
 
-@contextmanager
-def counting_collectives(calls: dict[str, int]) -> Iterator[None]:
-    kept = {name: getattr(dist, name) for name in calls}
+class Collectives(TorchDispatchMode):
+    """Counts collectives, by the first word of their names."""
 
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **keywords: Any) -> Any:
-            calls[name] += 1
-            return kept[name](*args, **keywords)
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
 
-        return call
-
-    for name in calls:
-        setattr(dist, name, counted(name))
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d":
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **kwargs or {})
 
 
 class Mixed(nn.Module):
@@ -243,7 +240,14 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        shapes = {"plain": (5, 4), "scalar": (), "fsdp": (7, 4), "hybrid": (6, 4), "both": (8, 6), "experts": (4, 6, 4)}
+        shapes = {
+            "plain": (5, 4),
+            "scalar": (),
+            "fsdp": (7, 4),
+            "hybrid": (6, 4),
+            "both": (8, 6),
+            "experts": (4, 6, 4),
+        }
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape)))
 
@@ -295,15 +299,17 @@ def scaled_in_float16(poisoned_rank: int, poisoned: str) -> dict[str, Any]:
     work = work_on(model, scaling=scaler, max_grad_norm=0.05)
     verdicts, scales, facts = [], [], []
     for step in range(3):
-        handle = None
+        handles: list[Any] = []
         if step == 1 and dist.get_rank() == poisoned_rank:
             module = model.blocks[0].linear if poisoned == "sharded" else model.blocks[0]
             name = "weight" if poisoned == "sharded" else "scale"
-            handle = module.register_forward_pre_hook(
-                lambda module, _: getattr(module, name).register_hook(lambda gradient: gradient * math.inf) and None
-            )
+
+            def poison(module: nn.Module, _: Any, name: str = name, handles: list[Any] = handles) -> None:
+                handles.append(getattr(module, name).register_hook(lambda gradient: gradient * math.inf))
+
+            handles.append(module.register_forward_pre_hook(poison))
         facts.append(work.gradient([share_of(batch(4, seed=step))]))
-        if handle is not None:
+        for handle in handles:
             handle.remove()
         verdicts.append(scaler.judge(facts[-1].grad_norm))
         scales.append(scaler.scale)
@@ -485,7 +491,9 @@ def adapted_answers() -> list[Any]:
     import peft
 
     def build() -> nn.Module:
-        model = peft.get_peft_model(qwen3(eos_token_id=2, pad_token_id=0), peft.LoraConfig(target_modules=["q_proj"]))
+        model = peft.get_peft_model(
+            qwen3(eos_token_id=2, pad_token_id=0), peft.LoraConfig(target_modules=["q_proj"])
+        )
         return model.eval()
 
     prompt = torch.arange(3, 9).unsqueeze(0)
@@ -510,7 +518,7 @@ def resharded(after: Any) -> dict[str, Any]:
     given = share_of(batch(4))
     loss = WholeLogits().summed(model, given)
     layer = model.model.layers[0].mlp.gate_proj.weight
-    kept = "whole" if not isinstance(layer, DTensor) else f"{layer.device_mesh.size()}"
+    kept = "whole" if not isinstance(layer, DTensor) else str(tuple(layer.device_mesh.shape))
     loss.backward()
     return {"kept": kept, "gradients": gradients(model), "groups": groups(model)}
 

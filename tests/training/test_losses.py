@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -144,7 +145,10 @@ def test_the_tricks_matter(kind, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "plan", "rows"), [("qwen3", "auto", 4), ("qwen3", "plan", 4), ("tied", "plan", 1), ("capped", "auto", 4)])
+@pytest.mark.parametrize(
+    ("kind", "plan", "rows"),
+    [("qwen3", "auto", 4), ("qwen3", "plan", 4), ("tied", "plan", 1), ("capped", "auto", 4)],
+)
 def test_the_head_in_a_group_of_fsdp2(worlds, kind, plan, rows):
     """In the root group and in its own, tied and not, also where a rank has no rows."""
     expected = stepping.in_chunks(kind, plan, rows)["whole"]
@@ -186,7 +190,10 @@ class Peculiar(nn.Module):
 @pytest.mark.parametrize(
     ("trick", "reason"),
     [
-        (lambda logits, model: logits.masked_fill(logits > 1, 0.0), "'__gt__'|reads 'masked_fill'|unsupported|not supported"),
+        (
+            lambda logits, model: logits.masked_fill(logits > 1, 0.0),
+            "'__gt__'|reads 'masked_fill'|unsupported|not supported",
+        ),
         (lambda logits, model: logits[..., :40], "takes a part of its logits"),
         (lambda logits, model: logits * model.temperature, "applies mul to its logits"),
         (lambda logits, model: torch.softmax(logits, -1), "applies softmax to its logits"),
@@ -205,7 +212,7 @@ def test_what_cannot_be_repeated_chunk_by_chunk_gets_whole_logits_and_a_note(tri
     model.forward = forward
     prepared = prepare_loss(World(0, 1), model, ChunkedLogits())
     assert isinstance(prepared.loss, WholeLogits)
-    assert pytest.importorskip("re").search(reason, prepared.note), prepared.note
+    assert re.search(reason, prepared.note), prepared.note
     assert prepared.note.startswith("head cannot be run in chunks (")
     assert model.forward is forward
     assert isinstance(model.head, nn.Linear)
