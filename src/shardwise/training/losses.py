@@ -46,14 +46,16 @@ class Loss(Protocol):
 class WholeLogits:
     """Logits of all tokens at once, as models return them.
 
-    Memory: for each token and word the logits, their float32 copy for supervised tokens, and gradients of both.
+    Memory: for each token and word 4 bytes for the loss and 4 for its gradient, beside the logits and theirs.
     """
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        logits: torch.Tensor = output.logits[:, :-1]
-        learned, wanted = _supervised(batch)
-        return F.cross_entropy(logits[learned].float(), wanted, reduction="sum")
+        logits: torch.Tensor = output.logits
+        # All of them: to pick those that are learned takes copies, and on an accelerator the host would wait.
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), _following(batch), reduction="sum", ignore_index=IGNORED
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,11 @@ class LossInChunks:
                     raise
                 self.refused.append(f"{canonical(self.head.name)} cannot be run in chunks ({error})")
                 return torch.zeros((), device=batch.labels.device)
-            learned, wanted = _supervised(batch)
-            with _forward_of(self.head.module, _Chunks(self.head.module.forward, steps, wanted, self.tokens)):
-                loss: torch.Tensor = self.head.module(hidden[:, :-1][learned])
+            following = _following(batch)
+            learned = (following != IGNORED).nonzero().squeeze(1)
+            chunks = _Chunks(self.head.module.forward, steps, following[learned], self.tokens)
+            with _forward_of(self.head.module, chunks):
+                loss: torch.Tensor = self.head.module(hidden.flatten(0, 1).index_select(0, learned))
             return loss
 
         with _forward_of(root, forward):
@@ -372,11 +376,9 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _supervised(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens but the last are followed by one that is learned, (rows, tokens - 1); and these, flat."""
-    following = batch.labels[:, 1:]
-    learned = following != IGNORED
-    return learned, following[learned]
+def _following(batch: Batch) -> torch.Tensor:
+    """The token that each is to predict, flat; the last of a row predicts none."""
+    return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
 def _head_of(model: nn.Module) -> Head | None:
