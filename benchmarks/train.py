@@ -5,8 +5,8 @@ Three questions, each on gloo ranks of this machine:
 - *step*: in the same processes, on the same model and batches, a step of ``train`` and a step by hand take turns.
   The losses of both have to be the same.
 - *memory*: in fresh processes, what is in tensors while the optimizer takes its step, over weights, gradients and
-  AdamW's two moments; beside it how far the memory of the process grows. (During the passes FSDP2 holds gathered groups
-  and their gradients, and libc what has been freed: with shardwise as by hand.)
+  AdamW's two moments; beside it how far the memory of the process grows. (During the passes FSDP2 holds gathered
+  groups and their gradients, and libc what has been freed: with shardwise as by hand.)
 - *start*: in fresh interpreters, from the start of the process until the first optimizer step has been done on
   every rank, imports included; also through accelerate.
 """
@@ -310,7 +310,7 @@ def measure(job: Job, warm_up: Job, ranks: int, repeats: int, timeout_s: float) 
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians and ratios. A step takes as long as on its slowest rank; the first, which sets FSDP2 up, is left out."""
+    """Medians and ratios. A step takes as long as on its slowest rank; the first, which sets FSDP2 up, is out."""
     turns, memory, starts = found["turns"], found["memory"], found["starts"]
     steps = {
         arm: [max(each) for each in zip(*(rank[arm]["seconds"] for rank in turns), strict=True)][1:]
@@ -359,8 +359,8 @@ def lines(results: Mapping[str, Any]) -> list[str]:
         "",
         f"{results['date']}, commit {results['commit']}, {results['minutes']:.1f} minutes.",
         f"`{results['command']}`",
-        f"{host['cpus']} cores ({host['processor']}), {host['memory_bytes'] / 2**30:.0f} GiB, Linux {host['kernel']}.",
-        f"Python {host['python']}, {versions}.",
+        f"{host['cpus']} cores ({host['processor']}), {host['memory_bytes'] / 2**30:.0f} GiB.",
+        f"Linux {host['kernel']}, Python {host['python']}, {versions}.",
         f"{results['ranks']} gloo ranks train {results['model']} in float32, full, by AdamW.",
         f"Each has {results['rows']} rows of {results['tokens']} tokens for a step.",
         f"Greatest difference of a step's loss: {made['loss_difference']:.1e} of it.",

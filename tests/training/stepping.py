@@ -446,7 +446,17 @@ def tied() -> nn.Module:
     return qwen3(tie_word_embeddings=True)
 
 
-MODELS = {"qwen3": qwen3, "tied": tied, "capped": capped, "cohere": cohere, "granite": granite}
+def adapted() -> nn.Module:
+    """With a LoRA in its blocks and on its head, and the base frozen."""
+    import peft
+
+    base = qwen3()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+MODELS = {"adapted": adapted, "qwen3": qwen3, "tied": tied, "capped": capped, "cohere": cohere, "granite": granite}
 
 
 def in_chunks(kind: str, plan: str, rows: int = 4) -> dict[str, Any]:
@@ -463,6 +473,25 @@ def in_chunks(kind: str, plan: str, rows: int = 4) -> dict[str, Any]:
         found[name] = {"facts": (facts.loss, facts.grad_norm), "gradients": gradients(model), "answer": answer}
         found[name]["training"] = model.training
     return found
+
+
+class Picky(nn.Linear):
+    """A head that takes (rows, tokens, width) only."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.ndim != 3:
+            raise ValueError("rows of tokens, please")
+        return super().forward(hidden)
+
+
+def failing_head() -> list[Any]:
+    torch.manual_seed(0)
+    model = qwen3()
+    model.lm_head = Picky(16, WORDS, bias=False)
+    model = sharded(model, wrap=ModelPlan())
+    prepared = prepare_loss(World.current(), model, ChunkedLogits(5))
+    facts = work_on(model, loss=prepared.loss).gradient([share_of(batch(4))])
+    return [prepared.note, facts.loss, facts.grad_norm, gradients(model)]
 
 
 def answers() -> dict[str, Any]:
@@ -503,6 +532,7 @@ def adapted_answers() -> list[Any]:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    generate(model, prompt, **keywords)
     found = generate(model, prompt, **keywords)
     gathered = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     return [found.tolist() == expected.tolist(), gathered]

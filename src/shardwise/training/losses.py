@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
@@ -154,26 +153,47 @@ class LossInChunks:
         own: Callable[..., Any] = root.forward
 
         def forward(*args: Any, **keywords: Any) -> torch.Tensor:
-            try:
-                hidden, steps = self._hidden(own, args, keywords)
-            except Exception as error:
-                # FSDP2's hooks are to run to their end: nothing may be raised through them where it is only tried.
-                if self.refused is None:
-                    raise
-                self.refused.append(f"{canonical(self.head.name)} cannot be run in chunks ({error})")
-                return torch.zeros((), device=batch.labels.device)
-            following = _following(batch)
-            learned = (following != IGNORED).nonzero().squeeze(1)
-            chunks = _Chunks(self.head.module.forward, steps, following[learned], self.tokens)
-            with _forward_of(self.head.module, chunks):
-                loss: torch.Tensor = self.head.module(hidden.flatten(0, 1).index_select(0, learned))
-            return loss
+            return self._attempt(lambda: self._through_head(*self._hidden(own, args, keywords), batch), batch)
 
         with _forward_of(root, forward):
             found: torch.Tensor = model(
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
             )
         return found
+
+    def _through_head(self, hidden: torch.Tensor, steps: Sequence[Step], batch: Batch) -> torch.Tensor:
+        """The head, called as ever, with its hooks; it returns the loss."""
+        following = _following(batch)
+        learned = (following != IGNORED).nonzero().squeeze(1)
+        head, logits_of = self.head.module, self.head.module.forward
+
+        def logits(rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = logits_of(rows)
+            for step in steps:
+                found = step(found)
+            return found
+
+        def loss(rows: torch.Tensor) -> torch.Tensor:
+            return chunked_cross_entropy(
+                rows, following[learned], logits, list(head.parameters()), tokens=self.tokens
+            )
+
+        with _forward_of(head, lambda rows: self._attempt(lambda: loss(rows), batch)):
+            result: torch.Tensor = head(hidden.flatten(0, 1).index_select(0, learned))
+        return result
+
+    def _attempt(self, function: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
+        """What the function returns; where it is only tried, the reason is kept in place of an error.
+
+        FSDP2's hooks are to run to their end then: nothing may be raised through them.
+        """
+        try:
+            return function()
+        except Exception as error:
+            if self.refused is None:
+                raise
+            self.refused.append(f"{canonical(self.head.name)} cannot be run in chunks ({error})")
+            return torch.zeros((), device=batch.labels.device)
 
     def _hidden(
         self, forward: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]
@@ -257,30 +277,6 @@ class _StandIn(nn.Module):
     def forward(self, hidden: torch.Tensor) -> RecordedLogits:
         self.given.append(hidden)
         return RecordedLogits(hidden.dtype, hidden.device)
-
-
-class _Chunks:
-    """The forward pass of a head that returns the summed loss of the rows it is given."""
-
-    def __init__(
-        self, forward: Callable[..., torch.Tensor], steps: Sequence[Step], wanted: torch.Tensor, tokens: int
-    ) -> None:
-        self.forward = forward
-        self.steps = steps
-        self.wanted = wanted
-        self.tokens = tokens
-        self.head: nn.Module = forward.__self__  # type: ignore[attr-defined]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return chunked_cross_entropy(
-            hidden, self.wanted, self.logits, list(self.head.parameters()), tokens=self.tokens
-        )
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.forward(hidden)
-        for step in self.steps:
-            logits = step(logits)
-        return logits
 
 
 def chunked_cross_entropy(
@@ -384,9 +380,7 @@ def _following(batch: Batch) -> torch.Tensor:
 def _head_of(model: nn.Module) -> Head | None:
     find = getattr(model, "get_output_embeddings", None)
     module = find() if find is not None else None
-    if not isinstance(module, nn.Module) or any(
-        isinstance(p, DTensor) and p.device_mesh.ndim > 2 for p in module.parameters()
-    ):
+    if not isinstance(module, nn.Module):
         return None
     for name, found in model.named_modules():
         if found is module:
