@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
@@ -97,10 +98,13 @@ def batch(rows: int = 2, tokens: int = 12, seed: int = 0) -> Batch:
 
 
 def share_of(whole_batch: Batch) -> Batch:
-    """This rank's rows."""
+    """This rank's rows; where there are none, one of which nothing is learned."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     rows = slice(rank, None, size)
     ids = whole_batch.input_ids[rows]
+    if not len(ids):
+        ids = torch.zeros((1, 2), dtype=torch.int64)
+        return Batch(ids, torch.ones_like(ids), torch.full_like(ids, -100), 0)
     return Batch(ids, whole_batch.attention_mask[rows], whole_batch.labels[rows], ids.numel())
 
 
@@ -211,30 +215,23 @@ def accumulated(kind: str, mesh: str) -> dict[str, Any]:
     sharding = {"mesh": hsdp()} if mesh == "hsdp" else {}
     model = sharded(Scaled(), **sharding)
     work = work_on(model, accumulation=accumulation)
-    calls = {"all_reduce": 0, "reduce_scatter_tensor": 0}
-    with counting_collectives(calls):
+    with Collectives() as collectives:
         facts = work.gradient([share_of(batch(4, seed=seed)) for seed in range(3)])
-    return {"gradients": gradients(model), "facts": (facts.loss, facts.grad_norm), "calls": calls}
+    return {"gradients": gradients(model), "facts": (facts.loss, facts.grad_norm), "calls": collectives.counts}
 
 
-@contextmanager
-def counting_collectives(calls: dict[str, int]) -> Iterator[None]:
-    kept = {name: getattr(dist, name) for name in calls}
+class Collectives(TorchDispatchMode):
+    """Counts collectives, by the first word of their names."""
 
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **keywords: Any) -> Any:
-            calls[name] += 1
-            return kept[name](*args, **keywords)
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
 
-        return call
-
-    for name in calls:
-        setattr(dist, name, counted(name))
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d":
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **kwargs or {})
 
 
 class Mixed(nn.Module):
@@ -302,15 +299,17 @@ def scaled_in_float16(poisoned_rank: int, poisoned: str) -> dict[str, Any]:
     work = work_on(model, scaling=scaler, max_grad_norm=0.05)
     verdicts, scales, facts = [], [], []
     for step in range(3):
-        handle = None
+        handles: list[Any] = []
         if step == 1 and dist.get_rank() == poisoned_rank:
             module = model.blocks[0].linear if poisoned == "sharded" else model.blocks[0]
             name = "weight" if poisoned == "sharded" else "scale"
-            handle = module.register_forward_pre_hook(
-                lambda module, _: getattr(module, name).register_hook(lambda gradient: gradient * math.inf) and None
-            )
+
+            def poison(module: nn.Module, _: Any, name: str = name, handles: list[Any] = handles) -> None:
+                handles.append(getattr(module, name).register_hook(lambda gradient: gradient * math.inf))
+
+            handles.append(module.register_forward_pre_hook(poison))
         facts.append(work.gradient([share_of(batch(4, seed=step))]))
-        if handle is not None:
+        for handle in handles:
             handle.remove()
         verdicts.append(scaler.judge(facts[-1].grad_norm))
         scales.append(scaler.scale)
@@ -447,7 +446,17 @@ def tied() -> nn.Module:
     return qwen3(tie_word_embeddings=True)
 
 
-MODELS = {"qwen3": qwen3, "tied": tied, "capped": capped, "cohere": cohere, "granite": granite}
+def adapted() -> nn.Module:
+    """With a LoRA in its blocks and on its head, and the base frozen."""
+    import peft
+
+    base = qwen3()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+MODELS = {"adapted": adapted, "qwen3": qwen3, "tied": tied, "capped": capped, "cohere": cohere, "granite": granite}
 
 
 def in_chunks(kind: str, plan: str, rows: int = 4) -> dict[str, Any]:
@@ -464,6 +473,25 @@ def in_chunks(kind: str, plan: str, rows: int = 4) -> dict[str, Any]:
         found[name] = {"facts": (facts.loss, facts.grad_norm), "gradients": gradients(model), "answer": answer}
         found[name]["training"] = model.training
     return found
+
+
+class Picky(nn.Linear):
+    """A head that takes (rows, tokens, width) only."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.ndim != 3:
+            raise ValueError("rows of tokens, please")
+        return super().forward(hidden)
+
+
+def failing_head() -> list[Any]:
+    torch.manual_seed(0)
+    model = qwen3()
+    model.lm_head = Picky(16, WORDS, bias=False)
+    model = sharded(model, wrap=ModelPlan())
+    prepared = prepare_loss(World.current(), model, ChunkedLogits(5))
+    facts = work_on(model, loss=prepared.loss).gradient([share_of(batch(4))])
+    return [prepared.note, facts.loss, facts.grad_norm, gradients(model)]
 
 
 def answers() -> dict[str, Any]:
@@ -504,6 +532,7 @@ def adapted_answers() -> list[Any]:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    generate(model, prompt, **keywords)
     found = generate(model, prompt, **keywords)
     gathered = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     return [found.tolist() == expected.tolist(), gathered]
@@ -519,7 +548,7 @@ def resharded(after: Any) -> dict[str, Any]:
     given = share_of(batch(4))
     loss = WholeLogits().summed(model, given)
     layer = model.model.layers[0].mlp.gate_proj.weight
-    kept = "whole" if not isinstance(layer, DTensor) else f"{layer.device_mesh.size()}"
+    kept = "whole" if not isinstance(layer, DTensor) else str(tuple(layer.device_mesh.shape))
     loss.backward()
     return {"kept": kept, "gradients": gradients(model), "groups": groups(model)}
 

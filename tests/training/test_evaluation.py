@@ -27,10 +27,15 @@ def test_a_model_of_peft_answers(worlds):
 def test_every_module_is_in_its_own_mode_again():
     model = stepping.qwen3().train()
     model.model.layers[0].eval()
-    with pytest.raises(ZeroDivisionError), evaluating(model):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
-        _ = 1 / 0
+
+    def fail() -> None:
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert torch.is_grad_enabled()
     assert model.training
     assert not model.model.layers[0].training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,13 @@ def test_the_tricks_matter(kind, name):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kind", "plan", "rows"),
-    [("qwen3", "auto", 4), ("qwen3", "plan", 4), ("tied", "plan", 1), ("capped", "auto", 4)],
+    [
+        ("qwen3", "auto", 4),
+        ("qwen3", "plan", 4),
+        ("tied", "plan", 1),
+        ("capped", "auto", 4),
+        ("adapted", "auto", 4),
+    ],
 )
 def test_the_head_in_a_group_of_fsdp2(worlds, kind, plan, rows):
     """In the root group and in its own, tied and not, also where a rank has no rows."""
@@ -211,10 +218,19 @@ def test_what_cannot_be_repeated_chunk_by_chunk_gets_whole_logits_and_a_note(tri
     model.forward = forward
     prepared = prepare_loss(World(0, 1), model, ChunkedLogits())
     assert isinstance(prepared.loss, WholeLogits)
-    assert pytest.importorskip("re").search(reason, prepared.note), prepared.note
+    assert re.search(reason, prepared.note), prepared.note
     assert prepared.note.startswith("head cannot be run in chunks (")
     assert model.forward is forward
     assert isinstance(model.head, nn.Linear)
+
+
+@pytest.mark.distributed
+def test_a_head_that_fails_leaves_fsdp2_in_order(worlds):
+    """It is only tried: the reason is told, and a step from whole logits is what it always was."""
+    expected = stepping.failing_head()[1:]
+    for note, *found in worlds(2).run(stepping.failing_head):
+        assert note == "lm_head cannot be run in chunks (rows of tokens, please); whole logits are used"
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_whose_head_nobody_knows():

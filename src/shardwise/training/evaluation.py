@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from shardwise.execution.world import World
+from shardwise.models.transformers_compat import is_pretrained
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def generate(model: nn.Module, input_ids: torch.Tensor, **keywords: Any) -> torc
         keywords["attention_mask"] = torch.ones_like(input_ids)
     if World.current().size > 1:
         keywords["synced_gpus"] = True
-    if isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule) and not is_pretrained(model) and "generate" not in vars(model):
         # A model of PEFT's goes around the forward pass of its root; FSDP2 gathers for this method then.
         register_fsdp_forward_method(model, "generate")
     with evaluating(model):

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
@@ -46,14 +45,16 @@ class Loss(Protocol):
 class WholeLogits:
     """Logits of all tokens at once, as models return them.
 
-    Memory: for each token and word the logits, their float32 copy for supervised tokens, and gradients of both.
+    Memory: for each token and word 4 bytes for the loss and 4 for its gradient, beside the logits and theirs.
     """
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         output = model(**batch.inputs(), use_cache=False)
-        logits: torch.Tensor = output.logits[:, :-1]
-        learned, wanted = _supervised(batch)
-        return F.cross_entropy(logits[learned].float(), wanted, reduction="sum")
+        logits: torch.Tensor = output.logits
+        # All of them: to pick those that are learned takes copies, and on an accelerator the host would wait.
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), _following(batch), reduction="sum", ignore_index=IGNORED
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +153,45 @@ class LossInChunks:
         own: Callable[..., Any] = root.forward
 
         def forward(*args: Any, **keywords: Any) -> torch.Tensor:
-            try:
-                hidden, steps = self._hidden(own, args, keywords)
-            except Exception as error:
-                # FSDP2's hooks are to run to their end: nothing may be raised through them where it is only tried.
-                if self.refused is None:
-                    raise
-                self.refused.append(f"{canonical(self.head.name)} cannot be run in chunks ({error})")
-                return torch.zeros((), device=batch.labels.device)
-            learned, wanted = _supervised(batch)
-            with _forward_of(self.head.module, _Chunks(self.head.module.forward, steps, wanted, self.tokens)):
-                loss: torch.Tensor = self.head.module(hidden[:, :-1][learned])
-            return loss
+            return self._attempt(lambda: self._through_head(*self._hidden(own, args, keywords), batch), batch)
 
         with _forward_of(root, forward):
             found: torch.Tensor = model(**batch.inputs(), use_cache=False)
         return found
+
+    def _through_head(self, hidden: torch.Tensor, steps: Sequence[Step], batch: Batch) -> torch.Tensor:
+        """The head, called as ever, with its hooks; it returns the loss."""
+        following = _following(batch)
+        learned = (following != IGNORED).nonzero().squeeze(1)
+        head, logits_of = self.head.module, self.head.module.forward
+
+        def logits(rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = logits_of(rows)
+            for step in steps:
+                found = step(found)
+            return found
+
+        def loss(rows: torch.Tensor) -> torch.Tensor:
+            return chunked_cross_entropy(
+                rows, following[learned], logits, list(head.parameters()), tokens=self.tokens
+            )
+
+        with _forward_of(head, lambda rows: self._attempt(lambda: loss(rows), batch)):
+            result: torch.Tensor = head(hidden.flatten(0, 1).index_select(0, learned))
+        return result
+
+    def _attempt(self, function: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
+        """What the function returns; where it is only tried, the reason is kept in place of an error.
+
+        FSDP2's hooks are to run to their end then: nothing may be raised through them.
+        """
+        try:
+            return function()
+        except Exception as error:
+            if self.refused is None:
+                raise
+            self.refused.append(f"{canonical(self.head.name)} cannot be run in chunks ({error})")
+            return torch.zeros((), device=batch.labels.device)
 
     def _hidden(
         self, forward: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]
@@ -251,30 +275,6 @@ class _StandIn(nn.Module):
     def forward(self, hidden: torch.Tensor) -> RecordedLogits:
         self.given.append(hidden)
         return RecordedLogits(hidden.dtype, hidden.device)
-
-
-class _Chunks:
-    """The forward pass of a head that returns the summed loss of the rows it is given."""
-
-    def __init__(
-        self, forward: Callable[..., torch.Tensor], steps: Sequence[Step], wanted: torch.Tensor, tokens: int
-    ) -> None:
-        self.forward = forward
-        self.steps = steps
-        self.wanted = wanted
-        self.tokens = tokens
-        self.head: nn.Module = forward.__self__  # type: ignore[attr-defined]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return chunked_cross_entropy(
-            hidden, self.wanted, self.logits, list(self.head.parameters()), tokens=self.tokens
-        )
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.forward(hidden)
-        for step in self.steps:
-            logits = step(logits)
-        return logits
 
 
 def chunked_cross_entropy(
@@ -370,19 +370,15 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _supervised(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens but the last are followed by one that is learned, (rows, tokens - 1); and these, flat."""
-    following = batch.labels[:, 1:]
-    learned = following != IGNORED
-    return learned, following[learned]
+def _following(batch: Batch) -> torch.Tensor:
+    """The token that each is to predict, flat; the last of a row predicts none."""
+    return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
 def _head_of(model: nn.Module) -> Head | None:
     find = getattr(model, "get_output_embeddings", None)
     module = find() if find is not None else None
-    if not isinstance(module, nn.Module) or any(
-        isinstance(p, DTensor) and p.device_mesh.ndim > 2 for p in module.parameters()
-    ):
+    if not isinstance(module, nn.Module):
         return None
     for name, found in model.named_modules():
         if found is module:
