@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.models.lora import MergedAdapter
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
+    from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
     from shardwise.models.wrap import (
         Automatic,
         Classes,
@@ -50,7 +51,15 @@ if TYPE_CHECKING:
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import from_pretrained
     from shardwise.verbs.reopen import verify
-    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save, save_adapter
+    from shardwise.verbs.save import (
+        CompareWithMemory,
+        HubNames,
+        InternalNames,
+        SaveOptions,
+        Trust,
+        save,
+        save_adapter,
+    )
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -69,6 +78,7 @@ _HOMES = {
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "Drawn": "shardwise.models.vocabulary",
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
     "ExistingLora": "shardwise.tuning.modes",
@@ -89,6 +99,7 @@ _HOMES = {
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "Lora": "shardwise.tuning.modes",
+    "MeanOfRows": "shardwise.models.vocabulary",
     "MergedAdapter": "shardwise.models.lora",
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
@@ -103,6 +114,7 @@ _HOMES = {
     "ReopenReport": "shardwise.report",
     "Replicated": "shardwise.tuning.modes",
     "RequireMemory": "shardwise.planning.forecast",
+    "ResizeVocab": "shardwise.models.vocabulary",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -149,6 +161,7 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "Drawn",
     "EveryRank",
     "Everything",
     "ExistingLora",
@@ -169,6 +182,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "Lora",
+    "MeanOfRows",
     "MergedAdapter",
     "ModelPlan",
     "ModuleListBlocks",
@@ -183,6 +197,7 @@ __all__ = [
     "ReopenReport",
     "Replicated",
     "RequireMemory",
+    "ResizeVocab",
     "Safetensors",
     "SaveOptions",
     "SaveReport",

@@ -132,7 +132,9 @@ def save_adapter_of_ranks(directory: str, keywords: dict[str, Any], adapter: str
             local.fill_(dist.get_rank() + 1.0)
             rows[name.replace(".default", "")] = local.shape[0]
     shardwise.save_adapter(model, adapter)
-    return {key.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): count for key, count in rows.items()}
+    return {
+        key.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): count for key, count in rows.items()
+    }
 
 
 def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None:
@@ -144,3 +146,53 @@ def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
     shardwise.save_adapter(torch.compile(model), adapter)  # type: ignore[arg-type]
+
+
+def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """What this rank holds after a step of AdamW, in bytes, and the report of the load."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from shardwise.models import _torch_private
+
+    torch.set_num_threads(1)
+    model, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    tokens = reference.batch(1, seed=dist.get_rank())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+    optimizer.step()
+    assert len(optimizer.state) == len(trained)
+
+    def nbytes(tensors: Any) -> int:
+        return sum(truth_local(tensor).nbytes for tensor in tensors)
+
+    managers = _torch_private.fsdp_params(model)
+    padded = {p: _torch_private.padded_numel(m) * p.element_size() for p, m in managers.items()}
+    groups = [
+        sum(padded[p] * place()[1] for p in found)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for found in _torch_private_groups(module)
+    ]
+    held = {
+        "weights": nbytes(model.parameters()),
+        "padding": sum(padded[p] - truth_local(p).nbytes for p in padded),
+        "gradients": nbytes(p.grad for p in trained),
+        "moments": nbytes(s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")),
+        "largest": max(groups),
+    }
+    return held, report.to_dict()
+
+
+def truth_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _torch_private_groups(module: nn.Module) -> list[list[nn.Parameter]]:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [[item.sharded_param for item in group.fsdp_params] for group in groups]

@@ -60,6 +60,16 @@ def config_in(directory: str) -> LoraConfig:
     return config
 
 
+def lora_config(**settings: Any) -> LoraConfig:
+    """A config of a LoRA, from PEFT's own settings."""
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
+
+
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     """Refuse what cannot be brought up on meta exactly as PEFT would.
 
