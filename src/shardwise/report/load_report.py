@@ -60,6 +60,8 @@ class LoadReport:
     replicated: tuple[str, ...] = ()
     wrapper: str = ""
     not_loaded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences to be read."""
     resized: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Tensors that got rows the checkpoint lacks: (rows stored, rows)."""
     trainable_parameters: int = 0
@@ -122,4 +124,5 @@ class LoadReport:
         if self.wrapper:
             lines.append(f"  taken from  {self.wrapper}")
         lines += listing("not loaded", self.not_loaded)
+        lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)

@@ -70,6 +70,12 @@ def lora_config(**settings: Any) -> LoraConfig:
         raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
 
 
+def in_words(config: LoraConfig) -> str:
+    """A config in words that are the same in every process: sets in order."""
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return repr(sorted(values.items(), key=lambda pair: pair[0]))
+
+
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     """Refuse what cannot be brought up on meta exactly as PEFT would.
 

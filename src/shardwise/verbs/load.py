@@ -207,6 +207,7 @@ class LoadRequest:
     already_read_bytes: int = 0
     additions: Additions = NOTHING_ADDED
     is_tuned: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -707,6 +708,7 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,
+        notes=ready.request.notes,
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])

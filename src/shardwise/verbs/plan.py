@@ -197,7 +197,7 @@ def forecast(
         ignored_keys=load_plan.ignored_keys,
         computed=computed,
     )
-    notes = [_about_tie(built, name, other) for name, other in twice]
+    notes = [*tuned.notes, *(_about_tie(built, name, other) for name, other in twice)]
     notes += [
         f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
         f"{budget_bytes:,} refuses them"

@@ -40,7 +40,7 @@ from shardwise.verbs.load import (
     resolve_everywhere,
 )
 from shardwise.verbs.outline import Outline, class_of, config_of, outline
-from shardwise.verbs.tuned import TunedOptions, made_ready, resizing
+from shardwise.verbs.tuned import TunedOptions, alike, made_ready, resizing
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -136,6 +136,7 @@ def from_pretrained(
             everything, adapter = _with_adapter(world, source, keywords)
         with everything.closing():
             with clock.phase("plan"):
+                world.require_equal(world.together(lambda: alike(keywords, adapter)), "what is tuned, and how,")
                 built, pairs = _build_together(world, directory, config, source, keywords)
                 untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
 
@@ -162,6 +163,7 @@ def from_pretrained(
                     already_read_bytes=already_read_bytes,
                     additions=replace(tuned.additions, new_rows=new_rows),
                     is_tuned="tuning" in keywords,
+                    notes=tuned.notes,
                 )
 
             report = carry_out(world, tuned.model, everything, ask, clock)

@@ -15,7 +15,7 @@ from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
-from shardwise.tuning.tune import Tuned, tune
+from shardwise.tuning.tune import Tuned, in_words, tune
 from shardwise.verbs.outline import ModelOptions, Outline
 
 if TYPE_CHECKING:
@@ -45,6 +45,16 @@ def resizing(options: TunedOptions) -> ResizeVocab | None:
     return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
 
 
+def trained_dtype(options: TunedOptions) -> TrainedDtype:
+    """The dtype of what is trained."""
+    return options.get("trained", Upcast() if "tuning" in options else AsItIs())
+
+
+def alike(options: TunedOptions, adapter: Adapter | None) -> str:
+    """What of the options ranks must have in common, in words."""
+    return repr((in_words(options.get("tuning", Full()), trained_dtype(options), adapter), resizing(options)))
+
+
 def made_ready(
     built: Outline,
     untied: set[str],
@@ -63,9 +73,14 @@ def made_ready(
         casts_to: the dtype in which everything computes; None for each parameter's own.
     """
     built.tie(untied)
-    trained = options.get("trained", Upcast() if "tuning" in options else AsItIs())
-    tuning = options.get("tuning", Full())
-    return tune(built.model, built.bindings_less_ties(), tuning, trained, adapter=adapter, casts_to=casts_to)
+    return tune(
+        built.model,
+        built.bindings_less_ties(),
+        options.get("tuning", Full()),
+        trained_dtype(options),
+        adapter=adapter,
+        casts_to=casts_to,
+    )
 
 
 def tuning_named(text: str) -> Tuning:
