@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.models.lora import MergedAdapter
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
+    from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
     from shardwise.models.wrap import (
         Automatic,
         Classes,
@@ -72,7 +73,15 @@ if TYPE_CHECKING:
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import FromFiles, Later, from_pretrained
     from shardwise.verbs.reopen import verify
-    from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save, save_adapter
+    from shardwise.verbs.save import (
+        CompareWithMemory,
+        HubNames,
+        InternalNames,
+        SaveOptions,
+        Trust,
+        save,
+        save_adapter,
+    )
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -97,6 +106,7 @@ _HOMES = {
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "Drawn": "shardwise.models.vocabulary",
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
     "ExistingLora": "shardwise.tuning.modes",
@@ -122,6 +132,7 @@ _HOMES = {
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "Lora": "shardwise.tuning.modes",
+    "MeanOfRows": "shardwise.models.vocabulary",
     "MergedAdapter": "shardwise.models.lora",
     "MinSize": "shardwise.models.wrap",
     "ModelPlan": "shardwise.models.wrap",
@@ -140,6 +151,7 @@ _HOMES = {
     "Replicated": "shardwise.tuning.modes",
     "RequireMemory": "shardwise.planning.forecast",
     "RestoreReport": "shardwise.report",
+    "ResizeVocab": "shardwise.models.vocabulary",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -194,6 +206,7 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "Drawn",
     "EveryRank",
     "Everything",
     "ExistingLora",
@@ -201,8 +214,8 @@ __all__ = [
     "Forecast",
     "FormatError",
     "Freeze",
-    "Full",
     "FromFiles",
+    "Full",
     "FullState",
     "HubNames",
     "HubOptions",
@@ -219,6 +232,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "Lora",
+    "MeanOfRows",
     "MergedAdapter",
     "MinSize",
     "ModelPlan",
@@ -236,6 +250,7 @@ __all__ = [
     "ReopenReport",
     "Replicated",
     "RequireMemory",
+    "ResizeVocab",
     "RestoreReport",
     "Safetensors",
     "SaveOptions",

@@ -132,7 +132,9 @@ def save_adapter_of_ranks(directory: str, keywords: dict[str, Any], adapter: str
             local.fill_(dist.get_rank() + 1.0)
             rows[name.replace(".default", "")] = local.shape[0]
     shardwise.save_adapter(model, adapter)
-    return {key.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): count for key, count in rows.items()}
+    return {
+        key.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): count for key, count in rows.items()
+    }
 
 
 def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None:
@@ -144,3 +146,109 @@ def save_wrapped(directory: str, keywords: dict[str, Any], adapter: str) -> None
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
     shardwise.save_adapter(torch.compile(model), adapter)  # type: ignore[arg-type]
+
+
+def held_in_training(directory: str, keywords: dict[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """What this rank holds after a step of AdamW, in bytes, and the report of the load."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from shardwise.models import _torch_private
+
+    torch.set_num_threads(1)
+    model, report = shardwise.from_pretrained(directory, output_loading_info=True, **keywords)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    tokens = reference.batch(1, seed=dist.get_rank())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+    optimizer.step()
+    assert len(optimizer.state) == len(trained)
+
+    def nbytes(tensors: Any) -> int:
+        return sum(truth_local(tensor).nbytes for tensor in tensors)
+
+    managers = _torch_private.fsdp_params(model)
+    padded = {p: _torch_private.padded_numel(m) * p.element_size() for p, m in managers.items()}
+    groups = [
+        sum(padded[p] * place()[1] for p in found)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for found in _torch_private_groups(module)
+    ]
+    held = {
+        "weights": nbytes(model.parameters()),
+        "padding": sum(padded[p] - truth_local(p).nbytes for p in padded),
+        "gradients": nbytes(p.grad for p in trained),
+        "moments": nbytes(s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")),
+        "largest": max(groups),
+    }
+    return held, report.to_dict()
+
+
+def truth_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _torch_private_groups(module: nn.Module) -> list[list[nn.Parameter]]:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [[item.sharded_param for item in group.fsdp_params] for group in groups]
+
+
+def with_other_tunings(directory: str, what: str) -> tuple[str, str]:
+    """The error where the last rank has another tuning."""
+    from peft import LoraConfig
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    alpha = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=3 if is_last else 2)
+    tuning = shardwise.Lora(alpha) if what == "alpha" else shardwise.Freeze(1 if is_last else -1)
+    return error_of(directory, {"tuning": tuning})
+
+
+def generated(directory: str, keywords: dict[str, Any]) -> torch.Tensor:
+    model: Any = bring_up(directory, keywords)
+    tokens = reference.batch(1, seed=2)
+    answer: torch.Tensor = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        model(input_ids=tokens)  # and it can be called afterwards
+    return answer
+
+
+def train_in_half(directory: str, keywords: dict[str, Any]) -> tuple[dict[str, str], list[float]]:
+    """The dtypes of what is trained, and the losses of some steps on the same rows in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = bring_up(directory, {**keywords, "dtype": "bfloat16", "sharding": shardwise.Sharding(mp_policy=policy)})
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, foreach=False)
+    tokens = reference.batch(2, seed=dist.get_rank())
+    losses: list[float] = []
+    for _ in range(6):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {name: str(parameter.dtype) for name, parameter in trained.items()}, losses
+
+
+def accumulated(
+    directory: str, keywords: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of a batch at once, and of its halves one after the other, exchanged with the last."""
+    rank, size = place()
+    tokens = reference.batch(4 * size, seed=1)[rank * 4 : (rank + 1) * 4]
+    found: list[dict[str, torch.Tensor]] = []
+    for parts in (1, 2):
+        model: Any = bring_up(directory, keywords)
+        set_values(model, reference.unsettle(whole_values(model)))
+        for part, rows in enumerate(tokens.chunk(parts)):
+            model.set_requires_gradient_sync(part == parts - 1)  # PEFT's model passes it on
+            (model(input_ids=rows, labels=rows, use_cache=False).loss / parts).backward()
+        named = model.named_parameters()
+        found.append({name: truth.whole(p.grad).clone() for name, p in named if p.grad is not None})
+    return found[0], found[1]

@@ -42,7 +42,7 @@ def save_experts(folder: Path) -> Path:
     config = MixtralConfig(
         vocab_size=61,
         hidden_size=24,
-        intermediate_size=20,
+        intermediate_size=40,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

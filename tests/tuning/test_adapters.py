@@ -32,9 +32,7 @@ KINDS: dict[str, tuple[str, LoraConfig]] = {
 
 
 @pytest.fixture(scope="session")
-def folders(
-    tied: Path, untied: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def folders(tied: Path, untied: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     biased = reference.save_tiny(tmp_path_factory.mktemp("biased") / "model", attention_bias=True)
     return {"tied": tied, "untied": untied, "experts": experts, "biased": biased}
 
@@ -53,7 +51,7 @@ def test_a_saved_adapter_opens_in_peft_and_is_taken_up_again(
         logits = stock(input_ids=tokens, use_cache=False).logits
     for answer, _ in live:
         torch.testing.assert_close(answer, logits, rtol=1e-5, atol=1e-5)
-    values = {name: value for name, value in reference.values_of(stock).items()}
+    values = reference.values_of(stock)
     assert values.keys() == live[0][1].keys()
     assert [name for name in values if not torch.equal(values[name], live[0][1][name])] == []
     for found in worlds(2).run(on_ranks.values_after_load, folder, {"tuning": ExistingLora(adapter)}):
@@ -171,9 +169,7 @@ def test_an_adapter_of_pickles_is_read_too(tied: Path, adapter: Path) -> None:
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
-def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(
-    tied: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, adapter: Path, tmp_path: Path) -> None:
     def refused(folder: Path) -> str:
         with pytest.raises(CoverageError, match="the adapter does not fit the model") as caught:
             shardwise.from_pretrained(
@@ -186,7 +182,9 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(
         return str(caught.value)
 
     wide = reference.save_tiny(tmp_path / "wide", hidden_size=32)
-    assert "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(wide)
+    assert "mismatched  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight: stored (2, 24)" in refused(
+        wide
+    )
     assert f"belongs to {tied}" in refused(wide)
     assert "missing     base_model.model.model.layers.2." in refused(
         reference.save_tiny(tmp_path / "deep", num_hidden_layers=3)
@@ -206,7 +204,9 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
     save_file(dict(list(stored.items())[1:]), file)
-    with pytest.raises(CoverageError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"):
+    with pytest.raises(
+        CoverageError, match=r"missing +base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A"
+    ):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"adapter_model\.safetensors"):

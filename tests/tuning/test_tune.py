@@ -304,3 +304,37 @@ def test_an_error_is_the_same_on_every_rank(tied: Path, worlds: Worlds) -> None:
     errors = worlds(2).run(on_ranks.error_of, str(tied), keywords)
     assert errors[0] == errors[1]
     assert errors[0][0] == "ConfigError"
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_tunings_are_told_apart(tied: Path, worlds: Worlds) -> None:
+    for name in ("alpha", "layers"):
+        errors = worlds(2).run(on_ranks.with_other_tunings, str(tied), name)
+        assert errors[0] == errors[1]
+        assert errors[0] == ("DisagreementError", "what is tuned, and how, on rank 1 is not that of rank 0")
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_with_an_adapter_generates(tied: Path, worlds: Worlds) -> None:
+    tuning = {"tuning": Lora(RANDOM_B)}
+    alone = on_ranks.generated(str(tied), tuning)
+    assert all(torch.equal(found, alone) for found in worlds(2).run(on_ranks.generated, str(tied), tuning))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tuning", [Lora(COPIES), Lora(NARROW, adapters=Replicated()), Freeze(1), Lora(EXPERTS)])
+def test_float32_masters_compute_in_bfloat16(tuning: Any, half: Path, experts: Path, worlds: Worlds) -> None:
+    folder = experts if tuning == Lora(EXPERTS) else half
+    dtypes, losses = worlds(2).run(on_ranks.train_in_half, str(folder), {"tuning": tuning})[0]
+    assert set(dtypes.values()) == {"torch.float32"}
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.distributed
+def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds) -> None:
+    for adapters in (shardwise.InBlocks(), Replicated()):
+        keywords = {"tuning": Lora(NARROW, adapters=adapters)}
+        (whole, parts), *_ = worlds(2).run(on_ranks.accumulated, str(tied), keywords)
+        assert whole.keys() == parts.keys()
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)

@@ -26,6 +26,13 @@ from shardwise.storage import HubOptions
 )
 @click.option("--device", default="cuda", show_default=True, help="Where the shards will be: cuda, cpu, ...")
 @click.option("--offload", is_flag=True, help="Shards are kept on the host (CPUOffloadPolicy).")
+@click.option(
+    "--tuning",
+    metavar="HOW",
+    help="What is trained: full, freeze=N[,modules=A+B][,extra=A+B], lora=R[,alpha=X][,targets=A+B], or a folder "
+    "with an adapter of PEFT's. Tells what training takes as well.",
+)
+@click.option("--resize-vocab", type=click.IntRange(1), help="Tokens the model is to have.")
 @click.option("--budget-bytes", type=click.IntRange(4096), help="Host memory for staging.  [default: 256 MiB]")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
@@ -41,6 +48,8 @@ def plan_command(
     wrap: str,
     device: str,
     offload: bool,
+    tuning: str | None,
+    resize_vocab: int | None,
     budget_bytes: int | None,
     revision: str | None,
     trust_remote_code: bool,
@@ -54,6 +63,7 @@ def plan_command(
     """
     from shardwise.cli.launch import fail
     from shardwise.verbs.plan import PlanOptions, plan, sharding_named
+    from shardwise.verbs.tuned import tuning_named
 
     try:
         options: PlanOptions = {
@@ -66,6 +76,10 @@ def plan_command(
         }
         if mesh is not None:
             options["mesh"] = parse_mesh(mesh)
+        if tuning is not None:
+            options["tuning"] = tuning_named(tuning)
+        if resize_vocab is not None:
+            options["resize_vocab"] = resize_vocab
         if budget_bytes is not None:
             options["budget_bytes"] = budget_bytes
         forecast = plan(model, ranks=ranks, **options)

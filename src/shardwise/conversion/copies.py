@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from shardwise.conversion.expression import Concat, Expression, Opaque, Permute, Reshape, Slice, Stack, Stored
+from shardwise.conversion.expression import Concat, Expression, Hole, Opaque, Permute, Reshape, Slice, Stack, Stored
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 
@@ -67,7 +67,7 @@ def _along(view: Strided, axis: int, first: int, count: int) -> Strided:
 
 
 def copies(expression: Expression, box: Box, into: Strided | None = None) -> list[Copy]:
-    """The copies that fill ``box`` of the expression, each of its elements exactly once.
+    """The copies that fill ``box`` of the expression, each of its elements exactly once, but for those of a hole.
 
     ``into`` says where the box lies in the target's memory (default: a contiguous tensor of the box's sizes).
     An empty box needs no copies.
@@ -182,6 +182,8 @@ def _regions(expression: Expression, region: _Region) -> Iterator[tuple[Stored |
                 origin[source_dim] = region.origin[dim]
             axes = tuple(replace(axis, dim=dims[axis.dim]) for axis in region.axes)
             yield from _regions(source, replace(region, origin=tuple(origin), axes=axes))
+        case Hole():
+            pass
         case Reshape(source, shape):
             for piece in _unflatten(_flatten(region, shape), source.shape):
                 yield from _regions(source, piece)

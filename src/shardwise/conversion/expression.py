@@ -113,7 +113,20 @@ class Reshape:
         return f"Reshape({self.source}, {self.shape})"
 
 
-Expression: TypeAlias = Stored | Opaque | Concat | Stack | Slice | Permute | Reshape
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Elements that no checkpoint holds, beside others that one does (rows of a vocabulary that has grown).
+
+    Nothing is copied from it: whoever fills the tensor fills them, too.
+    """
+
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"Hole{self.shape}"
+
+
+Expression: TypeAlias = Stored | Opaque | Concat | Stack | Slice | Permute | Reshape | Hole
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
@@ -239,6 +252,15 @@ def stored_leaves(expression: Expression) -> Iterator[Stored]:
                 yield from stored_leaves(part)
         case Slice(source=source) | Permute(source=source) | Reshape(source=source):
             yield from stored_leaves(source)
+        case Hole():
+            pass
+
+
+def rows_stored(expression: Expression) -> int | None:
+    """How many of the first rows a checkpoint holds, where it holds no more; None where nothing is missing."""
+    if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.parts[-1], Hole):
+        return expression.shape[0] - expression.parts[-1].shape[0]
+    return None
 
 
 def stored_dtype(expression: Expression) -> DType:
@@ -265,6 +287,8 @@ def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expr
             return Permute(substitute(source, leaves), dims, shape)
         case Reshape(source, shape):
             return Reshape(substitute(source, leaves), shape)
+        case Hole():
+            return expression
         case Opaque(inputs=inputs):
             return replace(expression, inputs=tuple(substitute(source, leaves) for source in inputs))
 
@@ -293,6 +317,8 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
                 return "permute", dims, bare(source)
             case Reshape(source, shape):
                 return "reshape", shape, bare(source)
+            case Hole(shape):
+                return "hole", shape
 
     found = bare(expression)
     return found, tuple(numbers)

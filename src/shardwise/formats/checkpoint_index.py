@@ -101,7 +101,8 @@ def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> Chec
         return f"{folder}/{name}"
 
     entries = {
-        inside(key): replace(entry, key=inside(key), file=inside(entry.file)) for key, entry in second.entries.items()
+        inside(key): replace(entry, key=inside(key), file=inside(entry.file))
+        for key, entry in second.entries.items()
     }
     composed = {inside(key): replace(item, part=_moved(item.part, inside)) for key, item in second.composed.items()}
     return replace(

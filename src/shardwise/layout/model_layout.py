@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,26 @@ class LocalBox:
 
     box: Box
     local: Strided
+
+
+def first_rows(boxes: Iterable[LocalBox], count: int) -> list[LocalBox]:
+    """The parts of boxes that are in the first ``count`` rows of their tensor."""
+    return [part for item in boxes if (part := _rows(item, 0, count)) is not None]
+
+
+def last_rows(boxes: Iterable[LocalBox], start: int) -> list[LocalBox]:
+    """The parts of boxes that are in the rows from ``start`` on."""
+    return [part for item in boxes if (part := _rows(item, start, sys.maxsize)) is not None]
+
+
+def _rows(item: LocalBox, start: int, stop: int) -> LocalBox | None:
+    box, local = item.box, item.local
+    first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
+    if first >= last:
+        return None
+    inside = Box((first, *box.offsets[1:]), (last - first, *box.sizes[1:]))
+    offset = local.offset + (first - box.offsets[0]) * local.strides[0]
+    return LocalBox(inside, Strided(offset, inside.sizes, local.strides))
 
 
 @dataclass(frozen=True, slots=True)

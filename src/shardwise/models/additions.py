@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwise.models.vocabulary import Drawn, NewRows
+
 
 @dataclass(frozen=True, slots=True)
 class RowNorms:
@@ -36,6 +38,7 @@ class Additions:
         initialise: runs the initialisers of what was added, on whatever tensors are in its place.
         copies: names of parameters that begin with the values of others, to the others' names.
         norms: names of vectors that begin as the norms of a matrix' rows.
+        new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
     """
 
     base: nn.Module | None = None
@@ -44,6 +47,7 @@ class Additions:
     initialise: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, RowNorms] = field(default_factory=dict)
+    new_rows: NewRows = field(default_factory=Drawn)
 
     def begins_here(self, name: str) -> bool:
         """Whether a tensor's values come from the tuning, rather than from a checkpoint or the base."""

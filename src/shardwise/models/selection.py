@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -70,7 +71,9 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
 def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict  # optional, and slow to import
 
-    chosen: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
+        chosen: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     return chosen
 
 

@@ -45,6 +45,14 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     return False
 
 
+def root_of(model: nn.Module) -> FSDPModule | None:
+    """The outermost module that ``fully_shard`` has been applied to; None where it has been to none.
+
+    That is the model, or the model of transformers inside of PEFT's.
+    """
+    return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+
+
 def refuse_unmovable(held: Sequence[Held]) -> None:
     """Raise for parameters whose values cannot be handed over as they are.
 

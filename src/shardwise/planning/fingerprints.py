@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
-
 def file_beside(stem: str) -> str:
     """The name of the file for weights whose names begin with this stem."""
     return f"{stem}.fingerprints.json"

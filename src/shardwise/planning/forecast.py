@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from shardwise.conversion import Concat, Expression, Opaque, Permute, Slice, Stack, skeleton, stored_dtype
+from shardwise.conversion import (
+    Concat,
+    Expression,
+    Opaque,
+    Permute,
+    Slice,
+    Stack,
+    rows_stored,
+    skeleton,
+    stored_dtype,
+)
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Spread, TensorLayout, WorldLayout
@@ -26,7 +36,7 @@ from shardwise.planning.sharing import (
 )
 from shardwise.planning.staging import staging_within
 from shardwise.report import collapse
-from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
+from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast, TrainingForecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import DType, numel
@@ -128,6 +138,8 @@ def shared_tensors(
     chosen: dict[object, bool] = {}
     for name, read in plan.reads().items():
         tensor, spread = plan.layout.by_name[name], world.spreads[name]
+        if rows_stored(read.expression) is not None:
+            continue
         if isinstance(sharing, InIntervals):
             if world.mesh.ranks > 1 and not isinstance(read.expression, Opaque):
                 found[name] = Peers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
@@ -197,6 +209,37 @@ def forecast_groups(world: WorldLayout, gathered_as: DType | None) -> tuple[Grou
             )
         )
     return tuple(found)
+
+
+def forecast_training(
+    world: WorldLayout, groups: Sequence[GroupForecast], ranks: Sequence[RankForecast]
+) -> tuple[TrainingForecast, ...]:
+    """What training with AdamW takes on every rank, activations not counted."""
+    padded = 0
+    itemsizes: dict[Spread, int] = {}
+    for tensor in world.first.tensors:
+        if tensor.kind is Kind.PARAMETER and tensor.requires_grad:
+            spread, itemsize = world.spreads[tensor.fqn], tensor.dtype.bits // 8
+            padded += spread.padded_numel * itemsize
+            itemsizes[spread] = itemsizes.get(spread, 0) + itemsize
+    held = [
+        sum(
+            itemsize * sum(part.box.numel for part in spread.boxes[position])
+            for spread, itemsize in itemsizes.items()
+        )
+        for position in range(world.mesh.shard_size)
+    ]
+    gathered = max((group.gathered_bytes for group in groups), default=0)
+    return tuple(
+        TrainingForecast(
+            rank=rank.rank,
+            weight_bytes=rank.padded_bytes,
+            gradient_bytes=padded,
+            optimizer_bytes=2 * held[world.mesh.position(rank.rank)],
+            gathered_bytes=gathered if world.mesh.ranks > 1 else 0,
+        )
+        for rank in ranks
+    )
 
 
 def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:

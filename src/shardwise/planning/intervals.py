@@ -23,6 +23,7 @@ import numpy as np
 from shardwise.conversion import (
     Concat,
     Expression,
+    Hole,
     Opaque,
     Permute,
     Reshape,
@@ -171,6 +172,8 @@ def leaf_boxes(expression: Expression) -> Iterator[Box]:
     match expression:
         case Stored() | Opaque():
             yield Box.whole(expression.shape)
+        case Hole():
+            pass
         case Concat(parts, dim):
             start = 0
             for part in parts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import collapse
+from shardwise.report.names import collapse, trainable_in_words
 from shardwise.report.sizes import in_bytes
 
 _ROWS = 16
@@ -61,6 +61,32 @@ class RankForecast:
     reads: int
     files: int
     experts: Mapping[str, Experts] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForecast:
+    """What training with AdamW takes on one rank in the steady state, in bytes; activations are not counted.
+
+    ``weight_bytes`` is the memory of parameters and persistent buffers, padding included; gradients and the two
+    moments are those of what is trained, in its dtype. ``gathered_bytes`` is the largest group, gathered.
+    """
+
+    rank: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{in_bytes(self.total_bytes)}: weights {in_bytes(self.weight_bytes)}, gradients "
+            f"{in_bytes(self.gradient_bytes)}, AdamW {in_bytes(self.optimizer_bytes)}, largest group "
+            f"{in_bytes(self.gathered_bytes)}; activations come on top"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +152,9 @@ class Forecast:
     read_once: tuple[str, ...] = ()
     computed: tuple[ComputedForecast, ...] = ()
     notes: tuple[str, ...] = ()
+    trainable_parameters: int = 0
+    training: tuple[TrainingForecast, ...] = ()
+    """By rank, where a tuning was asked for."""
 
     @property
     def largest_group(self) -> GroupForecast:
@@ -191,6 +220,7 @@ class Forecast:
         largest = self.largest_group
         above = [
             ("model", f"{self.model_class}, {self.parameters:,} parameters in {self._dtypes()}"),
+            *([("training", self._trainable())] if self.training else []),
             ("checkpoint", ", ".join(stored)),
             ("mesh", f"{self._mesh()}, {self.device}, {_count(self.nodes, 'node')}"),
             *(("groups", line) for line in _groups(self.groups)),
@@ -209,11 +239,15 @@ class Forecast:
                 "imbalance",
                 f"{self.held_imbalance:.3f} held, {self.read_imbalance:.3f} read (most over mean)",
             ),
+            *([("training", str(max(self.training, key=lambda rank: rank.total_bytes)))] if self.training else []),
             *([("each node", f"{in_bytes(self.node_host_bytes)} of host memory")] if self.nodes > 1 else []),
             *(("note", note) for note in self.notes),
         ]
         title = f"plan for {self.checkpoint}"
         return "\n".join([title, *_facts(above), "", *_table(self.ranks), "", *_facts(below)])
+
+    def _trainable(self) -> str:
+        return trainable_in_words(self.trainable_parameters, self.parameters)
 
     def _dtypes(self) -> str:
         return ", ".join(f"{dtype} ({in_bytes(nbytes)})" for dtype, nbytes in self.bytes_per_dtype.items())

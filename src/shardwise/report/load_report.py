@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.report.forecast import RankForecast
-from shardwise.report.names import listing
+from shardwise.report.names import listing, trainable_in_words
 from shardwise.report.sizes import in_bytes
-
-
-def trainable_in_words(trainable: int, parameters: int) -> str:
-    """The counts as PEFT's ``print_trainable_parameters`` words them."""
-    share = 100 * trainable / max(parameters, 1)
-    return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +60,10 @@ class LoadReport:
     replicated: tuple[str, ...] = ()
     wrapper: str = ""
     not_loaded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences to be read."""
+    resized: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Tensors that got rows the checkpoint lacks: (rows stored, rows)."""
     trainable_parameters: int = 0
     """Elements of the parameters that are trained, tied ones once."""
     trained: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -113,6 +111,9 @@ class LoadReport:
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name, found in reasons.items() if found == reason]
                 lines += [f"  {word:<11} {len(names)} tensors: {reason}"]
+        lines += [
+            f"  resized     {name}: {stored:,} rows to {rows:,}" for name, (stored, rows) in self.resized.items()
+        ]
         if self.trained:
             lines.append(f"  {trainable_in_words(self.trainable_parameters, self.parameters)}")
         for dtype in dict.fromkeys(self.trained.values()):
@@ -123,4 +124,5 @@ class LoadReport:
         if self.wrapper:
             lines.append(f"  taken from  {self.wrapper}")
         lines += listing("not loaded", self.not_loaded)
+        lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)

@@ -54,3 +54,9 @@ def listing(word: str, names: Sequence[str]) -> list[str]:
     if len(groups) > _SHOWN:
         shown.append(f"  {word:<11} ... and {sum(count for _, count in groups[_SHOWN:])} more")
     return shown
+
+
+def trainable_in_words(trainable: int, parameters: int) -> str:
+    """The counts as PEFT's ``print_trainable_parameters`` words them."""
+    share = 100 * trainable / max(parameters, 1)
+    return f"trainable params: {trainable:,} || all params: {parameters:,} || trainable%: {share:.4f}"

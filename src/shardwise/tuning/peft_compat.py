@@ -60,6 +60,22 @@ def config_in(directory: str) -> LoraConfig:
     return config
 
 
+def lora_config(**settings: Any) -> LoraConfig:
+    """A config of a LoRA, from PEFT's own settings."""
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"PEFT takes no such LoRA: {error}") from error
+
+
+def in_words(config: LoraConfig) -> str:
+    """A config in words that are the same in every process: sets in order."""
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return repr(sorted(values.items(), key=lambda pair: pair[0]))
+
+
 def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
     """Refuse what cannot be brought up on meta exactly as PEFT would.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, assert_never
@@ -34,6 +35,7 @@ class Tuned:
         base: the model of transformers, to which ``fully_shard`` is applied.
         bindings: what the checkpoint offers, under the names that tensors have in ``model``.
         whole: parameters that are to stay whole on every rank, with the reason.
+        notes: sentences for the report.
     """
 
     model: nn.Module
@@ -41,6 +43,19 @@ class Tuned:
     bindings: Bindings
     additions: Additions = field(default_factory=Additions)
     whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def in_words(tuning: Tuning, trained: TrainedDtype, adapter: Adapter | None) -> str:
+    """What ranks must have in common, in words: also what no plan shows, such as the scaling of a LoRA."""
+    match tuning:
+        case Lora(config, name, adapters):
+            return repr((peft_compat.in_words(config), name, adapters, trained))
+        case ExistingLora(_, name, adapters):
+            assert adapter is not None
+            return repr((peft_compat.in_words(adapter.config), name, adapters, trained))
+        case _:
+            return repr((tuning, trained))
 
 
 def tune(
@@ -112,9 +127,11 @@ def _with_lora(
     }
     additions = _additions(model, name, config, {id(item.tensor): item for item in held})
     copied = {copy: original for copy, original in originals.items() if original in known_as}
+    notes: tuple[str, ...] = ()
     if adapter is not None:
         taken = match_adapter(model, held, name, adapter, {*additions.initialised, *additions.norms, *copied})
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
+        notes = _about_base(base, adapter)
         additions = replace(additions, initialised=frozenset(), norms={})
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
     offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
@@ -131,7 +148,16 @@ def _with_lora(
             },
         ),
         additions=replace(additions, base=base, known_as=known_as, copies=copied),
+        notes=notes,
     )
+
+
+def _about_base(base: PreTrainedModel, adapter: Adapter) -> tuple[str, ...]:
+    """That an adapter names another base: of the same shapes, or it would not fit."""
+    named, here = adapter.config.base_model_name_or_path or "", str(base.config.name_or_path)
+    if not named or os.path.basename(os.path.normpath(named)) == os.path.basename(os.path.normpath(here)):
+        return ()
+    return (f"the adapter in {adapter.directory} names {named} as its base, and goes on with {here}",)
 
 
 def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:

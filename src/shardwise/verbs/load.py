@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings, Opaque, stored_leaves
+from shardwise.conversion import Bindings, Opaque, rows_stored, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
@@ -32,7 +32,8 @@ from shardwise.execution.sharing import Peers, SharePlan, peers_in, plan_sharing
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import Kind, Origin, TensorLayout
+from shardwise.layout import Kind, LocalBox, Origin, TensorLayout
+from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.additions import NOTHING_ADDED, Additions, RowNorms
@@ -40,7 +41,8 @@ from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
-from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.models.view import Held, layout_of, look_inside, strided_view, without_compile
+from shardwise.models.vocabulary import Drawn, MeanOfRows
 from shardwise.planning import (
     Consent,
     Init,
@@ -49,6 +51,7 @@ from shardwise.planning import (
     ModelRules,
     OnMissing,
     OnUnexpected,
+    Read,
     Recompute,
     Refuse,
     Tie,
@@ -67,6 +70,7 @@ from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
+from shardwise.tensors import Box
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
@@ -203,6 +207,7 @@ class LoadRequest:
     already_read_bytes: int = 0
     additions: Additions = NOTHING_ADDED
     is_tuned: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -323,10 +328,11 @@ def carry_out(
 
         with clock.phase("read"):
             world.together(read)
+        means = average_rows(world, ready)
         if sharing.shared:
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, ready.items, placer, options.patience)
-    attributes = world.together(lambda: finish(model, ready, placer, clock))
+    attributes = world.together(lambda: finish(model, ready, means, placer, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, ready, placer, sharing, clock)
@@ -378,7 +384,8 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     home = home_of(held, options.device)
     by_name = {item.fqn: item for item in held}
     items = destinations(plan, by_name, devices_of(model, held, home))
-    possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in items)
+    whole = (item for item in items if rows_stored(item.expression) is None)
+    possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in whole)
     peers = {name: found for name, found in possible if found is not None}
     policy = source.reader.policy
     alone = [item for item in items if item.fqn not in peers]
@@ -444,11 +451,13 @@ def disagreement(world: World, plan: LoadPlan) -> str:
 
 
 @collected_later()
-def finish(model: nn.Module, ready: Prepared, placer: Placer, clock: Clock) -> tuple[str, ...]:
+def finish(
+    model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
+) -> tuple[str, ...]:
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
     with clock.phase("fill"), torch.device("cpu"):
-        fill(model, ready, written)
+        fill(model, ready, means, written)
         attributes = initialize.recompute_attributes(model, ready.home)
     with clock.phase("audit"):
         audit(model, ready.plan, written)
@@ -482,7 +491,12 @@ def foresee_initial_values(
     Raises:
         CoverageError: naming those that no initialiser writes, or that need more than the budget.
     """
-    programs = initialize.programs_for(model, held, plan.names(Init), additions)
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and isinstance(additions.new_rows, Drawn)
+    ]
+    programs = initialize.programs_for(model, held, [*plan.names(Init), *drawn], additions)
     faults = initialize.unfit_programs(programs, options.budget_bytes)
     if faults:
         raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
@@ -541,7 +555,36 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
         )
 
 
-def fill(model: nn.Module, ready: Prepared, written: dict[str, int]) -> None:
+def average_rows(world: World, ready: Prepared) -> dict[str, torch.Tensor]:
+    """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
+
+    In float64; another number of ranks adds up in another order. Collective: yes, where there are such tensors.
+    """
+    if not isinstance(ready.request.additions.new_rows, MeanOfRows):
+        return {}
+    by_name = {item.fqn: item for item in ready.held}
+    rows = {name: count for name, read in ready.plan.reads().items() if (count := rows_stored(read.expression))}
+
+    def sums() -> dict[tuple[str, Box], torch.Tensor]:
+        return {
+            (name, part.box): strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            for name, count in rows.items()
+            for part in first_rows(ready.plan.layout.by_name[name].boxes, count)
+        }
+
+    found: dict[tuple[str, Box], torch.Tensor] = {}
+    for told in world.each(sums):
+        found |= told  # replicas tell of the same boxes
+    means = {name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64) for name in rows}
+    for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
+        columns = tuple(
+            slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
+        )
+        means[name][columns] += total / rows[name]
+    return means
+
+
+def fill(model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
     """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
     layout, additions, seed = ready.plan.layout, ready.request.additions, ready.request.options.seed
     by_name = {name: item for item in ready.held for name in item.names}
@@ -553,8 +596,15 @@ def fill(model: nn.Module, ready: Prepared, written: dict[str, int]) -> None:
                 whole = initialize.initialize_whole(model, ready.held, item, seed=seed)
                 program = program_of(whole)
             first = additions.copies.get(item.fqn, item.fqn)
-            fill_from_program(program, item.local, tensor.boxes, seed=seed, fqn=by_name[first].fqn)
-            written[item.fqn] = tensor.local_numel
+            boxes = boxes_to_fill(ready.plan, item.fqn)
+            fill_from_program(program, item.local, boxes, seed=seed, fqn=by_name[first].fqn)
+            written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
+        elif item.fqn in means:
+            for part in boxes_to_fill(ready.plan, item.fqn):
+                start, size = part.box.offsets[1:], part.box.sizes[1:]
+                mean = means[item.fqn][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+                strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
+                written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
         elif item.fqn in additions.norms and isinstance(ready.plan.fills[item.fqn], Init):
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
@@ -565,6 +615,13 @@ def fill(model: nn.Module, ready: Prepared, written: dict[str, int]) -> None:
                 item.local.copy_(value)
             elif value is not None:  # an expanded view: its elements share memory
                 item.install(value.to(item.local.device))
+
+
+def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
+    """What this rank holds of a tensor that no checkpoint has: all of it, or its last rows."""
+    boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
+    count = rows_stored(fill.expression) if isinstance(fill, Read) else None
+    return boxes if count is None else last_rows(boxes, count)
 
 
 def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: TensorLayout, norms: RowNorms) -> None:
@@ -651,6 +708,12 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,
+        notes=ready.request.notes,
         trainable_parameters=sum(item.numel for item in trained),
+        resized={
+            name: (count, plan.layout.by_name[name].shape[0])
+            for name, read in reads.items()
+            if (count := rows_stored(read.expression)) is not None
+        },
         trained={item.fqn: item.dtype.label for item in trained} if ready.request.is_tuned else {},
     )

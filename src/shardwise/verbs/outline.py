@@ -22,6 +22,7 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
 from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside
+from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning import stored_tensors
 
 
@@ -103,20 +104,31 @@ def class_of(
 
 
 @collected_later()
-def outline(directory: Path, config: PreTrainedConfig, index: CheckpointIndex, options: ModelOptions) -> Outline:
+def outline(
+    directory: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    options: ModelOptions,
+    resize: ResizeVocab | None = None,
+) -> Outline:
     """Build the model on meta, nothing tied yet, and bind the checkpoint's keys to it."""
     model_class, config = class_of(directory, config, options)
+    if resize is not None:
+        set_vocab_size(config, resize.size)
     stored = stored_tensors(index)
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, stored.values())
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
     transforms = compat.conversion_transforms(model, options.get("key_mapping"))
-    layout = layout_of(look_inside(model), lambda item: Origin.NOWHERE)
+    held = look_inside(model)
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
     plan = compat.dtype_plan(model, dtype)
 
     def dtype_of(name: str) -> torch.dtype:
         return compat.planned_dtype(plan, name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored, layout, transforms, dtype_of)
+    if resize is not None:
+        bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)
     return Outline(model, transforms, layout, bindings)
 

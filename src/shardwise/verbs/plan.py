@@ -18,7 +18,7 @@ from shardwise.conversion import stored_leaves
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import Kind, MeshShape, ModelLayout, Origin, WorldLayout
+from shardwise.layout import Kind, MeshShape, ModelLayout, Origin, TensorLayout, WorldLayout
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch
@@ -54,6 +54,7 @@ from shardwise.planning.forecast import (
     forecast_computed,
     forecast_groups,
     forecast_ranks,
+    forecast_training,
     shared_tensors,
     uneven_tensors,
 )
@@ -61,9 +62,14 @@ from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.modes import ExistingLora, Full
+from shardwise.tuning.tune import Tuned
+from shardwise.verbs.adapters import beside_adapter, open_adapter
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
-from shardwise.verbs.outline import ModelOptions, Outline, config_of, outline
+from shardwise.verbs.outline import Outline, config_of, outline
 from shardwise.verbs.pretrained import small_files
+from shardwise.verbs.tuned import TunedOptions, made_ready, resizing
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""
@@ -71,8 +77,8 @@ _SHORT_READ_BYTES = 64 << 10
 _MANY_READS = 1000
 
 
-class PlanOptions(ModelOptions, total=False):
-    """Keyword arguments of :func:`plan`, each optional; also those of :class:`ModelOptions`.
+class PlanOptions(TunedOptions, total=False):
+    """Keyword arguments of :func:`plan`, each optional; also those of :class:`TunedOptions`.
 
     Attributes:
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
@@ -146,13 +152,14 @@ def forecast(
     options: PlanOptions,
 ) -> Forecast:
     """The forecast of a checkpoint whose headers have been read."""
-    built = outline(directory, config, index, options)
+    built = outline(directory, config, index, options, resizing(options))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
-    built.tie(set())
     sharding = options.get("sharding", Sharding())
+    index, adapter = _with_adapter(index, options)
+    tuned = made_ready(built, set(), options, adapter=adapter, casts_to=sharding.mp_policy.param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
-    world, load_plan = _plan(built, index, mesh, sharding.wrap, budget_bytes, options)
+    world, load_plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
         load_plan,
         policy,
@@ -164,6 +171,8 @@ def forecast(
     shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
+    groups = forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype"))
+    ranks = forecast_ranks(load_plan, world, index, homes, policy, shared, sharing)
     made = Forecast(
         checkpoint=index.root,
         model_class=type(built.model).__name__,
@@ -176,8 +185,10 @@ def forecast(
         checkpoint_tensors=len(index.tensors()),
         checkpoint_files=len(index.files),
         bytes_per_dtype=_bytes_per_dtype(world.first),
-        groups=forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype")),
-        ranks=forecast_ranks(load_plan, world, index, homes, policy, shared, sharing),
+        groups=groups,
+        ranks=ranks,
+        trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
+        training=forecast_training(world, groups, ranks) if "tuning" in options else (),
         read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
@@ -187,7 +198,7 @@ def forecast(
         ignored_keys=load_plan.ignored_keys,
         computed=computed,
     )
-    notes = [_about_tie(built, name, other) for name, other in twice]
+    notes = [*tuned.notes, *(_about_tie(built, name, other) for name, other in twice)]
     notes += [
         f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
         f"{budget_bytes:,} refuses them"
@@ -262,8 +273,24 @@ def _mesh(ranks: int, options: PlanOptions) -> MeshShape:
     return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
 
 
+def _with_adapter(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, Adapter | None]:
+    """The checkpoint, and beside it the adapter that the tuning starts from, if it does."""
+    tuning = options.get("tuning", Full())
+    if not isinstance(tuning, ExistingLora):
+        return index, None
+    hub = replace(options.get("hub", HubOptions()), local_files_only=True)
+    opened = open_adapter(resolve(tuning.directory, hub, download=False))
+    with opened.storage.reader as reader:
+        found = open_checkpoint(reader, weights_name=opened.storage.file)
+    return beside_adapter(index, found, opened)
+
+
+def _is_trained(tensor: TensorLayout) -> bool:
+    return tensor.kind is Kind.PARAMETER and tensor.requires_grad
+
+
 def _plan(
-    built: Outline,
+    tuned: Tuned,
     index: CheckpointIndex,
     mesh: MeshShape,
     wrap_policy: WrapPolicy,
@@ -271,23 +298,23 @@ def _plan(
     options: PlanOptions,
 ) -> tuple[WorldLayout, LoadPlan]:
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
-    model = built.model
+    model, additions = tuned.model, tuned.additions
     held = look_inside(model)
     buffers = initialize.recompute_buffers(model, held, options.get("buffers", {}), seed=0)
-    initial = initialize.initial_origin(model)
+    initial = initialize.initial_origin(model, additions)
 
     def origin_of(item: Held) -> Origin:
         return buffers[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
 
-    world = foresee(model, wrap_policy, mesh, origin_of)
+    world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     consent = Consent(
         options.get("on_missing", Refuse()),
         options.get("on_mismatched", Refuse()),
         options.get("on_unexpected", Refuse()),
     )
-    rules = ModelRules(*compat.ignore_patterns(model))
-    found = plan_load(index, world.first, built.bindings_less_ties(), rules, consent)
-    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes))
+    rules = ModelRules(*compat.ignore_patterns(tuned.base))
+    found = plan_load(index, world.first, tuned.bindings, rules, consent, additions.known_as)
+    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes), additions)
     return world, found
 
 

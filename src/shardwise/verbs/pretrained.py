@@ -20,16 +20,16 @@ from shardwise.execution.world import World
 from shardwise.models import transformers_compat as compat
 from shardwise.models import wrap
 from shardwise.models.initialize import BufferRules
-from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
+from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrap import Sharding
 from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
-from shardwise.storage.urls import without_secrets
 from shardwise.storage.beside import Beside
+from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import ExistingLora, Full, Tuning
-from shardwise.tuning.tune import Tuned, tune
+from shardwise.tuning.modes import ExistingLora, Full
+from shardwise.verbs.adapters import BESIDE, beside_adapter, open_adapter
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
@@ -39,8 +39,8 @@ from shardwise.verbs.load import (
     read_index,
     resolve_everywhere,
 )
-from shardwise.verbs.adapters import BESIDE, beside_adapter, open_adapter
-from shardwise.verbs.outline import ModelOptions, Outline, class_of, config_of, outline
+from shardwise.verbs.outline import Outline, class_of, config_of, outline
+from shardwise.verbs.tuned import TunedOptions, alike, made_ready, resizing
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -62,23 +62,17 @@ class Later:
 Weights: TypeAlias = FromFiles | Later
 
 
-class PretrainedOptions(ModelOptions, total=False):
-    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`ModelOptions`.
+class PretrainedOptions(TunedOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`TunedOptions`.
 
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
-        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``; with a LoRA
-            the model is PEFT's, with the model of transformers inside it sharded.
-        trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
-            ``AsItIs()``. What is frozen stays as it is stored.
         weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
         buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
             :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding
-    tuning: Tuning
-    trained: TrainedDtype
     weights: Weights
     buffers: BufferRules
     on_missing: OnMissing
@@ -119,7 +113,8 @@ def from_pretrained(
     group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
     the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
 
-    Keyword arguments: see :class:`PretrainedOptions` and :class:`~shardwise.verbs.outline.ModelOptions`.
+    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.verbs.tuned.TunedOptions` and
+    :class:`~shardwise.verbs.outline.ModelOptions`.
 
     Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
     Memory: this rank's shards and ``options.budget_bytes``.
@@ -159,10 +154,17 @@ def from_pretrained(
             everything, adapter = _with_adapter(world, source, keywords)
         with everything.closing():
             with clock.phase("plan"):
+                world.require_equal(world.together(lambda: alike(keywords, adapter)), "what is tuned, and how,")
                 built, pairs = _build_together(world, directory, config, source, keywords)
                 untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
 
-                tuned = world.together(lambda: _tune(built, untied, adapter, sharding, keywords))
+                casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
+                tuned = world.together(
+                    lambda: made_ready(built, untied, keywords, adapter=adapter, casts_to=casts_to)
+                )
+
+            resize = resizing(keywords)
+            new_rows = Drawn() if resize is None else resize.rows
 
             def ask() -> LoadRequest:
                 wrap.prepare_blocks(tuned.base, sharding)
@@ -178,8 +180,9 @@ def from_pretrained(
                     buffers=keywords.get("buffers", {}),
                     options=options,
                     already_read_bytes=already_read_bytes,
-                    additions=tuned.additions,
+                    additions=replace(tuned.additions, new_rows=new_rows),
                     is_tuned="tuning" in keywords,
+                    notes=tuned.notes,
                 )
 
             if isinstance(keywords.get("weights", FromFiles()), Later):
@@ -211,22 +214,6 @@ def _with_adapter(
         stack.pop_all()
     both = replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE))
     return both, adapter
-
-
-def _tune(
-    built: Outline, untied: set[str], adapter: Adapter | None, sharding: Sharding, keywords: PretrainedOptions
-) -> Tuned:
-    """Tie the model, and make it ready to be trained. On meta, on this rank alone."""
-    built.tie(untied)
-    by_default = Upcast() if "tuning" in keywords else AsItIs()
-    return tune(
-        built.model,
-        built.bindings_less_ties(),
-        keywords.get("tuning", Full()),
-        keywords.get("trained", by_default),
-        adapter=adapter,
-        casts_to=None if sharding.mesh is None else sharding.mp_policy.param_dtype,
-    )
 
 
 def _refuse_report(ask: Callable[[], LoadRequest], *, asked: bool) -> None:
@@ -279,7 +266,7 @@ def _build_together(
     made: list[Outline] = []
 
     def build() -> list[tuple[str, str]]:
-        made.append(outline(directory, config, source.index, keywords))
+        made.append(outline(directory, config, source.index, keywords, resizing(keywords)))
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.each(build)

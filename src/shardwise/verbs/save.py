@@ -177,7 +177,8 @@ def save_adapter(
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model; the folder does not have it.
         dtype: floating-point tensors are cast to it; None saves them as they are.
-        verify, options: as for :func:`save`.
+        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        options: memory budget, progress, process group, patience.
 
     Raises:
         ConfigError: the model has no such adapter, or the directory cannot hold one.
@@ -293,7 +294,7 @@ def _prepare(
             "storage renames nothing; save into a folder, and copy that"
         )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    reverted = _reverted(request, held, layout)
+    reverted = _reverted(request, layout)
     if reverted.computed:
         keys = [key for group in reverted.computed for key, _, _ in group.outputs]
         raise CoverageError(
@@ -338,7 +339,7 @@ def _prepare(
     return _Prepared(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
 
 
-def _reverted(request: _Request, held: Sequence[Held], layout: ModelLayout) -> Reverted:
+def _reverted(request: _Request, layout: ModelLayout) -> Reverted:
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))

@@ -1,0 +1,131 @@
+"""What of a model is trained, from arguments: the same for a load and for its plan."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
+from shardwise.models.vocabulary import ResizeVocab
+from shardwise.tuning import peft_compat
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.tune import Tuned, in_words, tune
+from shardwise.verbs.outline import ModelOptions, Outline
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class TunedOptions(ModelOptions, total=False):
+    """Which model is built, and what of it is trained. Each is optional; also those of :class:`ModelOptions`.
+
+    Attributes:
+        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``; with a LoRA
+            the model is PEFT's, and the model of transformers inside it is sharded.
+        trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
+            ``AsItIs()``. What is frozen stays as it is stored.
+        resize_vocab: how many tokens the model is to have, or a
+            :class:`~shardwise.models.vocabulary.ResizeVocab`, which tells how new ones begin.
+    """
+
+    tuning: Tuning
+    trained: TrainedDtype
+    resize_vocab: int | ResizeVocab
+
+
+def resizing(options: TunedOptions) -> ResizeVocab | None:
+    """How the vocabulary is resized, if it is."""
+    wanted = options.get("resize_vocab")
+    return ResizeVocab(wanted) if isinstance(wanted, int) else wanted
+
+
+def trained_dtype(options: TunedOptions) -> TrainedDtype:
+    """The dtype of what is trained."""
+    return options.get("trained", Upcast() if "tuning" in options else AsItIs())
+
+
+def alike(options: TunedOptions, adapter: Adapter | None) -> str:
+    """What of the options ranks must have in common, in words."""
+    return repr((in_words(options.get("tuning", Full()), trained_dtype(options), adapter), resizing(options)))
+
+
+def made_ready(
+    built: Outline,
+    untied: set[str],
+    options: TunedOptions,
+    *,
+    adapter: Adapter | None,
+    casts_to: torch.dtype | None,
+) -> Tuned:
+    """Tie a model, and make it ready to be trained: on meta, before it is sharded.
+
+    Args:
+        built: the model, and what the checkpoint offers for it.
+        untied: names declared tied that stay untied.
+        options: what is trained.
+        adapter: the tensors of an ``ExistingLora``.
+        casts_to: the dtype in which everything computes; None for each parameter's own.
+    """
+    built.tie(untied)
+    return tune(
+        built.model,
+        built.bindings_less_ties(),
+        options.get("tuning", Full()),
+        trained_dtype(options),
+        adapter=adapter,
+        casts_to=casts_to,
+    )
+
+
+def tuning_named(text: str) -> Tuning:
+    """A tuning from words, as the command line has it.
+
+    ``full``; ``freeze=N`` with ``,modules=A+B`` and ``,extra=A+B``; ``lora=R`` with ``,alpha=X`` and
+    ``,targets=A+B`` (default ``all-linear``); or a folder with an ``adapter_config.json``.
+
+    Raises:
+        ConfigError: the text is none of these, with the nearest that is.
+    """
+    if (Path(text) / ADAPTER_CONFIG).is_file():
+        return ExistingLora(text)
+    first, *rest = text.split(",")
+    kind, _, value = first.partition("=")
+    known: dict[str, tuple[str, ...]] = {"full": (), "freeze": ("modules", "extra"), "lora": ("alpha", "targets")}
+    settings = dict(part.partition("=")[::2] for part in rest)
+    near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
+    if kind not in known:
+        raise ConfigError(
+            f"there is no tuning {text!r}; did you mean {near}? There are full, freeze=N, lora=R, and folders with "
+            f"an {ADAPTER_CONFIG}"
+        )
+    if unknown := sorted(settings.keys() - set(known[kind])):
+        listed = ", ".join(known[kind]) or "none"
+        raise ConfigError(f"tuning {text!r}: {kind} has no {', '.join(unknown)}; its settings are: {listed}")
+    if kind == "full":
+        return Full()
+    if kind == "freeze":
+        names = {name: tuple(filter(None, settings.get(name, "").split("+"))) for name in known[kind]}
+        return Freeze(_number(value or "0", text), names["modules"], names["extra"])
+    return Lora(_lora_config(_number(value, text), settings, text))
+
+
+def _lora_config(rank: int, settings: dict[str, str], text: str) -> LoraConfig:
+    targets = settings.get("targets", "all-linear")
+    return peft_compat.lora_config(
+        r=rank,
+        lora_alpha=_number(settings.get("alpha", str(rank)), text),
+        target_modules=targets if targets == "all-linear" else targets.split("+"),
+    )
+
+
+def _number(value: str, text: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise ConfigError(f"tuning {text!r}: {value!r} is not a number, as in freeze=2 or lora=16") from error
