@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +35,7 @@ from shardwise import (
     TrainState,
 )
 from shardwise.checkpoints import write
+from shardwise.execution.saving_lock import Renewal
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
@@ -390,3 +391,19 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)
+
+
+def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
+    """A save while another machine's mark is there, which is renewed or not."""
+    with (
+        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
+        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
+    ):
+        Path(folder).mkdir(exist_ok=True)
+        with open_writer(folder) as writer:
+            with mock.patch("socket.gethostname", return_value="elsewhere"):
+                write.take_lock(writer, "theirs", renewed_s=0.1)
+            with Renewal(folder, 0.1) if is_renewed else nullcontext():
+                error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
+            write.release_lock(writer, "theirs")
+    return error
