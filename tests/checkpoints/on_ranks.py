@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tests.checkpoints import tiny
-from tests.checkpoints.tiny import Positions, Training, built, differences
+from tests.checkpoints.tiny import Positions, Training, differences
 from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
@@ -35,6 +35,7 @@ from shardwise import (
     TrainState,
 )
 from shardwise.checkpoints import write
+from shardwise.execution.saving_lock import Renewal
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
@@ -111,18 +112,16 @@ def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], 
     return saved, is_early
 
 
-def save_twice(folder: str) -> list[str]:
-    """The memory of the first checkpoint is used again by the second one, and both are right."""
+def save_twice(folder: str) -> list[int]:
+    """Where the copies of two checkpoints lay."""
     training = Training()
-    faults: list[str] = []
+    memories: list[int] = []
     with Checkpointer(folder, mode=Asynchronous()) as checkpointer:
         for step in (1, 2):
             training.step()
             checkpointer.save(step, training.state)
-            memory = checkpointer._staging._memory.data_ptr()
-            faults += ["other memory"] * (step == 2 and memory != first)
-            first = memory
-    return faults
+            memories.append(checkpointer._staging._memory.data_ptr())
+    return memories
 
 
 def only_some(folder: str) -> tuple[str, str]:
@@ -392,3 +391,19 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
         for step in steps:
             training.step()
             checkpointer.save(step, training.state)
+
+
+def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
+    """A save while another machine's mark is there, which is renewed or not."""
+    with (
+        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
+        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
+    ):
+        Path(folder).mkdir(exist_ok=True)
+        with open_writer(folder) as writer:
+            with mock.patch("socket.gethostname", return_value="elsewhere"):
+                write.take_lock(writer, "theirs", renewed_s=0.1)
+            with Renewal(folder, 0.1) if is_renewed else nullcontext():
+                error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
+            write.release_lock(writer, "theirs")
+    return error

@@ -223,3 +223,12 @@ def shardwise_place(step: Path, path: tuple[str, ...]):
 
     with LocalReader(step) as reader:
         return read_metadata(reader).objects[path]
+
+
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_a_mark_of_another_machine(tmp_path, is_renewed):
+    """It is taken over where it is not renewed."""
+    kind, text = on_ranks.elsewhere(str(tmp_path), is_renewed)
+    assert kind == ("StorageError" if is_renewed else "")
+    assert ("on elsewhere" in text) == is_renewed
+    assert (tmp_path / "step-1").exists() != is_renewed

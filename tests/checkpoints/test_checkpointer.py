@@ -33,7 +33,9 @@ def assert_goes_on(found, saved):
 def test_goes_on_on_fewer_ranks_and_then_on_more(worlds, tmp_path, mode):
     saved = worlds(4).run(on_ranks.train_and_save, str(tmp_path), 3, mode, "flat", 4)
     found = worlds(2).run(on_ranks.restore_and_train, str(tmp_path), 2, "flat", 5)
-    assert_goes_on([{**item, "losses": item["losses"]} for item in found], [{**saved[0], "losses": saved[0]["losses"][:2]}])
+    assert_goes_on(
+        [{**item, "losses": item["losses"]} for item in found], [{**saved[0], "losses": saved[0]["losses"][:2]}]
+    )
     later = worlds(3).run(on_ranks.restore_and_train, str(tmp_path), 2)
     assert_goes_on(later, [{"state": found[0]["after"], "losses": saved[0]["losses"][2:]}])
 
@@ -110,7 +112,7 @@ def test_what_is_written_is_the_state_at_the_call(worlds, tmp_path):
 
 
 def test_the_memory_for_staging_is_used_again(worlds, tmp_path):
-    assert worlds(2).run(on_ranks.save_twice, str(tmp_path)) == [[], []]
+    assert all(first == second for first, second in worlds(2).run(on_ranks.save_twice, str(tmp_path)))
 
 
 def test_replicas_share_the_work(worlds, tmp_path):
@@ -156,7 +158,7 @@ def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
 
 def test_random_numbers_go_on(worlds, tmp_path):
     ranks = worlds(3)
-    assert ranks.run(on_ranks.random_numbers, str(tmp_path), "restore" if False else "save") == ranks.run(
+    assert ranks.run(on_ranks.random_numbers, str(tmp_path), "save") == ranks.run(
         on_ranks.random_numbers, str(tmp_path), "restore"
     )
 
@@ -213,7 +215,15 @@ def test_latest_sees_complete_checkpoints_alone(tmp_path):
     (run / "step-11").mkdir()
     for name in (".metadata", "shardwise.checkpoint.json"):
         (run / "step-11" / name).symlink_to(tmp_path / "elsewhere" / name)
-    for name in ("step-012", "step-1e3", "step--4", "step-13.old", "Step-14", "step-٣", "step-99999999999999999999"):
+    for name in (
+        "step-012",
+        "step-1e3",
+        "step--4",
+        "step-13.old",
+        "Step-14",
+        "step-٣",
+        "step-99999999999999999999",
+    ):
         shutil.copytree(run / "step-3", run / name)
     (run / "step-15").write_text("a file")
     assert checkpointer.steps() == [3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import threading
@@ -12,9 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
@@ -31,8 +31,8 @@ from shardwise.checkpoints.modes import (
     Which,
 )
 from shardwise.checkpoints.plain import packed
-from shardwise.checkpoints.plan import TensorsPlan, key_of, plan_tensors
-from shardwise.checkpoints.stage import InPlace, Staging
+from shardwise.checkpoints.plan import Chunk, TensorsPlan, key_of, plan_tensors
+from shardwise.checkpoints.stage import InPlace, Staging, places_of, views_of
 from shardwise.checkpoints.state import (
     Contents,
     Looked,
@@ -44,14 +44,15 @@ from shardwise.checkpoints.state import (
 )
 from shardwise.checkpoints.state import Path as Keys
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution.handover import Facts as TensorFacts
 from shardwise.execution.handover import facts
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.models.view import local_tensor
 from shardwise.planning.consent import Refuse
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import CheckpointReport, RestoreReport
+from shardwise.tensors import Strided
 from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
@@ -97,6 +98,7 @@ class Checkpointer:
         self._only = only
         self._options = options
         self._staging = Staging()
+        self._looked: Looked | None = None
         self._planned: _Planned | None = None
         self._on_its_way: _Background | None = None
         self._newest = max(folder.steps_in(self._root), default=None)
@@ -145,9 +147,12 @@ class Checkpointer:
         with self._world() as world, ExitStack() as undo:
             with clock.phase("look"):
                 looked, contents = world.together(lambda: self._take_down(step, state, world.rank))
-                agreed = self._agree(world, step, contents)
+                own = {key_of(path): local_tensor(tensor) for path, tensor in contents.tensors.items()}
+                layout = _layout(contents, own)
+                agreed = self._agree(world, step, contents, layout)
             with clock.phase("plan"):
-                plan = self._plan(world, contents, agreed)
+                planned = self._planned = self._plan(world, contents, layout, agreed)
+                plan = planned.plan
                 values = world.together(lambda: _packed(contents, agreed, world.rank))
                 token = world.from_first(lambda: secrets.token_hex(4))
                 # Who writes in the background is known to be there before anybody relies on it.
@@ -156,13 +161,11 @@ class Checkpointer:
                 if world.rank == 0:
                     undo.callback(write.undo, self._root, step, token)
             with clock.phase("stage"):
-                chunks = plan.by_rank[world.rank]
-                tensors = {key_of(path): tensor for path, tensor in contents.tensors.items()}
                 source: write.Source = world.together(
                     lambda: (
-                        InPlace(chunks, tensors, self._options.budget_bytes)
+                        InPlace(views_of(planned.places, own), self._options.budget_bytes)
                         if beside is None
-                        else self._staging.copy(chunks, tensors)
+                        else self._staging.copy(views_of(planned.places, own))
                     )
                 )
             about = Facts(
@@ -296,21 +299,16 @@ class Checkpointer:
     def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
-        looked = look(state, self._only)
+        looked = self._looked = look(state, self._only, self._looked)
         contents = contents_of(looked, state, rank)
         refuse_meta({key_of(path): tensor for path, tensor in contents.tensors.items()}, "the state")
         return looked, contents
 
-    def _agree(self, world: World, step: int, contents: Contents) -> _Agreed:
+    def _agree(self, world: World, step: int, contents: Contents, layout: _Layout) -> _Agreed:
         """What all ranks have in common, and whether the plan of the last checkpoint still holds."""
-        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in contents.tensors.items()}
         call = repr((step, self._keep, self._mode, self._only))
-        kinds = hashlib.sha256(
-            repr([(path, *map(str, told)) for path, told in shapes.items()]).encode()
-        ).hexdigest()
-        told = world.each(
-            lambda: _Told(call, kinds, self._is_planned(contents), contents.data, dict(contents.random))
-        )
+        is_planned = self._planned is not None and self._planned.layout == layout
+        told = world.each(lambda: _Told(call, is_planned, contents.data, dict(contents.random)))
         if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
             raise DisagreementError(
                 f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
@@ -322,29 +320,31 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        is_planned = all(item.is_planned for item in told) and len({item.kinds for item in told}) == 1
-        return _Agreed(is_planned, alike, data)
+        return _Agreed(all(item.is_planned for item in told), alike, data)
 
-    def _is_planned(self, contents: Contents) -> bool:
-        return self._planned is not None and self._planned.described == _described(contents)
-
-    def _plan(self, world: World, contents: Contents, agreed: _Agreed) -> TensorsPlan:
+    def _plan(self, world: World, contents: Contents, layout: _Layout, agreed: _Agreed) -> _Planned:
+        """Who writes what; that of the last checkpoint where every rank still has what it had then."""
         if agreed.is_planned and self._planned is not None:
-            return self._planned.plan
+            return self._planned
+        tensors = {key_of(path): tensor for path, tensor in contents.tensors.items()}
+        told = world.each(lambda: {key: facts(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in contents.tensors.items()}
-        described = world.together(lambda: _described(contents))
-        told = world.each(lambda: described)
         plan = world.together(lambda: plan_tensors(shapes, told))
-        self._planned = _Planned(described, plan)
-        return plan
+        places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
+        return _Planned(layout, plan, places)
+
+
+_Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
+"""What tells whether a tensor lies as it did before."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The plan of the last checkpoint, and what this rank had then."""
+    """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
 
-    described: Mapping[str, TensorFacts]
+    layout: _Layout
     plan: TensorsPlan
+    places: Mapping[Chunk, Strided]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +352,6 @@ class _Told:
     """What a rank tells the others before a checkpoint."""
 
     call: str
-    kinds: str
     is_planned: bool
     data: str
     random: dict[str, str]
@@ -378,9 +377,16 @@ def _packed(contents: Contents, agreed: _Agreed, rank: int) -> dict[Keys, bytes]
     return {path: packed(value, key_of(path)) for path, value in values.items()}
 
 
-def _described(contents: Contents) -> dict[str, TensorFacts]:
-    """What this rank holds of every tensor."""
-    return {key_of(path): facts(tensor, key_of(path)) for path, tensor in contents.tensors.items()}
+def _layout(contents: Contents, own: Mapping[str, torch.Tensor]) -> _Layout:
+    return {
+        path: (
+            tensor.shape,
+            tensor.dtype,
+            own[key_of(path)].stride(),
+            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
+        )
+        for path, tensor in contents.tensors.items()
+    }
 
 
 def _completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:

@@ -24,6 +24,7 @@ from shardwise.checkpoints.archive import envelope
 from shardwise.checkpoints.folder import data_file
 from shardwise.checkpoints.state import Path
 from shardwise.errors import PlacementError
+from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import Facts, require_same_tensors
 from shardwise.models._torch_private import stored_at
 from shardwise.planning.giving import Boxes, shares_by_rank
@@ -77,6 +78,7 @@ class TensorsPlan:
         return chunks[-1].stop if chunks else 0
 
 
+@collected_later()
 def plan_tensors(
     tensors: Mapping[Path, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, Facts]]
 ) -> TensorsPlan:
@@ -126,6 +128,7 @@ def key_of(path: Path) -> str:
     return ".".join(path)
 
 
+@collected_later()
 def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Path, int]]) -> bytes:
     """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {

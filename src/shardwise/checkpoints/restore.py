@@ -19,6 +19,7 @@ from shardwise.checkpoints.state import Looked, Stateful, TrainState, adapter_se
 from shardwise.checkpoints.state import Path as Keys
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import CoverageError, FormatError, PlacementError, StorageError
+from shardwise.execution.garbage import collected_later
 from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.supply import require_alike_models
@@ -89,6 +90,7 @@ def resolve(root: Path, which: Which) -> int:
     return steps[-1]
 
 
+@collected_later()
 def open_checkpoint(root: Path, step: int) -> Opened:
     """Read what a checkpoint says of itself, and see that its files are those it tells of. Runs no pickle.
 
@@ -270,6 +272,7 @@ class Fits:
     mismatched: tuple[str, ...]
 
 
+@collected_later()
 def compare(
     opened: Opened,
     looked: Looked,
@@ -421,6 +424,7 @@ def _fit_optimizers(
     return fit(world, ours, given, [told] + [{}] * (world.size - 1), tolerance)
 
 
+@collected_later()
 def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any]) -> Given:
     """The state of the optimizers: numbers as they are, tensors without values."""
     values: dict[str, dict[str, Any]] = {}

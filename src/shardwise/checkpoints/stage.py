@@ -11,8 +11,8 @@ from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import memory_of
 from shardwise.execution.place import bytes_of
 from shardwise.execution.sharing import place_of
-from shardwise.models.view import local_boxes, local_tensor, strided_view
-from shardwise.tensors import row_blocks
+from shardwise.models.view import local_boxes, strided_view
+from shardwise.tensors import Strided, row_blocks
 
 _ALIGNMENT = 64
 
@@ -23,9 +23,9 @@ class InPlace:
     Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], tensors: Mapping[str, torch.Tensor], budget_bytes: int) -> None:
+    def __init__(self, views: Mapping[Chunk, torch.Tensor], budget_bytes: int) -> None:
         self.block_bytes = budget_bytes // 2
-        self._views = dict(zip(chunks, _views(chunks, tensors), strict=True))
+        self._views = views
 
     def blocks(self, chunk: Chunk) -> Iterator[memoryview]:
         """The bytes of a chunk, in order."""
@@ -49,28 +49,26 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def copy(self, chunks: Sequence[Chunk], tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def copy(self, views: Mapping[Chunk, torch.Tensor]) -> Staged:
         """Copy the chunks; the tensors may change as soon as this returns."""
-        views = _views(chunks, tensors)
-        starts: list[int] = []
+        places: dict[Chunk, tuple[int, int]] = {}
         total = 0
-        for view in views:
-            starts.append(total)
+        for chunk, view in views.items():
+            places[chunk] = total, total + view.nbytes
             total += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-        devices = {view.device for view in views if view.device.type != "cpu"}
+        devices = {view.device for view in views.values() if view.device.type != "cpu"}
         if self._memory.nbytes < total or (devices and not self._memory.is_pinned()):
             self._memory = (
                 torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
                 if devices
                 else HostMemory([total]).take((total,), torch.uint8)
             )
-        for start, view in zip(starts, views, strict=True):
-            target = self._memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
+        for chunk, view in views.items():
+            target = self._memory[slice(*places[chunk])].view(view.dtype).view(view.shape)
             target.copy_(view, non_blocking=True)
         for device in devices:
             torch.get_device_module(device).synchronize(device)
-        ends = [start + view.nbytes for start, view in zip(starts, views, strict=True)]
-        return Staged(self._memory, dict(zip(chunks, zip(starts, ends, strict=True), strict=True)))
+        return Staged(self._memory, places)
 
 
 class Staged:
@@ -89,13 +87,13 @@ class Staged:
             yield memory_of(self._memory[start:stop])
 
 
-def _views(chunks: Sequence[Chunk], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The elements of each chunk in this rank's memory."""
-    views: list[torch.Tensor] = []
-    for chunk in chunks:
-        tensor = tensors[chunk.key]
-        if not chunk.box.numel:
-            views.append(torch.empty(chunk.box.sizes, dtype=chunk.dtype))
-            continue
-        views.append(strided_view(local_tensor(tensor), place_of(chunk.box, local_boxes(tensor, chunk.key))))
-    return views
+def places_of(chunks: Sequence[Chunk], tensors: Mapping[str, torch.Tensor]) -> dict[Chunk, Strided]:
+    """Where each chunk lies in this rank's own tensor."""
+    held = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
+    nothing = Strided(0, (0,), (1,))
+    return {chunk: place_of(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
+
+
+def views_of(places: Mapping[Chunk, Strided], tensors: Mapping[str, torch.Tensor]) -> dict[Chunk, torch.Tensor]:
+    """The elements of each chunk in this rank's memory. ``tensors`` are its own."""
+    return {chunk: strided_view(tensors[chunk.key], place) for chunk, place in places.items()}

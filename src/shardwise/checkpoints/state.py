@@ -72,20 +72,24 @@ class Looked:
     bounds: list[Bound]
     stored: dict[str, Held]
     """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
+    facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
+    """Names, shape and whether it is trained, of each of the model's tensors."""
 
     @property
     def others(self) -> str:
         """A digest of names and shapes of those that it does not hold."""
-        facts = [
+        others = [
             (item.fqn, tuple(item.tensor.shape))
             for item in self.held
             if item.kind.is_saved and item.fqn not in self.stored
         ]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
 
-def look(state: TrainState, only: Selection) -> Looked:
+def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
     """Find out what there is. FSDP2 groups that are gathered are resharded.
+
+    What PEFT decided ``before`` still holds for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
@@ -95,8 +99,12 @@ def look(state: TrainState, only: Selection) -> Looked:
     held = look_inside(model)
     names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
     bounds = look_at(state.all_optimizers, names, KEEP_IT_APART)
-    chosen = chosen_names(model, held, only)
-    return Looked(model, held, bounds, {item.fqn: item for item in held if item.fqn in chosen})
+    facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    if before is not None and before.model is model and before.facts == facts:
+        chosen = set(before.stored)
+    else:
+        chosen = chosen_names(model, held, only)
+    return Looked(model, held, bounds, {item.fqn: item for item in held if item.fqn in chosen}, facts)
 
 
 def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
@@ -168,14 +176,14 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> Contents:
     """
     found = Contents(user=as_json(state.user))
     for fqn, item in looked.stored.items():
-        found.tensors["model", fqn] = item.tensor.detach()
+        found.tensors["model", fqn] = item.tensor
     for bound in looked.bounds:
         for key, tensor in bound.tensors.items():
-            found.tensors["optimizer", "state", key.parameter, key.entry] = tensor.detach()
+            found.tensors["optimizer", "state", key.parameter, key.entry] = tensor
         for key, value in bound.scalars.items():
             path = ("optimizer", "state", key.parameter, key.entry)
             if isinstance(value, torch.Tensor):
-                found.tensors[path] = value.detach()
+                found.tensors[path] = value
             else:
                 found.common[path] = value
     if looked.bounds:

@@ -21,7 +21,8 @@ from shardwise.checkpoints.modes import Keep, KeepLast
 from shardwise.checkpoints.plan import Chunk, TensorsPlan, metadata_of
 from shardwise.checkpoints.state import Path as Keys
 from shardwise.errors import StorageError
-from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
+from shardwise.execution import saving_lock
+from shardwise.execution.saving_lock import Renewal, release_lock, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA
 from shardwise.storage import StorageWriter, open_writer
@@ -88,7 +89,7 @@ def begin(root: Path, step: int, token: str, newest: int | None) -> None:
         StorageError: somebody else writes here, or has since; there is a checkpoint of this step or a later one.
     """
     with open_writer(root) as writer:
-        take_lock(writer, token)
+        take_lock(writer, token, renewed_s=saving_lock.RENEWED_S)
         try:
             present = folder.steps_in(root)
             if present and present[-1] != newest and (newest is None or present[-1] > newest):
@@ -122,15 +123,21 @@ def carry_out(world: World, job: Job) -> Written:
         StorageError: bytes could not be written. The checkpoint does not count then, unless it says otherwise.
         RankLostError: a rank has been lost.
     """
+    renewal = Renewal(job.root, saving_lock.RENEWED_S) if world.rank == 0 else contextlib.nullcontext()
     try:
-        sizes = world.each(lambda: {path: len(content) for path, content in job.values.items()})
-        files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-        world.together(lambda: _write_own(world, job, files[data_file(world.rank)]))
-        removed = world.from_first(lambda: _commit(job, sizes, files))
+        with renewal:
+            return _carried_out(world, job)
     except BaseException:
         if world.rank == 0:
             undo(job.root, job.step, job.token)
         raise
+
+
+def _carried_out(world: World, job: Job) -> Written:
+    sizes = world.each(lambda: {path: len(content) for path, content in job.values.items()})
+    files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    world.together(lambda: _write_own(world, job, files[data_file(world.rank)]))
+    removed = world.from_first(lambda: _commit(job, sizes, files))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
