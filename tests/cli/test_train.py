@@ -193,6 +193,11 @@ def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     data = tiny.write_rows(tmp_path / "rows.jsonl", {"text": "a <4>"})
     message = refusal(*needed(tmp_path / "model", data, tmp_path))
     assert "makes the token 263 of it, but Qwen3ForCausalLM has embeddings for the tokens 0 to 259 only" in message
+    grown = ("model.resize_vocab=tokenizer", "training.max_steps=1")
+    result = run(*needed(tmp_path / "model", data, tmp_path), *grown)
+    assert result.exit_code == 0, result.stderr
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "last")
+    assert trained.config.vocab_size == trained.get_input_embeddings().weight.shape[0] == 264
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "nonesuch"])

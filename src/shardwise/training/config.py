@@ -34,12 +34,16 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model. ``name`` is a folder, an id of the hub, or a URL."""
+    """Which model. ``name`` is a folder, an id of the hub, or a URL.
+
+    ``resize_vocab`` is how many tokens it is to have; ``tokenizer``: as many as that knows.
+    """
 
     name: Words
     revision: Words | None = None
     attn_implementation: Words | None = None
     trust_remote_code: bool = False
+    resize_vocab: Count | Literal["tokenizer"] | None = None
 
 
 class FullTuning(Section):

@@ -80,6 +80,7 @@ class ModelRequest:
         tuning: what is trained.
         sharding: None for all ranks in one axis.
         revision, trust_remote_code: of the hub's repository.
+        vocab_size: how many tokens the model is to have; None for as many as it has.
     """
 
     name_or_path: str
@@ -88,12 +89,13 @@ class ModelRequest:
     sharding: Sharding | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    vocab_size: int | None = None
 
     def keywords(self) -> PretrainedOptions:
         """Arguments of :func:`~shardwise.verbs.pretrained.from_pretrained`."""
         is_cast = World.current().size > 1 or self.options.dtype != "float32"
         policy = mixed_precision(self.options)
-        return {
+        keywords: PretrainedOptions = {
             "dtype": "auto" if is_cast else torch.float32,
             "tuning": self.tuning,
             "sharding": Sharding(mp_policy=policy) if self.sharding is None else self.sharding,
@@ -101,6 +103,9 @@ class ModelRequest:
             "trust_remote_code": self.trust_remote_code,
             "options": LoadOptions(seed=self.options.seed, device=this_device(), progress=False),
         }
+        if self.vocab_size is not None:
+            keywords["resize_vocab"] = self.vocab_size
+        return keywords
 
 
 def load_model(request: ModelRequest) -> tuple[PreTrainedModel, LoadReport]:

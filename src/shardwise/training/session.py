@@ -98,6 +98,7 @@ class Session:
             sharding,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
+            vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
         )
         # A checkpoint of a LoRA does not hold the base; any other one holds all that there is.
         if keeper.source is None or config.tuning.method == "lora":
