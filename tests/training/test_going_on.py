@@ -6,16 +6,19 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.quiet import quieten
 from tests.training import tiny
 from tests.training.keeping import MemoryKeeper
 
 from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.world import World
+from shardwise.models import wrap
 from shardwise.training.checkpoints import Checkpoints
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
@@ -175,6 +178,61 @@ def test_schedules_take_options(data: TrainData, schedule: Any, options: dict[st
     wrong = TrainOptions(schedule=schedule, schedule_options={"min_lr_rat": 1}, batch_size=8)
     with pytest.raises(ConfigError, match=rf"the schedule '{schedule}' cannot be made"):
         train(tiny.model(), step_loader(data, wrong), wrong)
+
+
+def stopped_and_spoilt(file: str) -> tuple[bool, int, str]:
+    """On two ranks: whether and when a training that only the second was asked to stop did; and an error."""
+    quieten()
+    world = World.current()
+    data = read_data(file, tiny.tokenizer(), max_length=64)
+    stop = StopRequest()
+
+    def ask(facts: Facts) -> None:
+        if facts.step == 2 and world.rank == 1:
+            stop.number = signal.SIGTERM
+
+    model = sharded()
+    report = train(model, step_loader(data, OPTIONS), OPTIONS, ask, stop=stop)
+    if world.rank == 1:
+        model.model.norm.register_forward_hook(lambda module, given, output: output * math.nan)
+    with pytest.raises(TrainingError) as caught:
+        train(model, step_loader(data, OPTIONS), OPTIONS)
+    return report.is_stopped, report.last_step, str(caught.value)
+
+
+def sharded() -> Any:
+    model = tiny.model()
+    mesh = wrap.default_mesh()
+    assert mesh is not None
+    wrap.wrap(model, wrap.Sharding(mesh=mesh))
+    return model
+
+
+@pytest.mark.distributed
+def test_one_rank_that_is_asked_stops_all_and_one_that_fails_is_named(worlds: Any, tmp_path: Path) -> None:
+    chats = tiny.write_chats(tmp_path / "chats.jsonl", 12)
+    first, second = worlds(2).run(stopped_and_spoilt, str(chats))
+    assert first == second
+    is_stopped, last_step, error = first
+    assert (is_stopped, last_step) == (True, 3)
+    assert error.startswith("step 1: the loss is nan")
+    assert "The rows where it is (rank 1: " in error
+    assert "rank 0" not in error
+
+
+def test_one_row_of_a_step_may_be_to_blame(data: TrainData) -> None:
+    """Of two micro-batches, the one whose loss is no number is named."""
+    options = replace(OPTIONS, batch_size=1, gradient_accumulation_steps=3)
+    model = tiny.model()
+    [[_, guilty, _], *_] = list(step_loader(data, options))
+
+    def spoil(module: Any, args: Any, keywords: Any, output: Any) -> None:
+        if torch.equal(keywords["input_ids"], guilty.input_ids):
+            output.logits.mul_(math.nan)
+
+    model.register_forward_hook(spoil, with_kwargs=True)
+    with pytest.raises(TrainingError, match=rf"where it is \(rank 0: .*, line {guilty.lines[0]}\)"):
+        train(model, step_loader(data, options), options)
 
 
 # Metrics
