@@ -80,8 +80,9 @@ class Session:
         output = Path(config.output.directory)
         require_place(str(output / "last"))
         world.from_first(lambda: sorted(available_trackers(config.log.trackers)))
-        sharding = world.together(lambda: sharding_of(config.sharding, options))
+        keeper = _keeper(config, output)
         tuning = world.together(lambda: tuning_of(config.tuning))
+        sharding = sharding_of(config.sharding, options)
         tokenizer = load_tokenizer(config.model.name)
         name = DataName(config.data.train, config.data.split, config.data.subset)
         malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
@@ -90,7 +91,6 @@ class Session:
         if config.evaluation.data is not None:
             name = DataName(config.evaluation.data, config.evaluation.split, config.evaluation.subset)
             held_out = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
-        keeper = _keeper(config, output)
         request = ModelRequest(
             config.model.name,
             options,
