@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -49,8 +50,13 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
     Collective: yes, over the default process group, with replicas.
 
     Raises:
-        ConfigError: the ranks cannot be dealt to the replicas.
+        ConfigError: the ranks cannot be dealt to the replicas, or there are none to offload for.
     """
+    if section.offload == "cpu" and not dist.is_initialized():
+        raise ConfigError(
+            "sharding.offload='cpu': one process without a process group is not sharded, so there is no offload; "
+            "start it by torchrun, or with --nproc-per-node 2 or more"
+        )
     return Sharding(
         mesh=_mesh_of(section),
         wrap=_wrap_of(section),
@@ -70,9 +76,8 @@ def _mesh_of(section: ShardingSection) -> DeviceMesh | None:
         return None
     if world.size % section.replicas or section.replicas == world.size:
         raise ConfigError(
-            f"sharding.replicas={section.replicas}: {world.size} ranks cannot be dealt to as many "
-            "replicas of two or "
-            "more ranks each"
+            f"sharding.replicas={section.replicas}: {world.size} ranks cannot be dealt to as many replicas of two "
+            "or more ranks each"
         )
     return init_device_mesh(
         this_device().type,

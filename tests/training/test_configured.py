@@ -1,0 +1,139 @@
+"""What sections of a configuration become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests.quiet import quieten
+from tests.training import tiny
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.models.blocks import CompileBlocks, Off, PerBlock
+from shardwise.models.wrap import (
+    Automatic,
+    Classes,
+    MinSize,
+    ModelPlan,
+    ModuleListBlocks,
+    NoSplitModules,
+    WholeModel,
+)
+from shardwise.training.accumulation import ShardedGradients, WholeGradients
+from shardwise.training.config import TrainConfig, read_config
+from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
+from shardwise.training.data import Flattened, Packed, Padded
+from shardwise.training.losses import ChunkedLogits, WholeLogits
+from shardwise.training.options import TrainOptions
+from shardwise.training.prepare import ModelRequest, load_model
+from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
+
+
+def configured(*overrides: str) -> TrainConfig:
+    return read_config(None, ("model=org/name", "data=chats.jsonl", "output=out", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "policy"),
+    [
+        ("sharding.wrap=automatic", Automatic()),
+        ("sharding.wrap=model_plan", ModelPlan()),
+        ("sharding.wrap=no_split_modules", NoSplitModules()),
+        ("sharding.wrap=module_list", ModuleListBlocks()),
+        ("sharding.wrap=whole_model", WholeModel()),
+        ("sharding.wrap.classes=[A,B]", Classes(("A", "B"))),
+        ("sharding.wrap.min_parameters=1000", MinSize(1000)),
+    ],
+)
+def test_groups(override: str, policy: object) -> None:
+    assert sharding_of(configured(override).sharding, TrainOptions()).wrap == policy
+
+
+def test_how_blocks_are_run_and_what_is_computed_in() -> None:
+    plain = sharding_of(configured().sharding, TrainOptions())
+    assert (plain.activation_checkpointing, plain.compiling, plain.reshard_after_forward) == (Off(), Off(), True)
+    config = configured(
+        "sharding.activation_checkpointing=true",
+        "sharding.compile=true",
+        "sharding.reshard_after_forward=false",
+        "sharding.precision=bfloat16",
+        "sharding.reduce_dtype=bfloat16",
+    )
+    found = sharding_of(config.sharding, config.options())
+    assert (found.activation_checkpointing, found.compiling) == (PerBlock(), CompileBlocks())
+    assert found.reshard_after_forward is False
+    assert found.mp_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sharding.replicas=2", "sharding.replicas=2: 1 ranks cannot be dealt"),
+        ("sharding.offload=cpu", "sharding.offload='cpu': one process"),
+    ],
+)
+def test_what_one_process_cannot_do(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sharding_of(configured(override).sharding, TrainOptions())
+
+
+def test_tunings() -> None:
+    assert tuning_of(configured().tuning) == Full()
+    freeze = configured("tuning=freeze", "tuning.trainable_layers=-2", "tuning.extra_modules=[norm]")
+    assert tuning_of(freeze.tuning) == Freeze(-2, (), ("norm",))
+    existing = configured("tuning=lora", "tuning.adapter=there", "tuning.placement=replicated")
+    assert tuning_of(existing.tuning) == ExistingLora("there", adapters=Replicated())
+
+
+def test_a_lora_is_pefts() -> None:
+    given = ("tuning.r=4", "tuning.lora_alpha=8", "tuning.target_modules=[q_proj,v_proj]", "tuning.use_rslora=true")
+    found = tuning_of(configured("tuning=lora", *given, "tuning.options.bias=all").tuning)
+    expected = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True, bias="all"
+    )
+    assert isinstance(found, Lora)
+    assert found.config.to_dict() == expected.to_dict()
+    assert found.adapters == InBlocks()
+    plain = tuning_of(configured("tuning=lora").tuning)
+    assert isinstance(plain, Lora)
+    assert plain.config.to_dict() == LoraConfig(task_type="CAUSAL_LM").to_dict()
+    with pytest.raises(ConfigError, match=r"tuning: PEFT refuses the LoRA \(.*rr"):
+        tuning_of(configured("tuning=lora", "tuning.options.rr=1").tuning)
+
+
+def test_layouts_losses_and_accumulation() -> None:
+    packing = configured("data.packing=true", "data.max_length=64").data
+    assert row_layout(configured().data, "flash_attention_2") == Padded()
+    assert row_layout(packing, None) == row_layout(packing, "sdpa") == Packed(64)
+    assert row_layout(packing, "flash_attention_2") == Flattened(64)
+    assert loss_of(configured().training) == ChunkedLogits(512)
+    assert loss_of(configured("training.loss_chunk_tokens=null").training) == WholeLogits()
+    assert accumulation_of(configured().training) == WholeGradients()
+    assert accumulation_of(configured("training.accumulate=sharded_gradients").training) == ShardedGradients()
+
+
+def on_four(folder: str) -> tuple[tuple[int, ...], int, str]:
+    """The mesh of two replicas, parameters on the host, and the error for three."""
+    quieten()
+    config = configured("sharding.replicas=2", "sharding.offload=cpu", "tuning=freeze", "tuning.trainable_layers=1")
+    sharding = sharding_of(config.sharding, config.options())
+    assert isinstance(sharding.offload_policy, CPUOffloadPolicy)
+    model, _ = load_model(ModelRequest(folder, config.options(), tuning_of(config.tuning), sharding))
+    [mesh] = {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)}
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    with pytest.raises(ShardwiseError) as caught:
+        sharding_of(configured("sharding.replicas=3").sharding, config.options())
+    return mesh, trained, str(caught.value)
+
+
+@pytest.mark.distributed
+def test_replicas_on_four_ranks(worlds: Any, tmp_path: Any) -> None:
+    folder = tiny.write_model(tmp_path)
+    layer = sum(parameter.numel() for parameter in tiny.model().model.layers[0].parameters())
+    for mesh, trained, error in worlds(4).run(on_four, str(folder)):
+        assert (mesh, trained) == ((2, 2), layer)
+        assert error.startswith("sharding.replicas=3: 4 ranks cannot be dealt")
