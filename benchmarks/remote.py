@@ -96,25 +96,30 @@ def load_from(url: str, warm_up: str, replicas: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure Qwen3-0.6B, and write the outcome to ``results``."""
+    """Measure one model, and write the outcome to ``results``."""
     from benchmarks.checkpoints import SHAPES, write
     from benchmarks.load import RANKS, commit, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-1.7b", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     given = parser.parse_args()
-    shape = SHAPES["qwen3-0.6b"]
+    shape = SHAPES[given.model]
     folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.remote --repeats {given.repeats}",
+        "command": f"python -m benchmarks.remote --model {given.model} --repeats {given.repeats}",
         "commit": commit(),
         "machine": machine(),
         **measure(folder, warm_up, RANKS, given.repeats, timeout_s=600),
     }
     text = json.dumps(results, indent=1) + "\n"
-    out = Path(__file__).parent / "results" / f"remote-{results['date'][:10]}-{results['commit'][:12]}.json"
+    out = (
+        Path(__file__).parent
+        / "results"
+        / f"remote-{results['date'][:10]}-{given.model}-{results['commit'][:12]}.json"
+    )
     out.write_text(text)
     print(text)
 
