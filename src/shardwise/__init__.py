@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.execution.line import Patience
     from shardwise.execution.states import StateOptions
     from shardwise.models.lora import MergedAdapter
+    from shardwise.models.optimizer_state import ByName, ByPosition
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
@@ -37,11 +38,25 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.forms import FullState, ShardedState
+    from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
+    from shardwise.report import (
+        FilesReport,
+        Forecast,
+        LoadReport,
+        ReopenReport,
+        SaveReport,
+        ShardReport,
+        StateReport,
+    )
     from shardwise.storage import HubOptions
+    from shardwise.verbs.accelerate_files import (
+        load_accelerate_model,
+        load_accelerate_optimizer,
+        save_accelerate_model,
+        save_accelerate_optimizer,
+    )
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.merge_adapter import merge_adapter
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
@@ -62,14 +77,18 @@ _HOMES = {
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
     "Automatic": "shardwise.models.wrap",
+    "ByName": "shardwise.models.optimizer_state",
+    "ByPosition": "shardwise.models.optimizer_state",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "DistributedFolder": "shardwise.planning.forms",
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
+    "FilesReport": "shardwise.report",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
@@ -88,9 +107,11 @@ _HOMES = {
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
     "OncePerGroup": "shardwise.planning.sharing",
+    "OneFile": "shardwise.planning.forms",
     "OneRankPerNode": "shardwise.planning.sources",
     "Patience": "shardwise.execution.line",
     "PlacementError": "shardwise.errors",
+    "RankFiles": "shardwise.planning.forms",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
     "RemoveSource": "shardwise.verbs.merge_weights",
@@ -117,12 +138,16 @@ _HOMES = {
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",
+    "load_accelerate_model": "shardwise.verbs.accelerate_files",
+    "load_accelerate_optimizer": "shardwise.verbs.accelerate_files",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
     "merge_adapter": "shardwise.verbs.merge_adapter",
     "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
+    "save_accelerate_model": "shardwise.verbs.accelerate_files",
+    "save_accelerate_optimizer": "shardwise.verbs.accelerate_files",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -135,14 +160,18 @@ __all__ = [
     "Anyone",
     "AsItIs",
     "Automatic",
+    "ByName",
+    "ByPosition",
     "CheckpointError",
     "Classes",
     "CompareWithMemory",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "DistributedFolder",
     "EveryRank",
     "Everything",
+    "FilesReport",
     "FirstRank",
     "Forecast",
     "FormatError",
@@ -161,9 +190,11 @@ __all__ = [
     "ModuleListBlocks",
     "NoSplitModules",
     "OncePerGroup",
+    "OneFile",
     "OneRankPerNode",
     "Patience",
     "PlacementError",
+    "RankFiles",
     "RankLostError",
     "Refuse",
     "RemoveSource",
@@ -191,12 +222,16 @@ __all__ = [
     "from_pretrained",
     "iter_hf_tensors",
     "load",
+    "load_accelerate_model",
+    "load_accelerate_optimizer",
     "merge_adapter",
     "merge_weights",
     "model_state",
     "optimizer_state",
     "plan",
     "save",
+    "save_accelerate_model",
+    "save_accelerate_optimizer",
     "set_model_state",
     "set_optimizer_state",
     "shard",
