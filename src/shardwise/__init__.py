@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         SaveReport,
         ShardReport,
         StateReport,
+        TrainerReport,
     )
     from shardwise.storage import HubOptions
     from shardwise.verbs.accelerate_files import (
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+    from shardwise.verbs.trainer_checkpoint import LeaveRandom, RestoreRandom, load_trainer_checkpoint
 
 __version__ = "0.1.0"
 
@@ -100,6 +102,7 @@ _HOMES = {
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "LeaveRandom": "shardwise.verbs.trainer_checkpoint",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "MergedAdapter": "shardwise.models.lora",
@@ -117,6 +120,7 @@ _HOMES = {
     "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "RestoreRandom": "shardwise.verbs.trainer_checkpoint",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -130,6 +134,7 @@ _HOMES = {
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
     "TorchFile": "shardwise.verbs.merge_weights",
+    "TrainerReport": "shardwise.report",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -140,6 +145,7 @@ _HOMES = {
     "load": "shardwise.verbs.load",
     "load_accelerate_model": "shardwise.verbs.accelerate_files",
     "load_accelerate_optimizer": "shardwise.verbs.accelerate_files",
+    "load_trainer_checkpoint": "shardwise.verbs.trainer_checkpoint",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
     "merge_adapter": "shardwise.verbs.merge_adapter",
@@ -183,6 +189,7 @@ __all__ = [
     "Initialize",
     "InternalNames",
     "KeepSource",
+    "LeaveRandom",
     "LoadOptions",
     "LoadReport",
     "MergedAdapter",
@@ -200,6 +207,7 @@ __all__ = [
     "RemoveSource",
     "ReopenReport",
     "RequireMemory",
+    "RestoreRandom",
     "Safetensors",
     "SaveOptions",
     "SaveReport",
@@ -213,6 +221,7 @@ __all__ = [
     "StorageError",
     "StreamOptions",
     "TorchFile",
+    "TrainerReport",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -224,6 +233,7 @@ __all__ = [
     "load",
     "load_accelerate_model",
     "load_accelerate_optimizer",
+    "load_trainer_checkpoint",
     "merge_adapter",
     "merge_weights",
     "model_state",

@@ -91,8 +91,10 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     return world.together(read)
 
 
-def load_plain(file: Path) -> Any:
+def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
     """The object in a file of ``torch.save``; tensors in host memory, read from the file as they are used.
+
+    ``also`` are functions and classes that it may name beside torch's own.
 
     Raises:
         FormatError: it is no such file, is damaged, or holds more than data.
@@ -101,7 +103,8 @@ def load_plain(file: Path) -> Any:
     with LocalReader(file.parent) as reader:
         refuse_others(reader, file.name)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(list(also)):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise StorageError(f"{file}: reading it failed, {error.strerror}") from error
     except Exception as error:  # what torch raises for a damaged or malign file is of many kinds

@@ -46,7 +46,7 @@ def write_whole_file(
     """
     keys: dict[int, str] = {}
     key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
-    once = {key_of[at]: tensor for at, tensor in tensors.items()}
+    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
     told = world.each(lambda: {key: facts(tensor, key) for key, tensor in once.items()})
     held = world.together(lambda: held_by_rank(once, told))
     saved = world.together(

@@ -8,6 +8,7 @@ from shardwise.report.reopen_report import ReopenReport
 from shardwise.report.save_report import SaveReport
 from shardwise.report.shard_report import ShardReport
 from shardwise.report.state_report import StateReport
+from shardwise.report.trainer_report import TrainerReport
 from shardwise.report.verify_report import VerifyReport
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "SaveReport",
     "ShardReport",
     "StateReport",
+    "TrainerReport",
     "VerifyReport",
     "collapse",
 ]

@@ -96,9 +96,7 @@ def save_accelerate_model(
         names_of = world.from_first(lambda: names_outside(model, held, only))
         # One object for all names of a tied tensor, so that it is written once.
         tensors = [(item.names, item.tensor.detach()) for item in held]
-        of = {
-            name: tensor for names, tensor in tensors for name in names
-        }
+        of = {name: tensor for names, tensor in tensors for name in names}
         by_fqn = isinstance(form, OneFile) and isinstance(only, AdapterOnly)
         state = {fqn if by_fqn else name: of[fqn] for name, fqn in names_of.items()}
         world.together(lambda: refuse_meta(state, "the model"))
@@ -140,11 +138,9 @@ def save_accelerate_optimizer(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         folder = _asked(world, directory, form, number, options=options)
         held, bounds = optimizers.looked_at(world, model, optimizer)
-        tensors = {key.label: tensor.detach() for bound in bounds for key, tensor in bound.tensors.items()}
-        scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
-        world.require_equal([*tensors, *scalars], "what the optimizer holds of parameters")
+        tensors, scalars = optimizers.held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizer"))
-        state = written_out(bounds, tensors | scalars)
+        state = written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
         path, nbytes = _write(world, folder, OPTIMIZER, number, form, state, _home(held), options)
         return FilesReport(str(path), len(tensors), nbytes, time.perf_counter() - start)
 
@@ -206,7 +202,7 @@ def load_accelerate_model(
         report, _ = models.set_values(
             world, model, values, only=only, tolerance=tolerance, options=options, clock=clock
         )
-        return _with_read(report, values)
+        return with_read(report, values)
 
 
 @torch.no_grad()
@@ -280,7 +276,7 @@ def load_accelerate_optimizer(
         report = optimizers.set_values(
             world, model, optimizer, take_apart, tolerance=tolerance, options=options, clock=clock
         )
-        return _with_read(report, values[0])
+        return with_read(report, values[0])
 
 
 def _asked(
@@ -411,7 +407,8 @@ def _read(state: Any, ours: optimizers.Ours, order: ParameterOrder) -> tuple[Giv
     return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes), ways
 
 
-def _with_read(report: StateReport, values: Values) -> StateReport:
+def with_read(report: StateReport, values: Values) -> StateReport:
+    """A report that also tells from where the values came."""
     if isinstance(values, StoredValues):
         return replace(report, read_bytes=values.read_bytes, brought_by=())
     return replace(report, brought_by=tuple(range(report.world_size)))

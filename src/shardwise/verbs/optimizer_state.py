@@ -71,9 +71,7 @@ def optimizer_state(
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
         held, bounds = looked_at(world, model, optimizers)
-        tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
-        scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
-        world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+        tensors, scalars = held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizers"))
         if not isinstance(form, FullState):
             return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
@@ -200,6 +198,23 @@ def looked_at(
     bounds = world.together(lambda: look_at(several, names, _KEEP_IT_APART))
     require_alike_models(world, held, bounds)
     return held, bounds
+
+
+def held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """What optimizers hold of parameters, by label: tensors, and the rest, in one order on all ranks.
+
+    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
+
+    Collective: yes.
+
+    Raises:
+        DisagreementError: ranks hold something else.
+    """
+    tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+    scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
+    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    return tensors, scalars
 
 
 _KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
