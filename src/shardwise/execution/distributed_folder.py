@@ -83,7 +83,7 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
 
 
 def _take_place(fresh: Path, folder: Path) -> None:
-    """Give the new folder its name. A crash in between leaves the older one beside it, under a name that says so."""
+    """Give the new folder its name. A crash in between leaves the older one beside it, and its name says so."""
     older = fresh.with_name(fresh.name.replace(INCOMPLETE, ".older"))
     try:
         if folder.exists():

@@ -1,8 +1,8 @@
 """How accelerate calls what it saves of a model or an optimizer under FSDP, and which of it is in a folder.
 
 A folder holds several models and optimizers, told apart by numbers. Each is in one of three forms: one file of
-whole tensors, a folder of ``torch.distributed.checkpoint``, or a file for every rank with what the rank held. Source
-of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
+whole tensors, a folder of ``torch.distributed.checkpoint``, or a file for every rank with what the rank held.
+Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
 """
 
 from __future__ import annotations

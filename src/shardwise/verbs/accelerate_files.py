@@ -39,7 +39,7 @@ from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, canonical, local_tensor, look_inside, without_compile
 from shardwise.planning import stored_tensors
-from shardwise.planning.consent import Refuse
+from shardwise.planning.consent import Ignore, Refuse
 from shardwise.planning.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import FilesReport, StateReport
@@ -65,7 +65,8 @@ def save_accelerate_model(
 
     ``OneFile()`` is ``pytorch_model_fsdp.bin`` (``_1.bin`` for number 1), ``DistributedFolder()``
     ``pytorch_model_fsdp_0/``, ``RankFiles()`` ``pytorch_model_fsdp_0_rank0.bin`` and so on. Names are those of the
-    plain model. Of an adapter they are PEFT's; in one file, as accelerate has it, those of the model.
+    plain model. Of an adapter they are PEFT's; in one file, as accelerate has it, those of the model, and of what
+    is trained alone.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``; no rank holds the whole.
@@ -97,8 +98,10 @@ def save_accelerate_model(
         # One object for all names of a tied tensor, so that it is written once.
         tensors = [(item.names, item.tensor.detach()) for item in held]
         of = {name: tensor for names, tensor in tensors for name in names}
-        by_fqn = isinstance(form, OneFile) and isinstance(only, AdapterOnly)
-        state = {fqn if by_fqn else name: of[fqn] for name, fqn in names_of.items()}
+        state = {name: of[fqn] for name, fqn in names_of.items()}
+        if isinstance(form, OneFile) and isinstance(only, AdapterOnly):
+            untouched = _beside_trained(held)
+            state = {fqn: of[fqn] for fqn in names_of.values() if fqn not in untouched}
         world.together(lambda: refuse_meta(state, "the model"))
         home = _home(held)
         path, nbytes = _write(world, folder, MODEL, number, form, state, home, options)
@@ -199,6 +202,11 @@ def load_accelerate_model(
         with clock.phase("agree"):
             require_same_call(world, os.fspath(path), number, only, tolerance, options=options)
             values = _values_of_model(world, Path(path), number, options, stack)
+            if isinstance(only, AdapterOnly):
+                # What PEFT saves of the base (embeddings), accelerate leaves out of one file.
+                untouched = world.together(lambda: _beside_trained(look_inside(model)))
+                consents = on_missing.only if isinstance(on_missing, Ignore) else ()
+                tolerance = replace(tolerance, missing=Ignore((*consents, *untouched)))
         report, _ = models.set_values(
             world, model, values, only=only, tolerance=tolerance, options=options, clock=clock
         )
@@ -412,6 +420,12 @@ def with_read(report: StateReport, values: Values) -> StateReport:
     if isinstance(values, StoredValues):
         return replace(report, read_bytes=values.read_bytes, brought_by=())
     return replace(report, brought_by=tuple(range(report.world_size)))
+
+
+def _beside_trained(held: list[Held]) -> list[str]:
+    """All names of tensors that are not trained, in a model of which something is."""
+    untouched = [name for item in held if not item.tensor.requires_grad for name in item.names]
+    return untouched if any(item.tensor.requires_grad for item in held) else []
 
 
 def _home(held: list[Held]) -> torch.device:

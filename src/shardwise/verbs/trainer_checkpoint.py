@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -23,7 +24,6 @@ from shardwise.execution.stored_values import StoredValues
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Kind
-from shardwise.formats.strict_json import parse_object
 from shardwise.models.optimizer_state import ByName, ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
 from shardwise.models.view import without_compile
@@ -104,7 +104,7 @@ def load_trainer_checkpoint(
         scheduler: to be restored, after the optimizer.
         random_numbers: ``RestoreRandom()`` or ``LeaveRandom()``.
         adapter: of a PEFT model, which one.
-        order: ``ByPosition()`` where ``optimizer.pt`` does not name parameters, and the optimizer is made as it was.
+        order: ``ByPosition()`` where ``optimizer.pt`` does not name parameters, and the optimizer was made alike.
         on_unexpected: ``Ignore(only=...)`` for tensors of the checkpoint that the model does not know.
         options: budget, process group, patience.
 
@@ -181,8 +181,8 @@ class _Contents:
             file = next((home / name for name in _ADAPTERS if (home / name).is_file()), None)
             if file is None:
                 raise FormatError(
-                    f"{home}: has neither {' nor '.join(_ADAPTERS)}, nor {MODEL.stem}* beside it, and the model has "
-                    "adapters; check the path, and the adapter's name"
+                    f"{home}: has neither {' nor '.join(_ADAPTERS)}, nor {MODEL.stem}* beside it, and the model "
+                    "has adapters; check the path, and the adapter's name"
                 )
         moments = folder if _has(OPTIMIZER, names) else None
         if moments is None and _OPTIMIZER_FILE in names:
@@ -218,11 +218,17 @@ def _read_state(folder: Path) -> dict[str, Any]:
         nbytes = reader.size(STATE_FILE)
         if nbytes > _MAX_STATE_BYTES:
             raise FormatError(f"{what}: it has {nbytes} bytes, {_MAX_STATE_BYTES} is the limit")
-        state = parse_object(reader.read(STATE_FILE, 0, nbytes), what=what)
+        content = reader.read(STATE_FILE, 0, nbytes)
+    try:
+        state = json.loads(content)  # the Trainer logs NaN, so this is not strict
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: is no JSON ({error}); the checkpoint is damaged: take another") from error
+    if not isinstance(state, dict):
+        raise FormatError(f"{what}: holds a {type(state).__name__}, not an object")
     step, epoch = state.get("global_step"), state.get("epoch") or 0
     if type(step) is not int or step < 0 or not isinstance(epoch, (int, float)) or not math.isfinite(epoch):
         raise FormatError(f"{what}: global_step {step!r} and epoch {epoch!r} are no place in a training")
-    return dict(state)
+    return state
 
 
 def _step(state: Mapping[str, Any]) -> int:
@@ -266,17 +272,18 @@ class _Numbers:
     python: Any
     numpy: Any
     cpu: torch.Tensor
-    cuda: torch.Tensor | list[torch.Tensor] | None
+    cuda: tuple[torch.Tensor, ...]
+    """By device; of one alone, that of the present one."""
 
     def set(self) -> None:
         """Let them go on from there."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.random.set_rng_state(self.cpu)
-        if torch.cuda.is_available() and isinstance(self.cuda, list):
+        if torch.cuda.is_available() and len(self.cuda) == 1:
+            torch.cuda.set_rng_state(self.cuda[0])
+        elif torch.cuda.is_available() and self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif torch.cuda.is_available() and self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
 
 
 def _numbers(
@@ -304,7 +311,13 @@ def _numbers(
     rebuild = array.__reduce__()[0]
     state = load_plain(file, also=[rebuild, np.ndarray, np.dtype, type(array.dtype)])
     try:
-        found = _Numbers(state["python"], state["numpy"], state["cpu"].clone(), state.get("cuda"))
+        cuda = state.get("cuda", ())
+        found = _Numbers(
+            state["python"],
+            state["numpy"],
+            state["cpu"].clone(),
+            (cuda,) if isinstance(cuda, torch.Tensor) else tuple(cuda),
+        )
         random.Random().setstate(found.python)
         np.random.RandomState().set_state(found.numpy)
         torch.Generator().set_state(found.cpu)
