@@ -1,9 +1,11 @@
-"""What the ranks of a test world do with files that cannot be read, or should not. Importable, for spawned processes."""
+"""What the ranks of a test world do with files that are not as they should be. Importable, for spawns."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,14 +14,14 @@ import torch
 import torch.distributed as dist
 from tests.interchange.trading import FORMS, SMALL, whole_model, whole_optimizer
 from tests.verbs.on_ranks import attempt
-from tests.verbs.optimizing import MAKERS, differences, local, sharded, trained
+from tests.verbs.optimizing import MAKERS, differences, sharded, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from shardwise import CoverageError, Ignore, StorageError
+from shardwise import CoverageError, Ignore, Sharding, StorageError, WholeModel
 
 
 class Runs:
@@ -109,6 +111,7 @@ class Small(nn.Module):
 
 def from_fsdp1(folder: str, form: str) -> list[str]:
     """A model and an optimizer saved as accelerate does it under FSDP of version 1, and loaded under version 2."""
+    warnings.simplefilter("ignore")  # torch deprecates it at every step
     import torch.distributed.checkpoint as dcp
 
     torch.manual_seed(1)
@@ -128,14 +131,12 @@ def from_fsdp1(folder: str, form: str) -> list[str]:
         for name, key, value in (("pytorch_model_fsdp_0", "model", state), ("optimizer_0", "optimizer", moments)):
             dcp.save({key: value}, storage_writer=dcp.FileSystemWriter(Path(folder, name)))
     dist.barrier()
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
-    ):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         wanted = model.state_dict()
         wanted_moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     torch.manual_seed(2)
     target = Small()
-    shardwise.shard(target)
+    shardwise.shard(target, Sharding(wrap=WholeModel()))
     fresh = torch.optim.AdamW(target.parameters())
     shardwise.load_accelerate_model(target, folder)
     shardwise.load_accelerate_optimizer(target, fresh, folder)
@@ -158,7 +159,7 @@ def dtypes(folder: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str, str
         {"codes": torch.zeros(3)},
     ]
     target.bfloat16()
-    shardwise.shard(target)
+    shardwise.shard(target, Sharding(wrap=WholeModel()))
     path = Path(folder, "pytorch_model_fsdp.bin")
     errors = []
     for other in [{}, *others]:
@@ -226,35 +227,28 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
     """A save that one rank cannot carry out; the error, and what is then in the folder."""
     write(folder, form)
     before = sorted(path.name for path in Path(folder).rglob("*"))
+    standing, target = sharded("", 3), sharded("", 4)
+    shardwise.load_accelerate_model(standing, folder)
     dist.barrier()
-    model = sharded("", 2)
 
     def broken(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is gone")
 
-    target = {
+    what = {
         "full": "shardwise.execution.torch_out.RoomyFile.write",
         "sharded": "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
         "ranks": "shardwise.execution.rank_files.torch.save",
     }[form]
-    with (
-        mock.patch(target, broken if dist.get_rank() == failing else mock.DEFAULT)
-        if (dist.get_rank() == failing)
-        else mock.patch("builtins.id", id)
-    ):
+    with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():
+        model = sharded("", 2)
         found = attempt(lambda: shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL))
     dist.barrier()
     after = sorted(path.name for path in Path(folder).rglob("*"))
-    target_model = sharded("", 3)
-    shardwise.load_accelerate_model(target_model, folder)
-    faults = differences(whole_model(target_model), whole_model(sharded("", 1)))
+    shardwise.load_accelerate_model(target, folder)
+    faults = differences(whole_model(target), whole_model(standing))
     return found, faults + [f"{before} became {after}"] * (before != after)
 
 
 def unlike_arguments(folder: str) -> tuple[str, str]:
     model = sharded("", 1)
     return attempt(lambda: shardwise.save_accelerate_model(model, folder, number=dist.get_rank()))
-
-
-def shards_of(model: nn.Module) -> int:
-    return sum(local(p).numel() for p in model.parameters())

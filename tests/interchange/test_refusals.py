@@ -1,4 +1,4 @@
-"""Files of strangers, of other makers and of other runs: read where they can be, else refused by all, with the reason."""
+"""Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.interchange import refusing
 
-from shardwise import ConfigError, DistributedFolder, OneFile
+from shardwise import ConfigError
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, OfRanks, WholeFile, find
 
 pytestmark = pytest.mark.distributed
@@ -21,15 +21,14 @@ PICKLES = ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata", "pytorch_
 @pytest.mark.parametrize("name", PICKLES)
 def test_nothing_that_a_file_says_is_run(worlds, tmp_path, name):
     marker = tmp_path / "it ran"
-    (size,) = {1} if "rank" in name else {2}
+    size = 1 if "rank" in name else 2
     worlds(size).run(refusing.write_pickle, str(tmp_path), name, str(marker))
     for kind, text in worlds(size).run(refusing.model_refused, str(tmp_path)):
         assert kind == "FormatError"
         assert Path(name).name in text
     assert not marker.exists()
     if name == PICKLES[0]:  # the pickle would, read as it is
-        with pytest.raises(TypeError):
-            torch.load(tmp_path / name, weights_only=False)["embed.weight"].none()
+        torch.load(tmp_path / name, weights_only=False)
         assert marker.exists()
 
 
@@ -171,8 +170,3 @@ def test_what_is_there_is_told_apart(tmp_path):
     with pytest.raises(Exception, match="check the path"):
         find(tmp_path / "nowhere", MODEL, 0)
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")
-
-
-def test_forms_are_types():
-    assert OneFile() == OneFile()
-    assert OneFile() != DistributedFolder()
