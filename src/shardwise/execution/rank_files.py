@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,13 @@ from shardwise.models.view import local_boxes, local_tensor
 from shardwise.storage import INCOMPLETE, LocalReader
 
 
-def write_rank_files(world: World, folder: Path, names: Sequence[str], state: Any, stale: Sequence[str]) -> int:
-    """Write this rank's state, under the name of its rank, and remove ``stale`` files once all have written.
+def write_rank_files(
+    world: World, folder: Path, names: Sequence[str], state: Any, is_one: Callable[[str], bool]
+) -> int:
+    """Write this rank's state, under the name of its rank; the bytes of the file.
+
+    What an older save has left of more ranks, as ``is_one`` says of a name, is removed once all have written. Files
+    take their names one by one: a kill just then leaves some of either save.
 
     Collective: yes.
     Memory: none, but for shards that are on an accelerator, which torch copies one by one.
@@ -45,8 +50,9 @@ def write_rank_files(world: World, folder: Path, names: Sequence[str], state: An
         try:
             fresh.rename(folder / names[world.rank])
             if world.rank == 0:
-                for name in stale:
-                    (folder / name).unlink(missing_ok=True)
+                for file in folder.iterdir():
+                    if is_one(file.name) and file.name not in names:
+                        file.unlink()
         except OSError as error:
             raise StorageError(f"{folder / names[world.rank]}: naming it failed, {error.strerror}") from error
 

@@ -55,7 +55,7 @@ def write_whole_file(
             for at, tensor in tensors.items()
         }
     )
-    file = RoomyFile(LocalWriter(path.parent), path.name) if world.rank == 0 else None
+    file = world.together(lambda: RoomyFile(LocalWriter(path.parent), path.name) if world.rank == 0 else None)
     try:
         places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
         for batch in _batches(places, budget_bytes // 2):

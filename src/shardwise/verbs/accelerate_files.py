@@ -264,7 +264,7 @@ def load_accelerate_optimizer(
                 given = world.together(lambda: _read(state, ours, order)[0])
                 values.append(BroughtValues(given.tensors))
                 return given, values[0]
-            reader = stack.enter_context(LocalReader(found.folder))
+            reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
             file = found.file if isinstance(found, WholeFile) else None
 
             def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
@@ -325,16 +325,12 @@ def _write(
         case RankFiles():
             names = [kind.rank_file(number, rank) for rank in range(world.size)]
             path = folder / names[world.rank]
-            nbytes = write_rank_files(world, folder, names, state, _stale(folder, kind, number, names))
+            nbytes = write_rank_files(
+                world, folder, names, state, lambda name: kind.rank_of(name, number) is not None
+            )
         case _:
             assert_never(form)
     return path, nbytes
-
-
-def _stale(folder: Path, kind: Kind, number: int, names: list[str]) -> list[str]:
-    """Files of ranks in the folder that an older save has left, of more ranks or of FSDP1."""
-    present = os.listdir(folder) if folder.is_dir() else []
-    return [name for name in present if kind.rank_of(name, number) is not None and name not in names]
 
 
 def _apart(state: dict[str, Any]) -> tuple[dict[Levels, torch.Tensor], dict[Levels, object]]:
@@ -370,7 +366,7 @@ def _values_of_model(world: World, path: Path, number: int, options: StateOption
             return BroughtValues(world.together(lambda: by_canonical_names(state, f"what {folder} has")))
         case WholeFile() | Distributed():
             name = found.file if isinstance(found, WholeFile) else METADATA
-            reader = stack.enter_context(LocalReader(found.folder))
+            reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
             index = world.from_first(lambda: open_checkpoint(reader, weights_name=name))
             stored = stored_tensors(index)
             named = world.together(lambda: _by_canonical_keys(stored, index.root))

@@ -8,6 +8,7 @@ import os
 import random
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -335,18 +336,17 @@ def _set_model(
     if found.is_fsdp:
         return load_accelerate_model(model, folder, only=only, on_unexpected=on_unexpected, options=options)
     if found.adapter is None:
-        as_load = LoadOptions(
-            process_group=options.process_group, patience=options.patience, budget_bytes=options.budget_bytes
-        )
+        as_load = LoadOptions(process_group=options.process_group, patience=options.patience)
         return load(model, folder, on_unexpected=on_unexpected, options=as_load)
     clock = Clock()
     tolerance = Tolerance(unexpected=on_unexpected)
+    folder, name = found.adapter.parent, found.adapter.name
     with (
         World.current(options.process_group, options.patience) as world,
         torch.device("cpu"),
-        LocalReader(found.adapter.parent) as reader,
+        ExitStack() as stack,
     ):
-        name = found.adapter.name
+        reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
         index = world.from_first(lambda: open_checkpoint(reader, weights_name=name))
         values = StoredValues(reader, index, stored_tensors(index), options.budget_bytes)
         report, _ = models.set_values(
