@@ -29,3 +29,19 @@ def test_another_number_of_ranks_goes_on(worlds, tmp_path, form, writer):
     assert worlds(2).run(trading.resume, str(tmp_path)) == [[]] * 2
     assert worlds(1).run(trading.resume, str(tmp_path)) == [[]]
     assert trading.resume(str(tmp_path)) == []
+
+
+def test_no_rank_holds_the_whole(worlds, tmp_path):
+    for rank, (arrived, staged, nbytes) in enumerate(worlds(3).run(trading.batches, str(tmp_path))):
+        assert max(arrived) <= 8192
+        assert max(staged) <= 8192
+        assert sum(arrived) == (nbytes if rank == 0 else 0)
+
+
+def test_one_process_needs_no_group(worlds, tmp_path):
+    for form in FORMS:
+        folder = tmp_path / form
+        folder.mkdir()
+        trading.save(str(folder), form, "shardwise")
+        assert trading.resume(str(folder)) == []
+        assert worlds(1).run(trading.resume, str(folder)) == [[]]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import shardwise
 from shardwise import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
+from shardwise.execution import whole_file
 
 SMALL = shardwise.StateOptions(budget_bytes=4096)
 
@@ -135,3 +136,27 @@ def resume(folder: str) -> list[str]:
     model = sharded("", 1)
     (optimizer,) = trained(model, "adamw", 2)
     return loaded_like(model, optimizer, Path(folder), Path(folder), 0)
+
+
+def batches(folder: str) -> tuple[list[int], list[int], int]:
+    """Bytes that come to this rank at a time when one file is written, what it stages, and the model's bytes."""
+    arrived: list[int] = []
+    staged: list[int] = []
+    real = whole_file.hand_over
+
+    def counted(world: Any, items: Any, **keywords: Any) -> Any:
+        arrived.append(sum(item.into.local.nbytes for item in items if item.into is not None))
+        traffic = real(world, items, **keywords)
+        staged.append(traffic.staging_bytes)
+        return traffic
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(64, 300, bias=False) for _ in range(4)))
+    shardwise.shard(model, shardwise.Sharding(wrap=shardwise.WholeModel()))
+    options = shardwise.StateOptions(budget_bytes=16384)
+    with mock.patch.object(whole_file, "hand_over", counted):
+        shardwise.save_accelerate_model(model, folder, OneFile(), options=options)
+    saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
+    faults = differences(saved, whole_model(model))
+    assert faults == []
+    return arrived, staged, 4 * 64 * 300 * 4

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,17 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
 
     def write() -> None:
         try:
-            save(
-                dict(state),
-                storage_writer=FileSystemWriter(fresh),
-                planner=DefaultSavePlanner(),
-                process_group=world.group,
-                no_dist=not dist.is_initialized(),
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "torch.distributed is disabled", UserWarning
+                )  # one process will do
+                save(
+                    dict(state),
+                    storage_writer=FileSystemWriter(fresh),
+                    planner=DefaultSavePlanner(),
+                    process_group=world.group,
+                    no_dist=not dist.is_initialized(),
+                )
         except CheckpointException as error:
             causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
             raise StorageError(f"{folder}: writing it failed, {causes}") from error
