@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.execution.states import StateOptions
     from shardwise.models.blocks import CompileBlocks, Off, PerBlock
     from shardwise.models.lora import MergedAdapter
+    from shardwise.models.optimizer_state import ByName, ByPosition
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
@@ -39,11 +40,26 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.forms import FullState, ShardedState
+    from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
-    from shardwise.report import Forecast, LoadReport, ReopenReport, SaveReport, ShardReport, StateReport
+    from shardwise.report import (
+        FilesReport,
+        Forecast,
+        LoadReport,
+        ReopenReport,
+        SaveReport,
+        ShardReport,
+        StateReport,
+        TrainerReport,
+    )
     from shardwise.storage import HubOptions
+    from shardwise.verbs.accelerate_files import (
+        load_accelerate_model,
+        load_accelerate_optimizer,
+        save_accelerate_model,
+        save_accelerate_optimizer,
+    )
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.merge_adapter import merge_adapter
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
@@ -55,6 +71,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+    from shardwise.verbs.trainer_checkpoint import LeaveRandom, RestoreRandom, load_trainer_checkpoint
 
 __version__ = "0.1.0"
 
@@ -64,6 +81,8 @@ _HOMES = {
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
     "Automatic": "shardwise.models.wrap",
+    "ByName": "shardwise.models.optimizer_state",
+    "ByPosition": "shardwise.models.optimizer_state",
     "CheckpointError": "shardwise.errors",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
@@ -71,8 +90,10 @@ _HOMES = {
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
+    "DistributedFolder": "shardwise.planning.forms",
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
+    "FilesReport": "shardwise.report",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
@@ -84,6 +105,7 @@ _HOMES = {
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "LeaveRandom": "shardwise.verbs.trainer_checkpoint",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "MergedAdapter": "shardwise.models.lora",
@@ -93,15 +115,18 @@ _HOMES = {
     "NoSplitModules": "shardwise.models.wrap",
     "Off": "shardwise.models.blocks",
     "OncePerGroup": "shardwise.planning.sharing",
+    "OneFile": "shardwise.planning.forms",
     "OneRankPerNode": "shardwise.planning.sources",
     "Patience": "shardwise.execution.line",
     "PerBlock": "shardwise.models.blocks",
     "PlacementError": "shardwise.errors",
+    "RankFiles": "shardwise.planning.forms",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
     "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
+    "RestoreRandom": "shardwise.verbs.trainer_checkpoint",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -115,6 +140,7 @@ _HOMES = {
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
     "TorchFile": "shardwise.verbs.merge_weights",
+    "TrainerReport": "shardwise.report",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -123,12 +149,17 @@ _HOMES = {
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",
+    "load_accelerate_model": "shardwise.verbs.accelerate_files",
+    "load_accelerate_optimizer": "shardwise.verbs.accelerate_files",
+    "load_trainer_checkpoint": "shardwise.verbs.trainer_checkpoint",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
     "merge_adapter": "shardwise.verbs.merge_adapter",
     "merge_weights": "shardwise.verbs.merge_weights",
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
+    "save_accelerate_model": "shardwise.verbs.accelerate_files",
+    "save_accelerate_optimizer": "shardwise.verbs.accelerate_files",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -141,6 +172,8 @@ __all__ = [
     "Anyone",
     "AsItIs",
     "Automatic",
+    "ByName",
+    "ByPosition",
     "CheckpointError",
     "Classes",
     "CompareWithMemory",
@@ -148,8 +181,10 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "DistributedFolder",
     "EveryRank",
     "Everything",
+    "FilesReport",
     "FirstRank",
     "Forecast",
     "FormatError",
@@ -161,6 +196,7 @@ __all__ = [
     "Initialize",
     "InternalNames",
     "KeepSource",
+    "LeaveRandom",
     "LoadOptions",
     "LoadReport",
     "MergedAdapter",
@@ -170,15 +206,18 @@ __all__ = [
     "NoSplitModules",
     "Off",
     "OncePerGroup",
+    "OneFile",
     "OneRankPerNode",
     "Patience",
     "PerBlock",
     "PlacementError",
+    "RankFiles",
     "RankLostError",
     "Refuse",
     "RemoveSource",
     "ReopenReport",
     "RequireMemory",
+    "RestoreRandom",
     "Safetensors",
     "SaveOptions",
     "SaveReport",
@@ -192,6 +231,7 @@ __all__ = [
     "StorageError",
     "StreamOptions",
     "TorchFile",
+    "TrainerReport",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -201,12 +241,17 @@ __all__ = [
     "from_pretrained",
     "iter_hf_tensors",
     "load",
+    "load_accelerate_model",
+    "load_accelerate_optimizer",
+    "load_trainer_checkpoint",
     "merge_adapter",
     "merge_weights",
     "model_state",
     "optimizer_state",
     "plan",
     "save",
+    "save_accelerate_model",
+    "save_accelerate_optimizer",
     "set_model_state",
     "set_optimizer_state",
     "shard",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.errors import DisagreementError
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
-from shardwise.execution.states import StateOptions, bring, brought, refuse_meta, require_same_call
+from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.models.dtypes import in_memory, to_torch
@@ -70,10 +70,8 @@ def optimizer_state(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
-        held, bounds = _looked_at(world, model, optimizers)
-        tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
-        scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
-        world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+        held, bounds = looked_at(world, model, optimizers)
+        tensors, scalars = held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizers"))
         if not isinstance(form, FullState):
             return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
@@ -133,38 +131,64 @@ def set_optimizer_state(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-            held, bounds = _looked_at(world, model, optimizers)
-            ours = _Ours.of(held, bounds)
+
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
             given = world.together(lambda: read(state, ours.first_names, ours.shapes))
-            told = world.each(lambda: brought(given.tensors))
-            agreed = _agreed(world, given)
-            groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
-            matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
-        with clock.phase("exchange"):
-            targets = world.together(lambda: _targets(ours, agreed, matched))
-            by_label = {key.label: target for key, target in targets.items()}
-            home = _home(held, list(targets.values()))
-            traffic = bring(world, matched, given.tensors, by_label, budget_bytes=options.budget_bytes, device=home)
-        with clock.phase("finish"):
-            afresh = world.together(lambda: _bind(ours, agreed, groups, targets))
-        return StateReport(
-            rank=world.rank,
-            world_size=world.size,
-            set_names=tuple(by_label),
-            missing=groups.missing + matched.missing,
-            unexpected=groups.unexpected,
-            mismatched=matched.mismatched,
-            cast=matched.cast,
-            afresh=tuple(afresh),
-            brought_by=agreed.brought_by,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            kept_bytes=traffic.kept_bytes,
-            seconds=clock.seconds,
-        )
+            return given, BroughtValues(given.tensors)
+
+        return set_values(world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock)
 
 
-def _looked_at(
+def set_values(
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    take_apart: Callable[[Ours], tuple[Given, Values]],
+    *,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Give optimizers a state from wherever its tensors are.
+
+    ``take_apart`` is asked, on every rank, for this rank's part of the state, and for the values of its tensors.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_optimizer_state`.
+    """
+    with clock.phase("agree"):
+        held, bounds = looked_at(world, model, optimizers)
+        ours = Ours.of(held, bounds)
+        given, values = take_apart(ours)
+        told = values.told(world)
+        agreed = _agreed(world, given)
+        groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
+        matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
+    with clock.phase("exchange"):
+        targets = world.together(lambda: _targets(ours, agreed, matched))
+        by_label = {key.label: target for key, target in targets.items()}
+        home = _home(held, list(targets.values()))
+        traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
+    with clock.phase("finish"):
+        afresh = world.together(lambda: _bind(ours, agreed, groups, targets))
+    return StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        set_names=tuple(by_label),
+        missing=groups.missing + matched.missing,
+        unexpected=groups.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        afresh=tuple(afresh),
+        brought_by=agreed.brought_by,
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+    )
+
+
+def looked_at(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[Held], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
@@ -176,11 +200,28 @@ def _looked_at(
     return held, bounds
 
 
+def held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """What optimizers hold of parameters, by label: tensors, and the rest, in one order on all ranks.
+
+    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
+
+    Collective: yes.
+
+    Raises:
+        DisagreementError: ranks hold something else.
+    """
+    tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+    scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
+    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    return tensors, scalars
+
+
 _KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
 
 
 @dataclass(frozen=True, slots=True)
-class _Ours:
+class Ours:
     """What there is to be set, on this rank."""
 
     bounds: list[Bound]
@@ -190,7 +231,7 @@ class _Ours:
     """What the optimizers hold now, by label."""
 
     @classmethod
-    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> _Ours:
+    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> Ours:
         return cls(
             bounds,
             {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
@@ -256,7 +297,7 @@ def _agreed(world: World, given: Given) -> _Agreed:
 
 
 def _match(
-    ours: _Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+    ours: Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
 ) -> Match:
     """The state that is set. Numbers need no match: only what is there now must not get lost."""
     unexpected, missing = set(groups.unexpected), set(groups.missing)
@@ -275,7 +316,7 @@ def _match(
     return match(places, known, tolerance)
 
 
-def _shape_and_dtype(ours: _Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
+def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
     present = ours.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)
@@ -286,7 +327,7 @@ def _shape_and_dtype(ours: _Ours, name: str, parameter: str, item: Brought) -> t
     return tuple(own.shape), in_memory(wider) if wider.is_floating_point else item.dtype
 
 
-def _targets(ours: _Ours, agreed: _Agreed, matched: Match) -> dict[Key, torch.Tensor]:
+def _targets(ours: Ours, agreed: _Agreed, matched: Match) -> dict[Key, torch.Tensor]:
     """Where the state arrives: what the optimizers have already, else new memory."""
     optimizer_of = ours.optimizer_of
     targets: dict[Key, torch.Tensor] = {}
@@ -299,7 +340,7 @@ def _targets(ours: _Ours, agreed: _Agreed, matched: Match) -> dict[Key, torch.Te
     return targets
 
 
-def _bind(ours: _Ours, agreed: _Agreed, groups: GroupMatch, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+def _bind(ours: Ours, agreed: _Agreed, groups: GroupMatch, targets: Mapping[Key, torch.Tensor]) -> list[str]:
     """Give the optimizers their settings and state; the trained parameters that have no state then."""
     optimizer_of = ours.optimizer_of
     scalars = {
