@@ -25,7 +25,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge clean
+.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ bench-checkpoint: $(VENV)/project ## checkpoints against torch's own and the bar
 
 bench-merge: $(VENV)/project ## merging against accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)
+
+bench-train: $(VENV)/project ## a step against FSDP2 by hand, memory, time to the first step; ARGS=--quick for a minute
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.train $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

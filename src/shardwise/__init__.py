@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     )
     from shardwise.execution.line import Patience
     from shardwise.execution.states import StateOptions
+    from shardwise.models.blocks import CompileBlocks, Off, PerBlock
     from shardwise.models.lora import MergedAdapter
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.wrap import (
         Automatic,
         Classes,
+        MinSize,
         ModelPlan,
         ModuleListBlocks,
         NoSplitModules,
@@ -90,6 +92,7 @@ _HOMES = {
     "CheckpointerOptions": "shardwise.checkpoints.modes",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
+    "CompileBlocks": "shardwise.models.blocks",
     "ConfigError": "shardwise.errors",
     "CoverageError": "shardwise.errors",
     "DisagreementError": "shardwise.errors",
@@ -114,12 +117,15 @@ _HOMES = {
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "MergedAdapter": "shardwise.models.lora",
+    "MinSize": "shardwise.models.wrap",
     "ModelPlan": "shardwise.models.wrap",
     "ModuleListBlocks": "shardwise.models.wrap",
     "NoSplitModules": "shardwise.models.wrap",
+    "Off": "shardwise.models.blocks",
     "OncePerGroup": "shardwise.planning.sharing",
     "OneRankPerNode": "shardwise.planning.sources",
     "Patience": "shardwise.execution.line",
+    "PerBlock": "shardwise.models.blocks",
     "PlacementError": "shardwise.errors",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
@@ -176,6 +182,7 @@ __all__ = [
     "CheckpointerOptions",
     "Classes",
     "CompareWithMemory",
+    "CompileBlocks",
     "ConfigError",
     "CoverageError",
     "DisagreementError",
@@ -200,12 +207,15 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "MergedAdapter",
+    "MinSize",
     "ModelPlan",
     "ModuleListBlocks",
     "NoSplitModules",
+    "Off",
     "OncePerGroup",
     "OneRankPerNode",
     "Patience",
+    "PerBlock",
     "PlacementError",
     "RankLostError",
     "Refuse",

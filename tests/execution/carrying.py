@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from tests.execution.exchanging import CPU, through
 
-from shardwise.execution import windows
+from shardwise.execution import common_memory
 from shardwise.execution.carriers import Load, ToAll, ToEach, open_carrier
+from shardwise.execution.common_memory import Address
 from shardwise.execution.world import World
 
 SIZES = [
@@ -61,18 +63,18 @@ def carried(way: str) -> tuple[str, list[str]]:
 def looked_into(where: str) -> bool:
     """Whether windows are used when one rank cannot look into those of others, or looks into something else."""
     world = World.current()
-    look = windows._look
+    look = common_memory.enter
 
-    def blind(address: windows._Address) -> torch.Tensor | None:
+    def blind(address: Address) -> common_memory.Entered:
         if where == "absent":
-            address = windows._Address("/proc/1/fd/absent", address.word, address.nbytes)
+            address = replace(address, path="/proc/1/fd/absent")
         if where == "other":
-            address = windows._Address(address.path, bytes(32), address.nbytes)
+            address = replace(address, word=bytes(32))
         if where == "size":
-            address = windows._Address(address.path, address.word, address.nbytes + 1)
+            address = replace(address, nbytes=address.nbytes + 1)
         return look(address)
 
-    with world, patch.object(windows, "_look", blind if world.rank == 1 else look):
-        found = windows.open_windows(world, 64)
+    with world, patch.object(common_memory, "enter", blind if world.rank == 1 else look):
+        found = common_memory.open_windows(world, 64)
     dist.barrier()
     return found is not None

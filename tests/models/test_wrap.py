@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.models.wrap import (
     Automatic,
     Classes,
+    MinSize,
     ModelPlan,
     ModuleListBlocks,
     NoSplitModules,
@@ -53,6 +54,9 @@ LAYERS = ["model.layers.0", "model.layers.1"]
         (ModuleListBlocks(), LAYERS),
         (Classes(("Qwen3MLP",)), ["model.layers.0.mlp", "model.layers.1.mlp"]),
         (Classes(("Embedding", "Qwen3DecoderLayer")), ["model.embed_tokens", *LAYERS]),
+        (MinSize(1900), LAYERS),
+        (MinSize(1152), ["model", "model.layers.0.mlp", "model.layers.1.mlp"]),
+        (MinSize(1024), ["model", "model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp", "lm_head"]),
         (WholeModel(), []),
     ],
 )
@@ -110,6 +114,31 @@ def test_a_block_that_is_registered_twice_is_one_block(policy):
     with fake_rank(0, 2):
         wrapped(model, wrap=policy)
         assert group_names(model) == ["layers.0", "layers.1"]
+
+
+def test_parts_that_are_never_called_are_no_groups():
+    """torch's attention reads the weights of its output projection itself; lists have no forward."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.MultiheadAttention(8, 2) for _ in range(2)])
+    attention = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    assert select_blocks(model, MinSize(attention)) == ["layers.0", "layers.1"]
+    assert select_blocks(model, MinSize(8)) == ["layers.0", "layers.1"]
+
+
+def test_what_is_shared_counts_once():
+    model = nn.Module()
+    model.first, model.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    model.second.weight = model.first.weight
+    assert select_blocks(model, MinSize(16)) == ["first"]
+
+
+def test_a_size_that_nothing_has():
+    with pytest.raises(
+        PlacementError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
+    ):
+        select_blocks(nn.Linear(2, 2), MinSize(5000))
+    with pytest.raises(ConfigError, match="numel=0 must be 1 element or more"):
+        MinSize(0)
 
 
 def test_names_of_classes_are_a_tuple():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -18,11 +19,12 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.testing import run_world
+from shardwise.training.clipping import clip_gradients
 from shardwise.training.data import TrainData, read_data, step_loader
 from shardwise.training.loop import train
 from shardwise.training.options import Ratio, Steps, TrainOptions
 from shardwise.training.report import StepFacts
-from shardwise.training.step import backward, clip_gradients
+from shardwise.training.step import StepWork
 
 SHAPES = {"one batch": (4, 1), "micro-batches": (1, 4)}
 """Rows of a micro-batch, over all ranks, and micro-batches."""
@@ -99,8 +101,9 @@ def outcome(kind: str, shape: str, data: TrainData) -> dict[str, Any]:
     options = options_for(shape, world.size)
     model = build(kind)
     batches = next(iter(step_loader(data, options)))
-    backward(world, model, batches, torch.device("cpu"), options, scale=world.size / 100)
     parameters = list(model.parameters())
+    unlimited = replace(options, max_grad_norm=math.inf)
+    StepWork(world=world, model=model, parameters=parameters, options=unlimited).gradient(batches)
     gradients = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}
     norm = clip_gradients(parameters, 0.5)
     clipped = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}

@@ -399,3 +399,27 @@ def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
     except shardwise.ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def recomputing(directory: str) -> tuple[dict[str, set[int]], list[str]]:
+    """How often each block's last part is run for one step, after both ways of sharding; the parameters' names."""
+    sharding = shardwise.Sharding(activation_checkpointing=shardwise.PerBlock())
+    models = {"from_pretrained": bring_up(directory, sharding=sharding), "shard": small_model(directory)}
+    shardwise.shard(models["shard"], sharding)
+    runs: dict[str, set[int]] = {}
+    for way, model in models.items():
+        counts: dict[nn.Module, int] = {}
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(
+                lambda module, _, counts=counts: counts.update({module: counts.get(module, 0) + 1})
+            )
+        tokens = batch(model.config.vocab_size, rows=2, seed=0)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        runs[way] = set(counts.values())
+        assert len(counts) == len(model.model.layers)
+    return runs, sorted(name for name, _ in models["from_pretrained"].named_parameters())
+
+
+def small_model(directory: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model

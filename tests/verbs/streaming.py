@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,11 +16,13 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
+from shardwise.execution import carriers, common_rooms
 from shardwise.execution.assemble import Giver
 from shardwise.execution.line import Patience
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sources import FirstRank
+from shardwise.verbs import stream
 from shardwise.verbs.save import InternalNames
 from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
 
@@ -30,7 +35,19 @@ def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:
     return model
 
 
-def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> list[str] | None:
+@contextlib.contextmanager
+def through(way: str) -> Iterator[None]:
+    """Put together in one memory (large tensors apart from small ones), through windows, or by collectives."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(common_rooms, "_SMALL_BYTES", 1 << 10))
+        if way != "rooms":
+            stack.enter_context(patch.object(stream, "is_common", lambda world: False))
+        if way == "collectives":
+            stack.enter_context(patch.object(carriers, "open_windows", lambda *_: None))
+        yield
+
+
+def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str, way: str = "rooms") -> list[str] | None:
     """What is not as in the files that transformers has saved; None where the mesh does not apply."""
     specimen = next(item for item in zoo.causal_lm_specimens() if item.name == name)
     saved = {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
@@ -45,7 +62,20 @@ def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> li
     keys: list[str] = []
     faults: list[str] = []
     is_target = to == "every" or not dist.is_initialized() or dist.get_rank() == 0
-    for key, tensor in iter_hf_tensors(model, to=target, options=options):
+    with through(way):
+        given = iter_hf_tensors(model, to=target, options=options)
+        faults += differences(given, keys, saved, is_target=is_target)
+    if keys != order:
+        faults.append(f"{len(keys)} keys are not in order, or not those of {len(order)}")
+    return faults
+
+
+def differences(
+    given: Iterator[tuple[str, torch.Tensor]], keys: list[str], saved: dict[str, torch.Tensor], *, is_target: bool
+) -> list[str]:
+    """What is given in another way than it was saved. Every tensor is written to, which concerns nobody else."""
+    faults: list[str] = []
+    for key, tensor in given:
         keys.append(key)
         wanted = saved[key]
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
@@ -54,8 +84,7 @@ def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str) -> li
             faults += [] if tensor.is_meta else [f"{key} has values"]
         elif not torch.equal(raw_bytes(tensor), raw_bytes(wanted)):
             faults.append(f"{key} has other values")
-    if keys != order:
-        faults.append(f"{len(keys)} keys are not in order, or not those of {len(order)}")
+        raw_bytes(tensor).fill_(255)
     return faults
 
 

@@ -45,6 +45,13 @@ def test_two_ranks_train_as_one_process_does(worlds, qwen3):
 
 
 @pytest.mark.distributed
+def test_blocks_are_recomputed_in_every_way_of_sharding(worlds, qwen3):
+    for runs, names in (*worlds(2).run(on_ranks.recomputing, str(qwen3)), on_ranks.recomputing(str(qwen3))):
+        assert runs == {"from_pretrained": {2}, "shard": {2}}
+        assert names == sorted(name for name, _ in small_qwen3().named_parameters())
+
+
+@pytest.mark.distributed
 def test_tied_weights_are_one_parameter_with_one_gradient(worlds, tied_qwen3):
     for same, count, with_gradient in worlds(2).run(on_ranks.ties, str(tied_qwen3)):
         assert same

@@ -217,7 +217,8 @@ def test_wrap_policies_by_name(text, policy):
 
 
 @pytest.mark.parametrize(
-    ("text", "near"), [("atuo", "auto"), ("class=X", "classes=NAME"), ("classes=", "classes=NAME")]
+    ("text", "near"),
+    [("atuo", "auto"), ("class=X", "classes=NAME"), ("classes=", "classes=NAME"), ("min-size=x", "min-size=EL")],
 )
 def test_an_unknown_wrap_policy_is_refused_with_the_nearest(text, near):
     with pytest.raises(ConfigError, match=f"did you mean {near}"):

@@ -22,7 +22,7 @@ from shardwise.storage import HubOptions
     default="auto",
     show_default=True,
     metavar="POLICY",
-    help="auto, model-plan, no-split, module-lists, whole, or classes=NAME,NAME.",
+    help="auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, or min-size=ELEMENTS.",
 )
 @click.option("--device", default="cuda", show_default=True, help="Where the shards will be: cuda, cpu, ...")
 @click.option("--offload", is_flag=True, help="Shards are kept on the host (CPUOffloadPolicy).")

@@ -34,6 +34,7 @@ def wrap_without_values(
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             item.install(nn.Parameter(empty, requires_grad=item.tensor.requires_grad))
+    wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
     for item in look_inside(model):
         vars(item.tensor).update(attributes.get(item.fqn, {}))

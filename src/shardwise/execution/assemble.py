@@ -48,6 +48,13 @@ class Giver:
         return found.contiguous()
 
 
+def values_of(giver: Giver, block: Block, gift: Gift) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """What a rank gives of a block, piece by piece."""
+    for piece in gift.pieces:
+        share = giver.share(block.leaves[piece.leaf], piece.share)
+        yield piece, strided_view(share, piece.source)
+
+
 def part_of(tensor: torch.Tensor, block: Block) -> torch.Tensor:
     """The elements of a block in its tensor, which is contiguous."""
     start = sum(at * stride for at, stride in zip(block.box.offsets, tensor.stride(), strict=True))
@@ -139,7 +146,7 @@ class _Table:
                 memory[number] = self._room(block)
                 for gift in block.gifts:
                     if gift.source == self._world.rank:
-                        for piece, values in self._values(block, gift):
+                        for piece, values in values_of(self._giver, block, gift):
                             strided_view(memory[number], piece.target).copy_(values)
         return memory
 
@@ -160,15 +167,9 @@ class _Table:
                 continue
             self._world.check()
             room = self._flat(self._carrier.outbox(turn, block.targets[0]), start, block, gift)
-            for piece, values in self._values(block, gift):
+            for piece, values in values_of(self._giver, block, gift):
                 room[: piece.source.numel].view(piece.source.sizes).copy_(values)
                 room = room[piece.source.numel :]
-
-    def _values(self, block: Block, gift: Gift) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """What this rank gives of a block, piece by piece."""
-        for piece in gift.pieces:
-            share = self._giver.share(block.leaves[piece.leaf], piece.share)
-            yield piece, strided_view(share, piece.source)
 
     def _flat(self, box: torch.Tensor, start: int, block: Block, gift: Gift) -> torch.Tensor:
         """A gift's elements in what goes to a rank, or comes from one."""

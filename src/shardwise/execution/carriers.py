@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.windows import open_windows
+from shardwise.execution.common_memory import open_windows
 from shardwise.execution.world import World
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

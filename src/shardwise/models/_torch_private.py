@@ -2,10 +2,11 @@
 
 Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
 counters of tensors; the store of the default process group, and the device of a group's object collectives;
-``FSDPModule._get_fsdp_state`` and below it the parameter groups and ``FSDPParam`` (to find a parameter's padded
-storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to learn which indices a rank
-holds, also of ``_StridedShard``); fake tensors (to write a file with room for bytes that come later); where a chunk
-lies in a distributed checkpoint.
+``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam``
+(to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
+learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
+fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
+checkpoint.
 """
 
 from __future__ import annotations
@@ -127,6 +128,25 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield from state._fsdp_param_groups
             elif state._fsdp_param_group is not None:  # torch < 2.13 has one group for a module
                 yield state._fsdp_param_group
+
+
+def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
+    """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
+
+    (Of all ranks: with two axes also over the one that replicates.)
+    """
+    group = next(_param_groups(model), None)
+    return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[object]:
+    """What ``register_post_accumulate_grad_hook`` has been given."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """In place, in few kernels."""
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def is_offloaded(fsdp_param: Any) -> bool:

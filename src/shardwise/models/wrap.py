@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.models import _torch_private, blocks
 from shardwise.models import transformers_compat as compat
+from shardwise.models.blocks import ActivationCheckpointing, Compiling, Off
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,20 @@ class Classes:
 
 
 @dataclass(frozen=True, slots=True)
+class MinSize:
+    """The innermost modules with at least ``numel`` elements that no smaller group has, as of ``fully_shard``.
+
+    What is too small goes to the module around it, and counts there; what is left, to the root group.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ConfigError(f"numel={self.numel} must be 1 element or more: MinSize(numel=10_000_000)")
+
+
+@dataclass(frozen=True, slots=True)
 class WholeModel:
     """One group: everything is gathered at once. For small models."""
 
@@ -58,16 +74,18 @@ class Automatic:
 MAX_PADDING = 1.1
 """How much larger stacked experts may get by the padding of an uneven first dimension, before another is taken."""
 
-WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | WholeModel
+WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | MinSize | WholeModel
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is sharded: the mesh, which modules are groups, and FSDP2's own policies.
+    """How a model is sharded: the mesh, which modules are groups, FSDP2's own policies, and how blocks are run.
 
     ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
     process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
-    the root group stays gathered until the backward pass, as in FSDP2.
+    the root group stays gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` and
+    ``compiling`` are for the blocks as :func:`repeated_blocks` finds them, whatever the groups are, and without a
+    mesh too.
     """
 
     mesh: DeviceMesh | None = None
@@ -75,6 +93,8 @@ class Sharding:
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: bool | int = True
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=Off)
+    compiling: Compiling = field(default_factory=Off)
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
@@ -130,10 +150,11 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
     grouping = group_parameters(model, sharding.wrap)
     _require_shardable(model, grouping, mesh)
+    _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": sharding.mp_policy,
-        "offload_policy": sharding.offload_policy,
+        "offload_policy": _pinning_where_it_can(sharding.offload_policy),
         "shard_placement_fn": _placement_for(mesh.size(mesh.ndim - 1)),
         "ignored_params": set(grouping.whole),
     }
@@ -148,6 +169,67 @@ def wrap(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     fully_shard(model, **options)
     compat.mark_sharded(model)
     return tuple(name for group in grouping.blocks for name in group.modules)
+
+
+def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
+    """Recompute or compile a model's blocks as the sharding says; before or after :func:`wrap`, or without it.
+
+    Raises:
+        ConfigError, PlacementError: as of :func:`blocks_to_prepare`.
+    """
+    names = blocks_to_prepare(model, sharding)
+    blocks.prepare_blocks(model, names, sharding.activation_checkpointing, sharding.compiling)
+
+
+def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
+    """Names of the blocks that :func:`prepare_blocks` will recompute or compile. Changes nothing.
+
+    Raises:
+        ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
+        PlacementError: no blocks can be told.
+    """
+    if isinstance(sharding.activation_checkpointing, Off) and isinstance(sharding.compiling, Off):
+        return []
+    names = repeated_blocks(model)
+    blocks.require_unprepared(model, names, sharding.activation_checkpointing)
+    return names
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks that a model is a stack of, outermost ones only and in order.
+
+    Those that the model declares (:class:`NoSplitModules`), else those of its lists (:class:`ModuleListBlocks`).
+
+    Raises:
+        PlacementError: when there are none.
+    """
+    candidates: list[WrapPolicy] = [NoSplitModules(), ModuleListBlocks()]
+    for candidate in candidates:
+        names = _matching(model, candidate)
+        outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        if outermost:
+            return outermost
+    raise PlacementError(
+        f"{type(model).__name__} has neither _no_split_modules nor an nn.ModuleList of blocks, so there are none "
+        "to recompute or to compile; pass activation_checkpointing=Off() and compiling=Off()"
+    )
+
+
+def _pinning_where_it_can(policy: OffloadPolicy) -> OffloadPolicy:
+    """Without an accelerator there is no memory to pin, and no use for it."""
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        return CPUOffloadPolicy(pin_memory=False)
+    return policy
+
+
+def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
+    fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
+        raise PlacementError(
+            f"reshard_after_forward={reshard_after_forward}: a number is that of ranks to which a block is dealt "
+            f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or "
+            "True or False"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +297,12 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case _:
             if names := _matching(model, policy):
                 return names
+            if isinstance(policy, MinSize):
+                numel = sum(parameter.numel() for parameter in model.parameters())
+                raise PlacementError(
+                    f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in all; "
+                    "lower it, or pass WholeModel() to gather everything at once"
+                )
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise PlacementError(
                 f"{policy} matches nothing in {type(model).__name__}; its modules are of {', '.join(classes)}"
@@ -231,6 +319,8 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
             return _of_classes(model, names)
         case ModuleListBlocks():
             return _list_members(model)
+        case MinSize(numel):
+            return _large_enough(model, numel)
         case Automatic() | WholeModel():
             return []
 
@@ -269,6 +359,32 @@ def _list_members(model: nn.Module) -> list[str]:
                 members = {id(member): index for index, member in reversed(list(enumerate(module)))}
                 found += [f"{name}.{index}" if name else str(index) for index in sorted(members.values())]
     return found
+
+
+def _large_enough(model: nn.Module, numel: int) -> list[str]:
+    found: set[str] = set()
+    seen: set[nn.Module | nn.Parameter] = set()
+
+    def left_of(name: str, module: nn.Module) -> int:
+        """Elements that no group inside of the module has."""
+        seen.add(module)
+        # torch's attention reads the parameters of its parts, and never calls them.
+        parts_run = not isinstance(module, nn.MultiheadAttention)
+        count = 0
+        for parameter in module.parameters(recurse=not parts_run):
+            if parameter not in seen:
+                seen.add(parameter)
+                count += parameter.numel()
+        for child_name, child in module.named_children() if parts_run else ():
+            if child not in seen:
+                count += left_of(f"{name}.{child_name}" if name else child_name, child)
+        if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return count
+        found.add(name)
+        return 0
+
+    left_of("", model)
+    return [name for name, _ in model.named_modules() if name in found]
 
 
 def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
@@ -425,16 +541,33 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
     To be called once the parameters are materialised (the hooks belong to the parameter objects). Afterwards
-    every backward pass is a collective for each of them that is trained.
+    every backward pass is a collective for each of them that is trained, except where FSDP2 has been told not to
+    exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then, until it does.
     """
-    groups = mesh.get_all_groups()
-
-    def average(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            for group in groups:
-                dist.all_reduce(parameter.grad, group=group)
-            parameter.grad.div_(mesh.size())
-
+    average = Averaging(mesh, _torch_private.exchanges_gradients(model))
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.numel() and not isinstance(parameter, DTensor):
             parameter.register_post_accumulate_grad_hook(average)
+
+
+class Averaging:
+    """A hook that averages a gradient over all ranks of a mesh.
+
+    What an earlier pass has averaged is the same on every rank, and so is its mean: a gradient that is added to it
+    may be averaged together with it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, exchanges: Callable[[], bool]) -> None:
+        self.mesh = mesh
+        self.exchanges = exchanges
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and self.exchanges():
+            for group in self.mesh.get_all_groups():
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(self.mesh.size())
+
+
+def is_averaged(parameter: nn.Parameter) -> bool:
+    """Whether :func:`average_replicated_gradients` takes care of a parameter's gradient."""
+    return any(isinstance(hook, Averaging) for hook in _torch_private.gradient_hooks(parameter))

@@ -17,7 +17,8 @@ from shardwise.execution.world import World
 from shardwise.training.data import Batch
 from shardwise.training.options import TrainOptions
 from shardwise.training.report import StepFacts, TrainReport
-from shardwise.training.step import backward, clip_gradients, parameter_groups, require_finite, sum_over_ranks
+from shardwise.training.step import StepWork, parameter_groups, require_finite
+from shardwise.training.synchronised import require_synchronised
 
 
 class StepSource(Protocol):
@@ -52,13 +53,15 @@ def train(
 
     Raises:
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step.
-        ConfigError: nothing requires a gradient.
+        ConfigError: nothing requires a gradient, or what does is neither sharded nor averaged.
     """
     world = World.current()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
+    require_synchronised(model, world)
     device = parameters[0].device
+    work = StepWork(world=world, model=model, parameters=parameters, options=options)
     optimizer = torch.optim.AdamW(parameter_groups(parameters, options.weight_decay), lr=options.learning_rate)
     schedule = get_scheduler(
         "constant_with_warmup" if options.schedule == "constant" else options.schedule,
@@ -71,13 +74,8 @@ def train(
     done: list[StepFacts] = []
     for number, batches in enumerate(steps, start=1):
         start = time.perf_counter()
-        tokens, supervised_tokens = sum_over_ranks(
-            world, device, sum(batch.tokens for batch in batches), sum(batch.supervised_tokens for batch in batches)
-        )
-        share = backward(world, model, batches, device, options, scale=world.size / max(supervised_tokens, 1))
-        loss = sum_over_ranks(world, device, share)[0] / max(supervised_tokens, 1)
-        grad_norm = clip_gradients(parameters, options.max_grad_norm)
-        require_finite(number, loss, grad_norm)
+        gradient = work.gradient(batches)
+        require_finite(number, gradient.loss, gradient.grad_norm)
         learning_rate = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -85,11 +83,11 @@ def train(
         done.append(
             StepFacts(
                 step=number,
-                loss=loss,
+                loss=gradient.loss,
                 learning_rate=float(learning_rate),
-                grad_norm=grad_norm,
-                tokens=int(tokens),
-                supervised_tokens=int(supervised_tokens),
+                grad_norm=gradient.grad_norm,
+                tokens=gradient.tokens,
+                supervised_tokens=gradient.supervised_tokens,
                 seconds=time.perf_counter() - start,
                 memory_bytes=peak_memory(device),
             )

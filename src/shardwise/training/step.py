@@ -1,23 +1,126 @@
-"""One optimizer step's work: forward, backward, clip."""
+"""One optimizer step's work: forward, backward, accumulation, scaling, clipping."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import TrainingError
 from shardwise.execution.world import World
-from shardwise.training.data import IGNORED, Batch
+from shardwise.models import _torch_private
+from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
+from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
+from shardwise.training.data import Batch
+from shardwise.training.losses import Loss, WholeLogits
 from shardwise.training.options import TrainOptions
+from shardwise.training.scaling import Scaling, Unscaled
+
+
+@dataclass(frozen=True, slots=True)
+class StepGradient:
+    """What a step's gradient is, the same on every rank. The gradient itself is in the parameters, clipped."""
+
+    loss: float
+    """Mean cross entropy of the supervised tokens of all ranks and micro-batches, in nats."""
+    grad_norm: float
+    """Of the whole gradient, without the scale of the loss, before it was clipped."""
+    tokens: int
+    supervised_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """How the gradient of a step comes about; made once for a training.
+
+    Attributes:
+        world: the ranks that train together.
+        model: sharded or not.
+        parameters: those that are trained, at least one.
+        options: of these the dtype and the greatest norm.
+        loss: how the loss is taken; see :func:`~shardwise.training.losses.prepare_loss`.
+        accumulation: what is kept between micro-batches.
+        scaling: what the loss is multiplied by.
+        norm_type: of the norm that is clipped, 2 or infinity.
+    """
+
+    world: World
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    options: TrainOptions
+    loss: Loss = field(default_factory=WholeLogits)
+    accumulation: Accumulation = field(default_factory=WholeGradients)
+    scaling: Scaling = field(default_factory=Unscaled)
+    norm_type: float = 2.0
+
+    def gradient(self, batches: Sequence[Batch]) -> StepGradient:
+        """Compute the gradient of all micro-batches, on all ranks, and clip it.
+
+        The loss is that of all supervised tokens divided by their number on all ranks and in all micro-batches, so
+        that the numbers of ranks and of micro-batches do not change the result.
+
+        Collective: yes. Beside what FSDP2 exchanges, a few numbers twice: tokens are counted while the first
+        forward pass goes on, loss and norm are summed after the last backward pass. Then the host waits.
+        """
+        device = self.parameters[0].device
+        counts = _Counts(self.world, batches)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(batches):
+            exchange_gradients(self.model, self.accumulation, is_last=index == len(batches) - 1)
+            with computing_in(self.model, device, self.options):
+                loss = self.loss.summed(self.model, batch.to(device))
+            # FSDP2 averages gradients over the ranks; as their sum is meant, the number of ranks is a factor.
+            (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
+            total += loss.detach()
+        loss_sum, grad_norm = self._summed(total)
+        scale_gradients(self.parameters, clip_factor(grad_norm, self.options.max_grad_norm) / self.scaling.scale)
+        tokens, supervised_tokens = counts.read()
+        return StepGradient(loss_sum / max(supervised_tokens, 1), grad_norm, tokens, supervised_tokens)
+
+    def _summed(self, loss: torch.Tensor) -> tuple[float, float]:
+        """The loss of all ranks, and the norm of their gradient."""
+        share = norm_share(self.parameters, self.norm_type, self.world.size).to(loss.device)
+        if self.norm_type == math.inf:
+            share = reduced(share, self.norm_type, self.world.group).to(loss.device) / self.world.size
+        both = reduced(torch.stack([loss, share]), 2.0, self.world.group)
+        loss_sum, total = both.tolist()
+        return loss_sum, norm_of(total, self.norm_type) / self.scaling.scale
+
+
+class _Counts:
+    """The tokens of a step on all ranks. They are summed while the ranks begin to compute, and read at the end."""
+
+    def __init__(self, world: World, batches: Sequence[Batch]) -> None:
+        own = [sum(batch.tokens for batch in batches), sum(batch.supervised_tokens for batch in batches)]
+        self._sums = torch.tensor(own)
+        self._work: dist.Work | None = None
+        if world.size > 1:
+            self._sums = self._sums.to(_torch_private.object_device(world.group))
+            self._work = dist.all_reduce(self._sums, group=world.group, async_op=True)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def weight(self, factor: float, device: torch.device) -> torch.Tensor:
+        """What a token's loss is multiplied by, on the device, so that the host need not wait for it."""
+        self._wait()
+        return (factor / self._sums[1].clamp(min=1).to(torch.float64)).to(device, torch.float32)
+
+    def read(self) -> tuple[int, int]:
+        """Tokens, and supervised ones."""
+        self._wait()
+        tokens, supervised_tokens = self._sums.tolist()
+        return tokens, supervised_tokens
 
 
 def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -35,73 +138,11 @@ def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) ->
     ]
 
 
-def backward(
-    world: World,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    device: torch.device,
-    options: TrainOptions,
-    *,
-    scale: float,
-) -> float:
-    """Add the gradients of all micro-batches; returns this rank's summed loss.
-
-    ``scale`` is the weight of a token's loss. FSDP2 averages gradients over the ranks; as their sum is meant, the
-    number of ranks is a factor of it.
-
-    Collective: yes.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for index, batch in enumerate(batches):
-        if isinstance(model, FSDPModule) and world.size > 1:
-            model.set_requires_gradient_sync(index == len(batches) - 1)
-        with computing_in(model, device, options):
-            loss = summed_loss(model, batch.to(device))
-        (loss * scale).backward()
-        total += loss.detach()
-    return float(total)
-
-
-def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The cross entropy of a batch's supervised tokens, summed, in float32."""
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    wanted = batch.labels[:, 1:]
-    learned = wanted != IGNORED
-    logits: torch.Tensor = output.logits[:, :-1]
-    return F.cross_entropy(logits[learned].float(), wanted[learned], reduction="sum")
-
-
 def computing_in(model: nn.Module, device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
     """Mixed precision for a model that is not sharded; a sharded one has it in its FSDP2 policy."""
     if options.dtype == "float32" or isinstance(model, FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, options.dtype))
-
-
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a global norm of at most ``max_norm``; returns the norm they had.
-
-    The norm is taken apart for tensors placed alike, as torch takes no mixture of sharded and whole ones, and of
-    the whole: whole gradients are the same on every rank and count once.
-
-    Collective: yes, where gradients are sharded.
-    """
-    alike: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-            alike.setdefault(place, []).append(parameter)
-    if not alike:
-        return 0.0
-    norms: list[torch.Tensor] = []
-    for members in alike.values():
-        norm = nn.utils.get_total_norm([member.grad for member in members if member.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
-    for members in alike.values():
-        nn.utils.clip_grads_with_norm_(members, max_norm, total)
-    return float(total)
 
 
 def require_finite(step: int, loss: float, grad_norm: float) -> None:

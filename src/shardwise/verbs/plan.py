@@ -29,6 +29,7 @@ from shardwise.models.wrap import (
     MAX_PADDING,
     Automatic,
     Classes,
+    MinSize,
     ModelPlan,
     ModuleListBlocks,
     NoSplitModules,
@@ -215,7 +216,9 @@ def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Shar
 
 
 def wrap_named(text: str) -> WrapPolicy:
-    """The wrap policy of this name: auto, model-plan, no-split, module-lists, whole, or classes=NAME,NAME.
+    """The wrap policy of this name.
+
+    These are auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, and min-size=ELEMENTS.
 
     Raises:
         ConfigError: when there is none, with the nearest there is.
@@ -230,9 +233,11 @@ def wrap_named(text: str) -> WrapPolicy:
     word, _, names = text.partition("=")
     if word == "classes" and all(names.split(",")):
         return Classes(tuple(names.split(",")))
+    if word == "min-size" and names.isdecimal():
+        return MinSize(int(names))
     if text in policies:
         return policies[text]
-    known = [*policies, "classes=NAME,NAME"]
+    known = [*policies, "classes=NAME,NAME", "min-size=ELEMENTS"]
     near = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
     raise ConfigError(f"there is no wrap policy {text!r}; did you mean {near}? There are {', '.join(known)}")
 

@@ -150,6 +150,7 @@ def from_pretrained(
 
             def ask() -> LoadRequest:
                 built.tie(untied)
+                wrap.prepare_blocks(built.model, sharding)
                 if sharding.mesh is not None:
                     wrap.wrap(built.model, sharding)
                 return LoadRequest(

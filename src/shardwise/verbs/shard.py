@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,7 @@ def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:
     refuse_unmovable(held)
     if sharding.mesh is not None:
         wrap.group_parameters(model, sharding.wrap)
+    wrap.blocks_to_prepare(model, sharding)
 
 
 def _in_words(
@@ -143,7 +144,7 @@ def _in_words(
 ) -> str:
     """The arguments that have to be the same on every rank."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
-    policies = (sharding.wrap, sharding.mp_policy, sharding.offload_policy, sharding.reshard_after_forward)
+    policies = tuple(getattr(sharding, item.name) for item in fields(sharding) if item.name != "mesh")
     return repr((mesh, policies, values_from, trained_dtype, options.budget_bytes, options.nodes))
 
 

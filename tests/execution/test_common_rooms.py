@@ -1,0 +1,73 @@
+"""Where whole tensors lie in memory that all ranks see, and which of it is used again."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.execution.common_memory import CommonMemory, enter
+from shardwise.execution.common_rooms import _Keeper, lay_out
+from shardwise.planning.assembly import Block, Round
+from shardwise.tensors import Box
+
+LARGE = (1 << 18) + 1
+"""Elements of 4 bytes: more than a tensor has that shares its memory with others."""
+
+
+def block(key: str, start: int = 0, size: int = 1) -> Block:
+    return Block(key, Box((start,), (size,)), 4, (0, 1), (), ())
+
+
+def rounds(*keys: str) -> list[Round]:
+    return [Round(tuple(block(key) for key in name.split()), is_for_all=True, lanes={}) for name in keys]
+
+
+def test_large_tensors_have_memory_of_their_own_and_small_ones_of_a_round_share_it():
+    shapes = {"a": (3,), "b": (LARGE,), "c": (5,), "d": (7,), "e": (LARGE,)}
+    plan = rounds("a b c", "b d e", "e")
+    pieces, places = lay_out(plan, shapes, dict.fromkeys(shapes, torch.float32))
+    assert places["a"].piece == places["c"].piece
+    assert len({places[key].piece for key in "abde"}) == 4
+    assert places["c"].start == 64
+    assert pieces[places["c"].piece].nbytes == 64 + 20
+    assert [(pieces[places[key].piece].first, pieces[places[key].piece].last) for key in "abcde"] == [
+        (0, 0),
+        (0, 1),
+        (0, 0),
+        (1, 1),
+        (1, 2),
+    ]
+
+
+def test_what_is_written_to_a_loan_is_seen_by_nobody_else():
+    memory = CommonMemory(8192)
+    one, other = enter(memory.address), enter(memory.address)
+    loan, is_there = one.lend()
+    other.shared.fill_(7)
+    assert loan.unique().tolist() == [7]
+    loan.fill_(9)
+    assert one.shared.unique().tolist() == [7]
+    part = loan[:10]
+    del loan
+    assert is_there()
+    del part
+    assert not is_there()
+    memory.close()
+
+
+def test_memory_is_used_again_once_all_ranks_have_let_go_of_it():
+    with _Keeper(ranks=2, spare_bytes=100) as keeper:
+        first = keeper.open({0: 60, 1: 60})
+        keeper.take_back([0])
+        assert keeper.open({2: 60})[2] not in first.values()
+        keeper.take_back([0])
+        assert keeper.open({3: 60})[3] == first[0]
+        assert keeper.open({4: 50})[4] not in first.values()
+
+
+def test_no_more_memory_is_kept_than_may_be_spare():
+    with _Keeper(ranks=1, spare_bytes=100) as keeper:
+        first = keeper.open({0: 60, 1: 60})
+        keeper.take_back([0, 1])
+        again = keeper.open({2: 60, 3: 60})
+        assert again[2] == first[1]
+        assert again[3] not in first.values()

@@ -1,0 +1,136 @@
+"""Blocks that are recomputed or compiled: the same numbers, the same names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tests.training import stepping
+from torch import nn
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.models import wrap
+from shardwise.models.blocks import CompileBlocks, Off, PerBlock
+from shardwise.models.wrap import Sharding, repeated_blocks
+
+LAYERS = [f"transformer.h.{index}" for index in range(3)]
+
+
+def require_recomputed(found, every):
+    kept, again = found["kept"], found["recomputed"]
+    assert again["loss"] == kept["loss"]
+    assert again["random"] == kept["random"]
+    assert again["names"] == kept["names"]
+    assert again["gradients"].keys() == kept["gradients"].keys()
+    for name, gradient in kept["gradients"].items():
+        assert torch.equal(again["gradients"][name], gradient), name
+    assert set(kept["runs"].values()) == {1}
+    assert list(again["runs"].values()) == [2 if index % every == 0 else 1 for index in range(3)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputing_is_exact_with_dropout(every):
+    require_recomputed(stepping.dropout_recomputed(every, False), every)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("every", "offload"), [(1, False), (2, False), (1, True)])
+def test_recomputing_is_exact_when_sharded(worlds, every, offload):
+    for found in worlds(2).run(stepping.dropout_recomputed, every, offload):
+        require_recomputed(found, every)
+
+
+@pytest.mark.distributed
+def test_recomputing_is_exact_with_groups_inside_of_blocks(worlds):
+    for found in worlds(2).run(stepping.islands_recomputed):
+        require_recomputed(found, 1)
+
+
+def require_compiled(found):
+    assert found["compiled"]["names"] == found["eager"]["names"] == found["both"]["names"]
+    for kind in ("compiled", "both"):
+        torch.testing.assert_close(found[kind]["facts"], found["eager"]["facts"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[kind]["gradients"], found["eager"]["gradients"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_compiled_blocks_are_the_same_when_sharded(worlds):
+    for found in worlds(2).run(stepping.compiled):
+        require_compiled(found)
+
+
+def test_a_copy_of_a_prepared_model_is_its_own():
+    model = stepping.sharded(
+        stepping.qwen3(), activation_checkpointing=PerBlock(), compiling=CompileBlocks(backend="eager")
+    )
+    model(input_ids=stepping.batch().input_ids)  # compiles
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        stepping.work_on(other).gradient([stepping.batch()])
+        assert all(parameter.grad is not None for parameter in other.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_cache_that_nobody_asked_for_is_left_out():
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    ids = stepping.batch().input_ids
+    output = model(input_ids=ids, labels=ids)  # transformers makes a cache
+    output.loss.backward()
+    expected = stepping.qwen3()
+    expected(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_cache_that_holds_tokens_is_refused_by_name():
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    ids = stepping.batch().input_ids
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    assert cache.get_seq_length() == ids.shape[1]
+    with pytest.raises(ConfigError, match=r"^model\.layers\.0: a cache that holds 12 tokens"):
+        model(input_ids=ids, past_key_values=cache)
+
+
+def enable_own(model):
+    """By the name that the installed transformers has for it."""
+    enable = "activation_checkpointing_enable"
+    getattr(model, enable if hasattr(model, enable) else "gradient_checkpointing_enable")()
+
+
+def test_the_models_own_checkpointing_is_a_conflict():
+    model = stepping.qwen3()
+    enable_own(model)
+    with pytest.raises(ConfigError, match=r"^model recomputes activations by itself"):
+        stepping.sharded(model, activation_checkpointing=PerBlock())
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    enable_own(model)
+    with pytest.raises(ConfigError, match=r"^model\.layers\.0 recomputes activations by itself"):
+        model.train()(input_ids=stepping.batch().input_ids)
+
+
+def test_blocks_are_prepared_once():
+    model = stepping.sharded(stepping.qwen3(), activation_checkpointing=PerBlock())
+    for again in ({"activation_checkpointing": PerBlock()}, {"compiling": CompileBlocks()}):
+        with pytest.raises(ConfigError, match=r"^model\.layers\.0 is recomputed or compiled already"):
+            stepping.sharded(model, **again)
+    stepping.sharded(model)
+
+
+def test_what_has_no_blocks_is_refused():
+    with pytest.raises(PlacementError, match="Linear has neither _no_split_modules nor an nn.ModuleList"):
+        wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=PerBlock()))
+    wrap.prepare_blocks(nn.Linear(2, 2), Sharding(activation_checkpointing=Off()))
+
+
+def test_every_is_at_least_one():
+    with pytest.raises(ConfigError, match="every=0"):
+        PerBlock(every=0)
+
+
+def test_blocks_are_the_outermost_that_repeat():
+    assert repeated_blocks(stepping.dropping()) == LAYERS
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)])
+    assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
