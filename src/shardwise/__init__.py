@@ -10,6 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoints.checkpointer import Checkpointer
+    from shardwise.checkpoints.modes import (
+        Asynchronous,
+        AtStep,
+        CheckpointerOptions,
+        KeepAll,
+        KeepLast,
+        Latest,
+        Synchronous,
+    )
+    from shardwise.checkpoints.state import TrainState
     from shardwise.errors import (
         CheckpointError,
         ConfigError,
@@ -44,10 +55,12 @@ if TYPE_CHECKING:
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import (
+        CheckpointReport,
         FilesReport,
         Forecast,
         LoadReport,
         ReopenReport,
+        RestoreReport,
         SaveReport,
         ShardReport,
         StateReport,
@@ -65,7 +78,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
-    from shardwise.verbs.pretrained import from_pretrained
+    from shardwise.verbs.pretrained import FromFiles, Later, from_pretrained
     from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import CompareWithMemory, HubNames, InternalNames, SaveOptions, Trust, save
     from shardwise.verbs.shard import ShardOptions, shard
@@ -80,10 +93,15 @@ _HOMES = {
     "Alone": "shardwise.planning.sharing",
     "Anyone": "shardwise.planning.sources",
     "AsItIs": "shardwise.models.trained",
+    "Asynchronous": "shardwise.checkpoints.modes",
+    "AtStep": "shardwise.checkpoints.modes",
     "Automatic": "shardwise.models.wrap",
     "ByName": "shardwise.models.optimizer_state",
     "ByPosition": "shardwise.models.optimizer_state",
     "CheckpointError": "shardwise.errors",
+    "CheckpointReport": "shardwise.report",
+    "Checkpointer": "shardwise.checkpoints.checkpointer",
+    "CheckpointerOptions": "shardwise.checkpoints.modes",
     "Classes": "shardwise.models.wrap",
     "CompareWithMemory": "shardwise.verbs.save",
     "CompileBlocks": "shardwise.models.blocks",
@@ -97,6 +115,7 @@ _HOMES = {
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
+    "FromFiles": "shardwise.verbs.pretrained",
     "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
@@ -104,7 +123,11 @@ _HOMES = {
     "InIntervals": "shardwise.planning.sharing",
     "Initialize": "shardwise.planning.consent",
     "InternalNames": "shardwise.verbs.save",
+    "KeepAll": "shardwise.checkpoints.modes",
+    "KeepLast": "shardwise.checkpoints.modes",
     "KeepSource": "shardwise.verbs.merge_weights",
+    "Later": "shardwise.verbs.pretrained",
+    "Latest": "shardwise.checkpoints.modes",
     "LeaveRandom": "shardwise.verbs.trainer_checkpoint",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
@@ -127,6 +150,7 @@ _HOMES = {
     "ReopenReport": "shardwise.report",
     "RequireMemory": "shardwise.planning.forecast",
     "RestoreRandom": "shardwise.verbs.trainer_checkpoint",
+    "RestoreReport": "shardwise.report",
     "Safetensors": "shardwise.verbs.merge_weights",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
@@ -139,7 +163,9 @@ _HOMES = {
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
+    "Synchronous": "shardwise.checkpoints.modes",
     "TorchFile": "shardwise.verbs.merge_weights",
+    "TrainState": "shardwise.checkpoints.state",
     "TrainerReport": "shardwise.report",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
@@ -171,10 +197,15 @@ __all__ = [
     "Alone",
     "Anyone",
     "AsItIs",
+    "Asynchronous",
+    "AtStep",
     "Automatic",
     "ByName",
     "ByPosition",
     "CheckpointError",
+    "CheckpointReport",
+    "Checkpointer",
+    "CheckpointerOptions",
     "Classes",
     "CompareWithMemory",
     "CompileBlocks",
@@ -188,6 +219,7 @@ __all__ = [
     "FirstRank",
     "Forecast",
     "FormatError",
+    "FromFiles",
     "FullState",
     "HubNames",
     "HubOptions",
@@ -195,7 +227,11 @@ __all__ = [
     "InIntervals",
     "Initialize",
     "InternalNames",
+    "KeepAll",
+    "KeepLast",
     "KeepSource",
+    "Later",
+    "Latest",
     "LeaveRandom",
     "LoadOptions",
     "LoadReport",
@@ -218,6 +254,7 @@ __all__ = [
     "ReopenReport",
     "RequireMemory",
     "RestoreRandom",
+    "RestoreReport",
     "Safetensors",
     "SaveOptions",
     "SaveReport",
@@ -230,7 +267,9 @@ __all__ = [
     "StateReport",
     "StorageError",
     "StreamOptions",
+    "Synchronous",
     "TorchFile",
+    "TrainState",
     "TrainerReport",
     "Trust",
     "TryAnyway",

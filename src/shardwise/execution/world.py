@@ -49,6 +49,7 @@ class World:
         group: dist.ProcessGroup | None = None,
         patience: Patience | None = None,
         around: World | None = None,
+        purpose: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -56,7 +57,7 @@ class World:
         self._around = around
         self._line: Line | None = None
         if size > 1:
-            name = f"shardwise/{group.group_name if group is not None else 'all'}"
+            name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             store = _torch_private.default_store()
             numbers = dist.get_process_group_ranks(group)
             self._line = Line(store, name, rank, size, patience or Patience(), numbers)
@@ -70,17 +71,21 @@ class World:
         group: dist.ProcessGroup | None = None,
         patience: Patience | None = None,
         around: World | None = None,
+        purpose: str = "",
     ) -> World:
         """The given group, else the default group, else this process alone. Collective: no.
 
         Ranks of a group that act in a phase of a larger world, ``around``, leave their work when that one does:
         whoever failed or is lost there may be one of theirs, or never have come to them.
+
+        Ranks that meet in two threads at once tell these meetings apart by a ``purpose``. In a thread beside the
+        one that computes only small things may be told: what is large travels by a collective.
         """
         if not dist.is_initialized():
             return cls(0, 1)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose)
 
     @property
     def place(self) -> float:

@@ -5,7 +5,8 @@ counters of tensors; the store of the default process group, and the device of a
 ``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam``
 (to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
 learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
-fake tensors (to write a file with room for bytes that come later).
+fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
+checkpoint.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ def save_without_data(make: Callable[[], object], file: Path) -> None:
         hollow = make()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(hollow, file)
+
+
+def stored_at(file: str, start: int, nbytes: int) -> object:
+    """The entry, in the metadata of a distributed checkpoint, that says where a chunk lies."""
+    from torch.distributed.checkpoint import filesystem  # slow to import, and needed for checkpoints alone
+
+    return filesystem._StorageInfo(file, start, nbytes)
 
 
 def writes_to(tensor: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """What happened or will happen, as plain data, and how names and sizes are put into words."""
 
+from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
 from shardwise.report.files_report import FilesReport
 from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
@@ -12,10 +13,12 @@ from shardwise.report.trainer_report import TrainerReport
 from shardwise.report.verify_report import VerifyReport
 
 __all__ = [
+    "CheckpointReport",
     "FilesReport",
     "Forecast",
     "LoadReport",
     "ReopenReport",
+    "RestoreReport",
     "SaveReport",
     "ShardReport",
     "StateReport",

@@ -102,9 +102,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class NamesSynced:
-    """What had been created and removed was made durable."""
+    """What had been created and removed in a folder was made durable."""
 
     writer: int
+    folder: str = ""
 
 
 Effect: TypeAlias = Created | Wrote | Synced | Renamed | Replaced | Removed | NamesSynced
@@ -143,13 +144,15 @@ class RecordingWriter:
     """Notes in ``log`` what happens through it to another writer, ``inner``; closing it closes that one.
 
     Writers of several threads or processes share a log file: what they do is done one after the other. ``writer``
-    tells them apart (the rank). Calls that fail are not noted.
+    tells them apart (the rank). Calls that fail are not noted. Writers to several folders share one, too: the names
+    of files are noted with the ``folder`` in front.
     """
 
-    def __init__(self, inner: StorageWriter, log: EffectLog, *, writer: int = 0) -> None:
+    def __init__(self, inner: StorageWriter, log: EffectLog, *, writer: int = 0, folder: str = "") -> None:
         self._inner = inner
         self._log = log
         self._writer = writer
+        self._folder = folder
 
     @property
     def root(self) -> str:
@@ -168,40 +171,44 @@ class RecordingWriter:
     def create(self, file: str, nbytes: int) -> None:
         with self._log.next() as note:
             self._inner.create(file, nbytes)
-            note(Created(self._writer, file, nbytes))
+            note(Created(self._writer, self._noted(file), nbytes))
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         with self._log.next() as note:
             self._inner.write(file, start, buffers)
-            note(Wrote(self._writer, file, start, b"".join(buffer.tobytes() for buffer in buffers)))
+            content = b"".join(buffer.tobytes() for buffer in buffers)
+            note(Wrote(self._writer, self._noted(file), start, content))
 
     def sync(self, file: str) -> None:
         with self._log.next() as note:
             self._inner.sync(file)
-            note(Synced(self._writer, file))
+            note(Synced(self._writer, self._noted(file)))
 
     def rename(self, file: str, name: str) -> None:
         with self._log.next() as note:
             self._inner.rename(file, name)
-            note(Renamed(self._writer, file, name))
+            note(Renamed(self._writer, self._noted(file), self._noted(name)))
 
     def replace(self, file: str, content: bytes) -> None:
         with self._log.next() as note:
             self._inner.replace(file, content)
-            note(Replaced(self._writer, file, bytes(content)))
+            note(Replaced(self._writer, self._noted(file), bytes(content)))
 
     def remove(self, file: str) -> None:
         with self._log.next() as note:
             self._inner.remove(file)
-            note(Removed(self._writer, file))
+            note(Removed(self._writer, self._noted(file)))
 
     def sync_names(self) -> None:
         with self._log.next() as note:
             self._inner.sync_names()
-            note(NamesSynced(self._writer))
+            note(NamesSynced(self._writer, self._folder))
 
     def close(self) -> None:
         self._inner.close()
+
+    def _noted(self, file: str) -> str:
+        return f"{self._folder}/{file}" if self._folder else file
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +244,7 @@ class CrashState:
         """Write the files into a folder, which is empty or not there."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for file, content in self.files.items():
+            Path(folder, file).parent.mkdir(exist_ok=True)
             Path(folder, file).write_bytes(content)
 
 
@@ -347,11 +355,21 @@ class _Naming:
     given: str | None
     taken: str | None
 
+    @property
+    def name(self) -> str:
+        """One of the two; they are in one folder."""
+        return self.given or self.taken or ""
+
     def apply(self, names: dict[str, _File], *, keeps_old: bool = False) -> None:
         if self.given is not None:
             names[self.given] = self.file
         if self.taken is not None and names.get(self.taken) is self.file and not (keeps_old and self.given):
             del names[self.taken]
+
+
+def folder_of(name: str) -> str:
+    """The folder that a noted name is in; "" for none."""
+    return name.rpartition("/")[0]
 
 
 class _Disk:
@@ -368,9 +386,11 @@ class _Disk:
         naming.apply(self.names)
         self.namings.append(naming)
 
-    def sync_names(self) -> None:
-        self.durable_names = dict(self.names)
-        self.namings.clear()
+    def sync_names(self, folder: str = "") -> None:
+        """Of the files that lie directly in a folder."""
+        others = {name: file for name, file in self.durable_names.items() if folder_of(name) != folder}
+        self.durable_names = others | {name: file for name, file in self.names.items() if folder_of(name) == folder}
+        self.namings = [naming for naming in self.namings if folder_of(naming.name) != folder]
 
     def writes(self) -> list[_Write]:
         """All that may be lost, of all files that have a name or may have one."""
@@ -402,19 +422,20 @@ def _steps(effect: Effect, policy: WritePolicy) -> Iterator[_Step]:
         case Renamed(_, file, name):
             taken = file if file != name else None
             yield lambda disk: disk.name(disk.names[file], name, taken)
-            yield _Disk.sync_names
+            yield lambda disk: disk.sync_names(folder_of(name))
         case Replaced(writer, file, content):
-            interim = f".{file}.incomplete"
+            folder, _, name = file.rpartition("/")
+            interim = f"{folder}/.{name}.incomplete" if folder else f".{name}.incomplete"
             fresh = _File(bytearray(), writer, len(content), is_size_durable=False)
             yield lambda disk: disk.name(fresh, interim, None)
             yield lambda disk: fresh.writes.append(_Write(writer, 0, content))
             yield lambda disk: fresh.sync(writer)
             yield lambda disk: disk.name(fresh, file, interim)
-            yield _Disk.sync_names
+            yield lambda disk: disk.sync_names(folder_of(file))
         case Removed(_, file):
             yield lambda disk: disk.name(disk.names[file], None, file) if file in disk.names else None
-        case NamesSynced():
-            yield _Disk.sync_names
+        case NamesSynced(_, folder):
+            yield lambda disk: disk.sync_names(folder)
 
 
 def _stream(disk: _Disk, effect: Effect) -> None:
@@ -467,7 +488,7 @@ def _fates(disk: _Disk, samples: int, draw: random.Random) -> Iterator[_Fate]:
     yield _Fate("bytes kept, names lost", lambda _: False, lambda _: True, whole)
     if len(namings) + len(writes) <= _MOST_ONE_BY_ONE:
         for one in namings:
-            told = f"of {one.given or one.taken}"
+            told = f"of {one.name}"
             yield _Fate(f"the name {told} lost", _all_but(one), lambda _: True, whole)
             yield _Fate(f"no name kept but that {told}", _only(one), lambda _: True, whole)
         for two in writes:

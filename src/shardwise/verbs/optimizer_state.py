@@ -161,26 +161,25 @@ def set_values(
         ours = Ours.of(held, bounds)
         given, values = take_apart(ours)
         told = values.told(world)
-        agreed = _agreed(world, given)
-        groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
-        matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
+        fitting = fit(world, ours, given, told, tolerance)
+        matched = fitting.matched
     with clock.phase("exchange"):
-        targets = world.together(lambda: _targets(ours, agreed, matched))
+        targets = world.together(lambda: fitting.targets(ours))
         by_label = {key.label: target for key, target in targets.items()}
         home = _home(held, list(targets.values()))
         traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
     with clock.phase("finish"):
-        afresh = world.together(lambda: _bind(ours, agreed, groups, targets))
+        afresh = world.together(lambda: fitting.bind(ours, targets))
     return StateReport(
         rank=world.rank,
         world_size=world.size,
         set_names=tuple(by_label),
-        missing=groups.missing + matched.missing,
-        unexpected=groups.unexpected,
+        missing=fitting.missing,
+        unexpected=fitting.unexpected,
         mismatched=matched.mismatched,
         cast=matched.cast,
         afresh=tuple(afresh),
-        brought_by=agreed.brought_by,
+        brought_by=fitting.agreed.brought_by,
         sent_bytes=traffic.sent_bytes,
         received_bytes=traffic.received_bytes,
         kept_bytes=traffic.kept_bytes,
@@ -327,35 +326,67 @@ def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tu
     return tuple(own.shape), in_memory(wider) if wider.is_floating_point else item.dtype
 
 
-def _targets(ours: Ours, agreed: _Agreed, matched: Match) -> dict[Key, torch.Tensor]:
-    """Where the state arrives: what the optimizers have already, else new memory."""
-    optimizer_of = ours.optimizer_of
-    targets: dict[Key, torch.Tensor] = {}
-    for item in matched.taken:
-        parameter, entry = agreed.keys[item.name]
-        target = ours.tensor(item.name)
-        if target is None:
-            target = state_like(ours.parameters[parameter], to_torch(item.place.dtype))
-        targets[Key(optimizer_of[parameter], parameter, entry)] = target
-    return targets
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A state and the optimizers that take it, all that is decided before anything is changed."""
+
+    agreed: _Agreed
+    groups: GroupMatch
+    matched: Match
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.groups.missing + self.matched.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.groups.unexpected
+
+    def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
+        """Where the state arrives: what the optimizers have already, else new memory."""
+        optimizer_of = ours.optimizer_of
+        targets: dict[Key, torch.Tensor] = {}
+        for item in self.matched.taken:
+            parameter, entry = self.agreed.keys[item.name]
+            target = ours.tensor(item.name)
+            if target is None:
+                target = state_like(ours.parameters[parameter], to_torch(item.place.dtype))
+            targets[Key(optimizer_of[parameter], parameter, entry)] = target
+        return targets
+
+    def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
+        """Give the optimizers their settings and state; the trained parameters that have no state then."""
+        optimizer_of = ours.optimizer_of
+        scalars = {
+            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
+            for name, (parameter, entry) in self.agreed.keys.items()
+            if name in self.agreed.scalars and parameter in optimizer_of
+        }
+        present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
+        for group, giver in zip(present, self.groups.giver_of, strict=True):
+            if giver is not None:
+                set_group(group, self.agreed.settings[giver])
+        for bound in ours.bounds:
+            bound.rebind(ours.parameters, targets, scalars)
+        stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
+        return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
 
 
-def _bind(ours: Ours, agreed: _Agreed, groups: GroupMatch, targets: Mapping[Key, torch.Tensor]) -> list[str]:
-    """Give the optimizers their settings and state; the trained parameters that have no state then."""
-    optimizer_of = ours.optimizer_of
-    scalars = {
-        Key(optimizer_of[parameter], parameter, entry): agreed.scalars[name]
-        for name, (parameter, entry) in agreed.keys.items()
-        if name in agreed.scalars and parameter in optimizer_of
-    }
-    present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
-    for group, giver in zip(present, groups.giver_of, strict=True):
-        if giver is not None:
-            set_group(group, agreed.settings[giver])
-    for bound in ours.bounds:
-        bound.rebind(ours.parameters, targets, scalars)
-    stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
-    return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
+def fit(
+    world: World, ours: Ours, given: Given, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+) -> Fitting:
+    """Find what of a state belongs to what of the optimizers. ``told`` is what each rank has of its tensors.
+
+    Collective: yes.
+
+    Raises:
+        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
+        DisagreementError: ranks bring different states.
+    """
+    agreed = _agreed(world, given)
+    groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
+    matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
+    return Fitting(agreed, groups, matched)
 
 
 def _home(held: list[Held], tensors: Sequence[torch.Tensor]) -> torch.device:

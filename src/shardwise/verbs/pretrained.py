@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import DisagreementError, FormatError, StorageError
+from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -39,16 +40,34 @@ _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class FromFiles:
+    """The weights are read from the files of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """No weights are read: the model is built, tied and sharded, and stays on meta.
+
+    ``Checkpointer.restore`` brings it up; so does :func:`~shardwise.verbs.load.load`.
+    """
+
+
+Weights: TypeAlias = FromFiles | Later
+
+
 class PretrainedOptions(ModelOptions, total=False):
     """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`ModelOptions`.
 
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
+        weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
         buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
             :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding
+    weights: Weights
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
@@ -146,11 +165,22 @@ def from_pretrained(
                     already_read_bytes=already_read_bytes,
                 )
 
+            if isinstance(keywords.get("weights", FromFiles()), Later):
+                world.together(lambda: _refuse_report(ask, asked=output_loading_info))
+                compat.record_conversions(built.model, built.transforms)
+                return built.model
             report = carry_out(world, built.model, source, ask, clock)
     compat.record_conversions(built.model, built.transforms)
     if sharding.mesh is not None:
         wrap.average_replicated_gradients(built.model, sharding.mesh)
     return (built.model, report) if output_loading_info else built.model
+
+
+def _refuse_report(ask: Callable[[], LoadRequest], *, asked: bool) -> None:
+    """Make the model ready for a load that comes later, and of which there is no report yet."""
+    if asked:
+        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
+    ask()
 
 
 @contextmanager

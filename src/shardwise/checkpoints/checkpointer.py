@@ -1,0 +1,432 @@
+"""``Checkpointer``: the state of a training into a folder, and back on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoints import folder, write
+from shardwise.checkpoints import restore as restoring
+from shardwise.checkpoints.facts import Facts
+from shardwise.checkpoints.modes import (
+    Asynchronous,
+    CheckpointerOptions,
+    Keep,
+    KeepAll,
+    KeepLast,
+    Latest,
+    Mode,
+    Synchronous,
+    Which,
+)
+from shardwise.checkpoints.plain import packed
+from shardwise.checkpoints.plan import Chunk, TensorsPlan, key_of, plan_tensors
+from shardwise.checkpoints.stage import InPlace, Staging, places_of, views_of
+from shardwise.checkpoints.state import (
+    Contents,
+    Looked,
+    TrainState,
+    adapter_settings,
+    contents_of,
+    in_words,
+    look,
+)
+from shardwise.checkpoints.state import Path as Keys
+from shardwise.errors import ConfigError, DisagreementError
+from shardwise.execution.handover import facts
+from shardwise.execution.states import refuse_meta
+from shardwise.execution.world import World
+from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.models.view import local_tensor
+from shardwise.planning.consent import Refuse
+from shardwise.planning.matching import OnFault, Tolerance
+from shardwise.report import CheckpointReport, RestoreReport
+from shardwise.tensors import Strided
+from shardwise.verbs.load import Clock
+
+_MAX_STEP = 10**15
+
+_BESIDE = "/checkpoint"
+"""The purpose of meetings in the background."""
+
+
+class Checkpointer:
+    """Keeps the state of a training in a folder, in the format of ``torch.distributed.checkpoint``.
+
+    A checkpoint counts from one step on, and is whole then; whatever is killed when, the ones before stay. It can
+    be restored on any number of ranks and any mesh, bit for bit. See docs/checkpoints.md.
+
+    A context manager: :meth:`close` is called at the end.
+
+    Args:
+        directory: a folder that all ranks see, for the checkpoints of one run alone.
+        keep: ``KeepLast(3)``, or ``KeepAll()``.
+        mode: ``Synchronous()``, or ``Asynchronous()``: written by a thread while the training goes on.
+        only: what of the model is stored: ``Everything()``, or ``AdapterOnly()``: an adapter of PEFT's, and
+            whatever else is trained.
+        options: budget, process group, patience.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+        StorageError: the folder is none.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: Keep = KeepLast(),  # noqa: B008 - frozen
+        mode: Mode = Synchronous(),  # noqa: B008
+        only: Selection = Everything(),  # noqa: B008
+        options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
+    ) -> None:
+        _require_kinds(keep, mode, only)
+        self._root = folder.require_local(directory)
+        self._keep = keep
+        self._mode = mode
+        self._only = only
+        self._options = options
+        self._staging = Staging()
+        self._looked: Looked | None = None
+        self._planned: _Planned | None = None
+        self._on_its_way: _Background | None = None
+        self._newest = max(folder.steps_in(self._root), default=None)
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the checkpoints."""
+        return self._root
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a complete checkpoint, in order. Collective: yes."""
+        with self._world() as world:
+            return world.from_first(lambda: folder.steps_in(self._root))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none. Collective: yes."""
+        return max(self.steps(), default=None)
+
+    @torch.no_grad()
+    def save(self, step: int, state: TrainState) -> CheckpointReport:
+        """Save a checkpoint; in the background with ``Asynchronous()``, after waiting for the one before.
+
+        Generators of random numbers are taken as they are. The training must not be in the middle of a step.
+
+        Collective: yes, over ``options.process_group`` (default: all ranks).
+        Memory: ``options.budget_bytes``; with ``Asynchronous()`` also this rank's part of the state, on the host.
+
+        Args:
+            step: optimizer steps done: more than at the newest checkpoint in the folder.
+            state: what to save.
+
+        Raises:
+            ConfigError: an argument cannot be honoured; a part holds what is no plain data.
+            PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
+            DisagreementError: ranks have different models or optimizers, or were called differently.
+            StorageError: the folder cannot be written to, or somebody else writes there.
+            RankLostError: a rank has been lost.
+            CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before.
+
+        Every error is the same on every rank, and leaves all complete checkpoints as they are.
+        """
+        start = time.perf_counter()
+        clock = Clock()
+        with clock.phase("wait"):
+            self.wait()
+        with self._world() as world, ExitStack() as undo:
+            with clock.phase("look"):
+                looked, contents = world.together(lambda: self._take_down(step, state, world.rank))
+                own = {key_of(path): local_tensor(tensor) for path, tensor in contents.tensors.items()}
+                layout = _layout(contents, own)
+                agreed = self._agree(world, step, contents, layout)
+            with clock.phase("plan"):
+                planned = self._planned = self._plan(world, contents, layout, agreed)
+                plan = planned.plan
+                values = world.together(lambda: _packed(contents, agreed, world.rank))
+                token = world.from_first(lambda: secrets.token_hex(4))
+                # Who writes in the background is known to be there before anybody relies on it.
+                beside = None if isinstance(self._mode, Synchronous) else undo.enter_context(self._world(_BESIDE))
+                world.from_first(lambda: write.begin(self._root, step, token, self._newest))
+                if world.rank == 0:
+                    undo.callback(write.undo, self._root, step, token)
+            with clock.phase("stage"):
+                source: write.Source = world.together(
+                    lambda: (
+                        InPlace(views_of(planned.places, own), self._options.budget_bytes)
+                        if beside is None
+                        else self._staging.copy(views_of(planned.places, own))
+                    )
+                )
+            about = Facts(
+                step=step,
+                world_size=world.size,
+                holds=in_words(self._only),
+                adapter=adapter_settings(looked.model, self._only),
+                others=looked.others,
+                alike=agreed.alike,
+                data=agreed.data,
+                user=contents.user,
+            )
+            job = write.Job(self._root, step, token, self._keep, plan, source, values, about)
+            report = CheckpointReport(
+                rank=world.rank,
+                world_size=world.size,
+                directory=str(job.folder),
+                step=step,
+                is_complete=False,
+                tensors=len(plan.tensors),
+                state_bytes=plan.state_bytes,
+                written_bytes=plan.nbytes(world.rank) + sum(map(len, values.values())),
+            )
+            if beside is None:
+                with clock.phase("write"):
+                    report = _completed(report, write.carry_out(world, job))
+                self._newest = step
+            undo.pop_all()
+        report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
+        if beside is not None:
+            self._on_its_way = _Background(beside, job, report)
+        return report
+
+    def wait(self) -> CheckpointReport | None:
+        """Wait for the checkpoint that is on its way, if there is one; its report.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) what went wrong with it, the same on every rank.
+        """
+        pending, self._on_its_way = self._on_its_way, None
+        if pending is None:
+            return None
+        report = pending.result()
+        self._newest = report.step
+        return report
+
+    def restore(
+        self,
+        state: TrainState,
+        which: Which = Latest(),  # noqa: B008
+        *,
+        on_missing: OnFault = Refuse(),  # noqa: B008
+        on_unexpected: OnFault = Refuse(),  # noqa: B008
+        on_mismatched: OnFault = Refuse(),  # noqa: B008
+    ) -> RestoreReport:
+        """Bring a training back to where it was when a checkpoint was saved, on these ranks.
+
+        Values are put into the tensors that are there. A model on meta, as ``from_pretrained(weights=Later())``
+        makes it, is brought up from the checkpoint, and the optimizers are given its new parameters.
+
+        Collective: yes, over ``options.process_group`` (default: all ranks).
+        Memory: ``options.budget_bytes``, and what is made: the state of optimizers, a model that was on meta.
+
+        Args:
+            state: with the same parts as the one that was saved.
+            which: ``Latest()``, or ``AtStep(step)``.
+            on_missing: ``Ignore(only=...)`` for what the checkpoint may lack: FQNs, "FQN: entry" of optimizers,
+                or "optimizers", "schedulers", "scaler", "data" for all of one.
+            on_unexpected: ``Ignore(only=...)`` for what it may have beside.
+            on_mismatched: ``Ignore(only=...)`` for what may have another shape or form.
+
+        Raises:
+            CoverageError: the checkpoint is of another kind of tuning, of another base or adapter, or does not fit.
+            FormatError: it is damaged, or another's.
+            StorageError: there is none, or it cannot be read.
+            DisagreementError: ranks have different models or optimizers.
+            PlacementError: tensors on meta that the checkpoint does not hold.
+            RankLostError: a rank has been lost.
+
+        Every error is the same on every rank. What does not fit is told before anything is changed.
+        """
+        self.wait()
+        tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
+        with self._world() as world:
+            asked = repr((which, tolerance, self._only))
+            world.require_equal(asked, "what is asked to be restored (which, only, on_...)")
+            report = restoring.restore(world, self._root, state, which, self._only, tolerance, self._options)
+            self._newest = world.from_first(lambda: max(folder.steps_in(self._root), default=None))
+        return report
+
+    def discard_after(self, step: int) -> list[int]:
+        """Remove all checkpoints of later steps, to go on from this one; the steps that were removed.
+
+        Collective: yes.
+
+        Raises:
+            StorageError: something cannot be removed.
+        """
+        self.wait()
+        with self._world() as world:
+
+            def discard() -> list[int]:
+                return folder.remove(self._root, [late for late in folder.steps_in(self._root) if late > step])
+
+            removed = world.from_first(discard)
+            self._newest = world.from_first(lambda: max(folder.steps_in(self._root), default=None))
+        return removed
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is on its way. Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) what went wrong with it.
+        """
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _world(self, purpose: str = "") -> World:
+        return World.current(self._options.process_group, self._options.patience, purpose=purpose)
+
+    def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
+        if type(step) is not int or not 0 <= step < _MAX_STEP:
+            raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+        looked = self._looked = look(state, self._only, self._looked)
+        contents = contents_of(looked, state, rank)
+        refuse_meta({key_of(path): tensor for path, tensor in contents.tensors.items()}, "the state")
+        return looked, contents
+
+    def _agree(self, world: World, step: int, contents: Contents, layout: _Layout) -> _Agreed:
+        """What all ranks have in common, and whether the plan of the last checkpoint still holds."""
+        call = repr((step, self._keep, self._mode, self._only))
+        is_planned = self._planned is not None and self._planned.layout == layout
+        told = world.each(lambda: _Told(call, is_planned, contents.data, dict(contents.random)))
+        if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
+            raise DisagreementError(
+                f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
+                "of rank 0"
+            )
+        first = told[0].random
+        alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
+        positions = {item.data for item in told}
+        data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+        if "" in positions and data != "none":
+            raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+        return _Agreed(all(item.is_planned for item in told), alike, data)
+
+    def _plan(self, world: World, contents: Contents, layout: _Layout, agreed: _Agreed) -> _Planned:
+        """Who writes what; that of the last checkpoint where every rank still has what it had then."""
+        if agreed.is_planned and self._planned is not None:
+            return self._planned
+        tensors = {key_of(path): tensor for path, tensor in contents.tensors.items()}
+        told = world.each(lambda: {key: facts(tensor, key) for key, tensor in tensors.items()})
+        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in contents.tensors.items()}
+        plan = world.together(lambda: plan_tensors(shapes, told))
+        places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
+        return _Planned(layout, plan, places)
+
+
+_Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
+"""What tells whether a tensor lies as it did before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
+
+    layout: _Layout
+    plan: TensorsPlan
+    places: Mapping[Chunk, Strided]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank tells the others before a checkpoint."""
+
+    call: str
+    is_planned: bool
+    data: str
+    random: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """The same on every rank."""
+
+    is_planned: bool
+    alike: list[str]
+    data: str
+
+
+def _packed(contents: Contents, agreed: _Agreed, rank: int) -> dict[Keys, bytes]:
+    """What this rank stores that is no tensor: its own values, and on the first rank those of all."""
+    own = {
+        path: value
+        for path, value in contents.own.items()
+        if path[0] != "data" or agreed.data == "each" or not rank
+    }
+    values = own if rank else {**contents.common, **own}
+    return {path: packed(value, key_of(path)) for path, value in values.items()}
+
+
+def _layout(contents: Contents, own: Mapping[str, torch.Tensor]) -> _Layout:
+    return {
+        path: (
+            tensor.shape,
+            tensor.dtype,
+            own[key_of(path)].stride(),
+            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
+        )
+        for path, tensor in contents.tensors.items()
+    }
+
+
+def _completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:
+    return replace(report, is_complete=True, checkpoint_bytes=written.nbytes, removed=written.removed)
+
+
+class _Background:
+    """A checkpoint that a thread of its own writes. The ranks' threads meet over the store, in no collective."""
+
+    def __init__(self, world: World, job: write.Job, report: CheckpointReport) -> None:
+        self._world = world
+        self._job = job
+        self._report = report
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="shardwise-checkpoint")
+        self._thread.start()
+
+    def result(self) -> CheckpointReport:
+        """Wait for the end; the report, or what went wrong."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._report
+
+    def _work(self) -> None:
+        start = time.perf_counter()
+        try:
+            with self._world:
+                written = write.carry_out(self._world, self._job)
+        except BaseException as error:
+            self._failure = error
+            return
+        seconds = {**self._report.seconds, "write": time.perf_counter() - start}
+        self._report = replace(_completed(self._report, written), seconds=seconds)
+
+
+def _require_kinds(keep: object, mode: object, only: object) -> None:
+    if not isinstance(keep, (KeepLast, KeepAll)):
+        raise ConfigError(f"keep={keep!r}: pass KeepLast(...) or KeepAll()")
+    if not isinstance(mode, (Synchronous, Asynchronous)):
+        raise ConfigError(f"mode={mode!r}: pass Synchronous() or Asynchronous()")
+    if not isinstance(only, (Everything, AdapterOnly)):
+        raise ConfigError(f"only={only!r}: pass Everything() or AdapterOnly(...)")

@@ -1,0 +1,135 @@
+"""A folder of checkpoints: one folder inside for each step, and which of them are complete.
+
+[Note: When a checkpoint counts] The files of step 120 are written into ``step-120``. The last one is ``.metadata``,
+without which nothing that reads the format of ``torch.distributed.checkpoint`` finds anything there; it is put in
+place in one step, when all else is durable. So a folder with a ``.metadata`` is complete, and one without is not
+there for any reader: a checkpoint on its way, or one that was left. Removing a checkpoint goes the other way round:
+first ``.metadata``, for good, then the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from shardwise.checkpoints.facts import FACTS
+from shardwise.errors import ConfigError, StorageError
+from shardwise.formats.distributed import METADATA
+from shardwise.storage import StorageWriter, is_url, open_writer
+from shardwise.storage.writer import INCOMPLETE
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
+_DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
+
+
+def name_of(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step}"
+
+
+def data_file(rank: int) -> str:
+    """The file of what a rank wrote, by the name that torch gives such files."""
+    return f"__{rank}_0.distcp"
+
+
+def require_local(directory: str | os.PathLike[str]) -> Path:
+    """The folder that checkpoints go to.
+
+    Raises:
+        ConfigError: it is a URL.
+        StorageError: there is something that is no folder.
+    """
+    if is_url(directory):
+        raise ConfigError(
+            f"{os.fspath(directory)}: checkpoints are kept in a folder that all ranks see, not at a URL"
+        )
+    root = Path(os.path.abspath(directory))
+    if os.path.lexists(root) and not root.is_dir():
+        raise StorageError(f"{root}: is there and is no folder; pass a folder for checkpoints")
+    return root
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
+    return [step for step, kind in _folders(root) if kind is Kind.COMPLETE]
+
+
+def leftovers_in(root: Path) -> list[int]:
+    """The steps of which a checkpoint was begun and not completed."""
+    return [step for step, kind in _folders(root) if kind is Kind.LEFT]
+
+
+def foreign_in(root: Path) -> list[int]:
+    """The steps of which there is a checkpoint of somebody else's."""
+    return [step for step, kind in _folders(root) if kind is Kind.FOREIGN]
+
+
+class Kind(Enum):
+    """What is in the folder of a step."""
+
+    COMPLETE = "a complete checkpoint"
+    LEFT = "one that was begun, or nothing"
+    FOREIGN = "one in torch's format, without the facts of ours"
+
+
+def _folders(root: Path) -> list[tuple[int, Kind]]:
+    found: list[tuple[int, Kind]] = []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = _STEP.fullmatch(entry.name)
+                if name is not None and entry.is_dir(follow_symlinks=False):
+                    found.append((int(name[1]), _kind_of(Path(entry.path))))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{root}: looking for checkpoints failed, {error.strerror}; check the folder") from error
+    return sorted(found, key=lambda item: item[0])
+
+
+def _kind_of(place: Path) -> Kind:
+    if not _is_file(place / METADATA):
+        return Kind.LEFT
+    return Kind.COMPLETE if _is_file(place / FACTS) else Kind.FOREIGN
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def remove(root: Path, steps: Sequence[int]) -> list[int]:
+    """Remove the checkpoints of these steps, complete or not, and nothing else; the steps of those now gone.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    gone: list[int] = []
+    for step in steps:
+        folder = root / name_of(step)
+        with open_writer(folder) as writer:
+            empty(writer)
+        with contextlib.suppress(OSError):  # files of somebody else's
+            folder.rmdir()
+            gone.append(step)
+    return gone
+
+
+def empty(writer: StorageWriter) -> None:
+    """Remove what checkpoints put into a folder, whole or not; what counts goes first."""
+    names = writer.list()
+    if METADATA in names:
+        writer.remove(METADATA)
+        writer.sync_names()
+    for name in names:
+        if name == FACTS or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
+            writer.remove(name)
+    writer.sync_names()

@@ -1,0 +1,156 @@
+"""Which rank writes what of a state where: decided from what all ranks hold, before a byte is written.
+
+Every rank writes a file of its own, chunk after chunk, each a tensor's box as ``torch.save`` writes it; then its
+values that are no tensors. What several ranks hold is written by one of them, in parts or in turns.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardwise.checkpoints.archive import envelope
+from shardwise.checkpoints.folder import data_file
+from shardwise.checkpoints.state import Path
+from shardwise.errors import PlacementError
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.handover import Facts, require_same_tensors
+from shardwise.models._torch_private import stored_at
+from shardwise.planning.giving import Boxes, shares_by_rank
+from shardwise.report import collapse
+from shardwise.tensors import Box, numel
+
+_VERSION = "1.0.0"
+"""Of the format, as torch 2.11 to 2.13 note it."""
+
+_ALIGNMENT = 64
+"""Where archives begin in a file, as their tensors do in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and where its archive lies in the file of the rank that writes it."""
+
+    key: str
+    box: Box
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def data_start(self) -> int:
+        return self.start + len(envelope(self.box.sizes, self.dtype).before)
+
+    @property
+    def data_stop(self) -> int:
+        return self.data_start + self.box.numel * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        return self.data_stop + len(envelope(self.box.sizes, self.dtype).after)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsPlan:
+    """The tensors of a checkpoint, and the chunks of each rank's file, in their order there."""
+
+    tensors: Mapping[str, tuple[Path, tuple[int, ...], torch.dtype]]
+    by_rank: tuple[tuple[Chunk, ...], ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(numel(shape) * dtype.itemsize for _, shape, dtype in self.tensors.values())
+
+    def nbytes(self, rank: int) -> int:
+        """Of a rank's file, up to what is no tensor."""
+        chunks = self.by_rank[rank]
+        return chunks[-1].stop if chunks else 0
+
+
+@collected_later()
+def plan_tensors(
+    tensors: Mapping[Path, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, Facts]]
+) -> TensorsPlan:
+    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
+
+    Raises:
+        DisagreementError: the ranks have different tensors.
+        PlacementError: together they do not hold all of one.
+    """
+    require_same_tensors(told)
+    ends = [0] * len(told)
+    files: list[list[Chunk]] = [[] for _ in told]
+    lacking: list[str] = []
+    found: dict[str, tuple[Path, tuple[int, ...], torch.dtype]] = {}
+    for number, (path, (shape, dtype)) in enumerate(tensors.items()):
+        key = key_of(path)
+        found[key] = path, shape, dtype
+        held = [facts[key].boxes for facts in told]
+        shares = shares_by_rank(held, number, dtype.itemsize)
+        whole = Box.whole(shape)
+        if not whole.numel:  # somebody has to say that there is nothing
+            shares = ((whole,), *((),) * (len(told) - 1))
+        if sum(box.numel for boxes in shares for box in boxes) != whole.numel:
+            lacking.append(key)
+        _lay_out(key, dtype, shares, files, ends)
+    if lacking:
+        names = ", ".join(pattern for pattern, _ in collapse(lacking)[:6])
+        raise PlacementError(
+            f"the ranks do not hold, together, each element of {names}; pass a process_group that has all ranks of "
+            "the tensors' meshes"
+        )
+    return TensorsPlan(found, tuple(map(tuple, files)))
+
+
+def _lay_out(
+    key: str, dtype: torch.dtype, shares: Sequence[Boxes], files: list[list[Chunk]], ends: list[int]
+) -> None:
+    for rank, boxes in enumerate(shares):
+        for box in boxes:
+            chunk = Chunk(key, box, dtype, -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT)
+            ends[rank] = chunk.stop
+            files[rank].append(chunk)
+
+
+def key_of(path: Path) -> str:
+    """The name that torch gives to what lies at the end of this path."""
+    return ".".join(path)
+
+
+@collected_later()
+def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Path, int]]) -> bytes:
+    """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        for key, (_, shape, dtype) in plan.tensors.items()
+    }
+    paths = {key: path for key, (path, _, _) in plan.tensors.items()}
+    places: dict[MetadataIndex, object] = {}
+    for rank, chunks in enumerate(plan.by_rank):
+        for chunk in chunks:
+            tensor = described[chunk.key]
+            assert isinstance(tensor, TensorStorageMetadata)
+            index = MetadataIndex(chunk.key, chunk.box.offsets, len(tensor.chunks))
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
+            places[index] = stored_at(data_file(rank), chunk.start, chunk.stop - chunk.start)
+    for rank, sizes in enumerate(values):
+        position = plan.nbytes(rank)
+        for path, nbytes in sizes.items():
+            key = key_of(path)
+            described[key] = BytesStorageMetadata()
+            paths[key] = path
+            places[MetadataIndex(key)] = stored_at(data_file(rank), position, nbytes)
+            position += nbytes
+    metadata = Metadata(described, paths, places, version=_VERSION)
+    return pickle.dumps(metadata)

@@ -1,0 +1,212 @@
+"""The state of a training, and all of it that goes into a checkpoint, by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoints import randomness
+from shardwise.checkpoints.facts import as_json
+from shardwise.checkpoints.plain import digest_of
+from shardwise.errors import ConfigError
+from shardwise.models.optimizer_state import labelled, written_out
+from shardwise.models.rebind import Bound, look_at
+from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
+from shardwise.models.view import Held, look_inside, without_compile
+
+Path = tuple[str, ...]
+
+KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
+
+
+class Stateful(Protocol):
+    """Schedulers, loaders of torchdata, gradient scalers, and whatever else tells its state as plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """All that a training goes on from, beside the generators of random numbers, which are taken as they are.
+
+    Attributes:
+        model: sharded or not, in the same state on every rank.
+        optimizers: one, or several in the same order on every rank.
+        schedulers: one, or several; the first rank's count.
+        data: what tells and takes the position in the data. Where the ranks' states are equal, it is one position
+            for all, which any number of ranks can go on from; else each rank has its own, for as many ranks.
+        scaler: a gradient scaler; the first rank's counts.
+        user: JSON of the user's; the first rank's counts.
+    """
+
+    model: nn.Module
+    optimizers: Optimizer | Sequence[Optimizer] = ()
+    schedulers: Stateful | Sequence[Stateful] = ()
+    data: Stateful | None = None
+    scaler: Stateful | None = None
+    user: Mapping[str, Any] | None = None
+
+    @property
+    def all_optimizers(self) -> tuple[Optimizer, ...]:
+        return (self.optimizers,) if isinstance(self.optimizers, Optimizer) else tuple(self.optimizers)
+
+    @property
+    def all_schedulers(self) -> tuple[Stateful, ...]:
+        return tuple(self.schedulers) if isinstance(self.schedulers, Sequence) else (self.schedulers,)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The model and its optimizers as they are now on this rank."""
+
+    model: nn.Module
+    held: list[Held]
+    bounds: list[Bound]
+    stored: dict[str, Held]
+    """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
+    facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
+    """Names, shape and whether it is trained, of each of the model's tensors."""
+
+    @property
+    def others(self) -> str:
+        """A digest of names and shapes of those that it does not hold."""
+        others = [
+            (item.fqn, tuple(item.tensor.shape))
+            for item in self.held
+            if item.kind.is_saved and item.fqn not in self.stored
+        ]
+        return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
+
+
+def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
+    """Find out what there is. FSDP2 groups that are gathered are resharded.
+
+    What PEFT decided ``before`` still holds for a model with the same tensors.
+
+    Raises:
+        ConfigError: the model has no such adapter.
+        PlacementError: parameters of the optimizers are not the model's, or their state has no shards that follow.
+    """
+    model = without_compile(state.model)
+    held = look_inside(model)
+    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
+    bounds = look_at(state.all_optimizers, names, KEEP_IT_APART)
+    facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
+    if before is not None and before.model is model and before.facts == facts:
+        chosen = set(before.stored)
+    else:
+        chosen = chosen_names(model, held, only)
+    return Looked(model, held, bounds, {item.fqn: item for item in held if item.fqn in chosen}, facts)
+
+
+def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
+    """The FQNs that a checkpoint holds: everything; or an adapter, and all else that is trained."""
+    saved = {item.fqn for item in held if item.kind.is_saved}
+    if isinstance(only, Everything):
+        return saved
+    first = {name: item.fqn for item in held for name in item.names}
+    adapter = {first[fqn] for fqn in names_outside(model, held, only).values()}
+    return adapter | {item.fqn for item in held if item.kind.is_saved and item.tensor.requires_grad}
+
+
+def in_words(only: Selection) -> str:
+    """For the facts of a checkpoint."""
+    return f"adapter {only.adapter}" if isinstance(only, AdapterOnly) else "everything"
+
+
+_ELSEWHERE = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
+)
+"""Settings of an adapter that say where it came from, not what it computes."""
+
+
+def adapter_settings(model: nn.Module, only: Selection) -> dict[str, Any] | None:
+    """What of an adapter's config decides what it computes, as JSON; None without one."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if not isinstance(only, AdapterOnly) or not isinstance(adapters, Mapping) or only.adapter not in adapters:
+        return None
+    settings = adapters[only.adapter].to_dict()
+    return {name: _plain(value) for name, value in sorted(settings.items()) if name not in _ELSEWHERE}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+@dataclass(slots=True)
+class Contents:
+    """All of a checkpoint that this rank knows of, by the keys that lead to it.
+
+    Attributes:
+        tensors: the same on every rank but for the shards.
+        common: values that the first rank stores for all.
+        own: values of this rank.
+        random: digests of its generators of random numbers, by name.
+        data: a digest of its position in the data; "" without one.
+        user: JSON.
+    """
+
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    common: dict[Path, Any] = field(default_factory=dict)
+    own: dict[Path, Any] = field(default_factory=dict)
+    random: dict[str, str] = field(default_factory=dict)
+    data: str = ""
+    user: dict[str, Any] = field(default_factory=dict)
+
+
+def contents_of(looked: Looked, state: TrainState, rank: int) -> Contents:
+    """Take down what there is. Tensors are the model's and the optimizers' own.
+
+    Raises:
+        ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
+    """
+    found = Contents(user=as_json(state.user))
+    for fqn, item in looked.stored.items():
+        found.tensors["model", fqn] = item.tensor
+    for bound in looked.bounds:
+        for key, tensor in bound.tensors.items():
+            found.tensors["optimizer", "state", key.parameter, key.entry] = tensor
+        for key, value in bound.scalars.items():
+            path = ("optimizer", "state", key.parameter, key.entry)
+            if isinstance(value, torch.Tensor):
+                found.tensors[path] = value
+            else:
+                found.common[path] = value
+    if looked.bounds:
+        nothing = dict.fromkeys(labelled(looked.bounds))
+        found.common["optimizer", "param_groups"] = written_out(looked.bounds, nothing)["param_groups"]
+    if state.all_schedulers:
+        found.common["schedulers",] = [_told(item, "schedulers") for item in state.all_schedulers]
+    if state.scaler is not None:
+        found.common["scaler",] = _told(state.scaler, "scaler")
+    generators = randomness.take_down()
+    found.random = randomness.digests(generators)
+    found.own["rng", f"rank_{rank}"] = generators
+    if state.data is not None:
+        position = _told(state.data, "data")
+        found.data = digest_of(position)
+        found.own["data", f"rank_{rank}"] = position
+    return found
+
+
+def _told(part: Any, what: str) -> dict[str, Any]:
+    if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+        raise ConfigError(f"{what} is a {type(part).__name__}, which has no state_dict and load_state_dict")
+    told = part.state_dict()
+    if not isinstance(told, dict):
+        raise ConfigError(f"{what}: state_dict() of {type(part).__name__} is a {type(told).__name__}, not a dict")
+    return told

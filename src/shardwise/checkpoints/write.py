@@ -1,0 +1,227 @@
+"""From this rank's memory into a folder, and the one step after which the checkpoint counts.
+
+Each rank creates, fills and syncs its own file; the ranks meet; the first one puts ``.metadata`` in place. See
+[Note: When a checkpoint counts].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.checkpoints import folder
+from shardwise.checkpoints.archive import envelope
+from shardwise.checkpoints.facts import FACTS, Facts
+from shardwise.checkpoints.folder import data_file
+from shardwise.checkpoints.modes import Keep, KeepLast
+from shardwise.checkpoints.plan import Chunk, TensorsPlan, metadata_of
+from shardwise.checkpoints.state import Path as Keys
+from shardwise.errors import StorageError
+from shardwise.execution import saving_lock
+from shardwise.execution.saving_lock import Renewal, release_lock, require_lock, take_lock
+from shardwise.execution.world import World
+from shardwise.formats.distributed import METADATA
+from shardwise.storage import StorageWriter, open_writer
+
+
+class Source(Protocol):
+    """Where the bytes of chunks come from.
+
+    Attributes:
+        block_bytes: the most that is asked for before what came is let go.
+    """
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def blocks(self, chunk: Chunk) -> Iterator[memoryview]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checkpoint that is to be written; ``source`` and ``values`` are this rank's own.
+
+    Attributes:
+        root: the folder of checkpoints.
+        token: sets this save apart from any other.
+        plan: of the tensors.
+        values: what is no tensor, packed, by the keys that lead to it.
+        facts: all but what is known only at the end.
+    """
+
+    root: Path
+    step: int
+    token: str
+    keep: Keep
+    plan: TensorsPlan
+    source: Source
+    values: Mapping[Keys, bytes]
+    facts: Facts
+
+    @property
+    def folder(self) -> Path:
+        return self.root / folder.name_of(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a job: bytes of all files and of this rank's, and the steps that were removed."""
+
+    nbytes: int
+    own_nbytes: int
+    removed: tuple[int, ...]
+
+
+def begin(root: Path, step: int, token: str, newest: int | None) -> None:
+    """What one rank does before anything is written: mark the folder, see that the step is a new one, tidy up.
+
+    Args:
+        root: the folder of checkpoints.
+        step: which is to be written.
+        token: sets this save apart from any other.
+        newest: the newest complete step that this run knows of.
+
+    Raises:
+        StorageError: somebody else writes here, or has since; there is a checkpoint of this step or a later one.
+    """
+    with open_writer(root) as writer:
+        take_lock(writer, token, renewed_s=saving_lock.RENEWED_S)
+        try:
+            present = folder.steps_in(root)
+            if present and present[-1] != newest and (newest is None or present[-1] > newest):
+                raise StorageError(
+                    f"{root}: another run has saved step {present[-1]} there since this one began; give every run "
+                    "a folder of its own"
+                )
+            if present and present[-1] >= step:
+                raise StorageError(
+                    f"{root}: step {step} is not after {present[-1]}, the newest checkpoint there, which a resumed "
+                    f"run would take for the latest; discard_after({step - 1}) removes what came after, or save to "
+                    "another folder"
+                )
+            folder.remove(root, folder.leftovers_in(root))
+            with open_writer(root / folder.name_of(step)) as inner:
+                if there := inner.list():
+                    raise StorageError(
+                        f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
+                    )
+        except BaseException:
+            release_lock(writer, token)
+            raise
+
+
+def carry_out(world: World, job: Job) -> Written:
+    """Write, sync, commit, and remove what is not kept; the same steps in both modes.
+
+    Collective: yes.
+
+    Raises:
+        StorageError: bytes could not be written. The checkpoint does not count then, unless it says otherwise.
+        RankLostError: a rank has been lost.
+    """
+    renewal = Renewal(job.root, saving_lock.RENEWED_S) if world.rank == 0 else contextlib.nullcontext()
+    try:
+        with renewal:
+            return _carried_out(world, job)
+    except BaseException:
+        if world.rank == 0:
+            undo(job.root, job.step, job.token)
+        raise
+
+
+def _carried_out(world: World, job: Job) -> Written:
+    sizes = world.each(lambda: {path: len(content) for path, content in job.values.items()})
+    files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    world.together(lambda: _write_own(world, job, files[data_file(world.rank)]))
+    removed = world.from_first(lambda: _commit(job, sizes, files))
+    return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
+
+
+def _write_own(world: World, job: Job, nbytes: int) -> None:
+    with open_writer(job.root) as writer:
+        require_lock(writer, job.token)
+    file = data_file(world.rank)
+    with open_writer(job.folder) as writer:
+        writer.create(file, nbytes)
+        _Stream(writer, file, world.check).write(
+            job.plan.by_rank[world.rank], job.source, list(job.values.values())
+        )
+        writer.sync(file)
+        writer.sync_names()
+
+
+class _Stream:
+    """A file written from its beginning to its end, in requests as large as the storage likes them."""
+
+    def __init__(self, writer: StorageWriter, file: str, check: Callable[[], None]) -> None:
+        self._writer = writer
+        self._file = file
+        self._check = check
+        self._position = 0
+        self._pending: list[memoryview] = []
+        self._pending_nbytes = 0
+
+    def write(self, chunks: Sequence[Chunk], source: Source, values: Sequence[bytes]) -> None:
+        most = min(source.block_bytes, self._writer.policy.request_bytes)
+        for chunk in chunks:
+            around = envelope(chunk.box.sizes, chunk.dtype)
+            self._add(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
+            for block in source.blocks(chunk):
+                self._add(block)
+                if self._pending_nbytes >= most:
+                    self._flush()
+            self._add(around.after)
+        for content in values:
+            self._add(content)
+        self._flush()
+
+    def _add(self, content: bytes | memoryview) -> None:
+        self._pending.append(memoryview(content))
+        self._pending_nbytes += len(content)
+
+    def _flush(self) -> None:
+        self._check()
+        self._writer.write(self._file, self._position, self._pending)
+        self._position += self._pending_nbytes
+        self._pending, self._pending_nbytes = [], 0
+
+
+def _commit(job: Job, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int]) -> list[int]:
+    metadata = metadata_of(job.plan, sizes)
+    facts = replace(job.facts, files=files, metadata_sha256=hashlib.sha256(metadata).hexdigest())
+    with open_writer(job.root) as marked:
+        require_lock(marked, job.token)
+        with open_writer(job.folder) as writer:
+            _require_all(writer, files)
+            writer.replace(FACTS, facts.to_bytes())
+            writer.sync_names()
+            writer.replace(METADATA, metadata)
+        removed: list[int] = []
+        if isinstance(job.keep, KeepLast):
+            removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
+        release_lock(marked, job.token)
+        marked.sync_names()
+    return removed
+
+
+def _require_all(writer: StorageWriter, files: Mapping[str, int]) -> None:
+    missing = sorted(files.keys() - set(writer.list()))
+    if missing:
+        raise StorageError(
+            f"{writer.root}: rank 0 does not see {missing[0]}, which another rank wrote; save to a folder that all "
+            "ranks share"
+        )
+
+
+def undo(root: Path, step: int, token: str) -> None:
+    """Remove what was written for a step, unless it counts by now, and take the mark away."""
+    with contextlib.suppress(StorageError):
+        if step not in folder.steps_in(root):
+            folder.remove(root, [step])
+    with contextlib.suppress(StorageError), open_writer(root) as writer:
+        release_lock(writer, token)
+        writer.sync_names()

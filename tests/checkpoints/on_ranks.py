@@ -1,0 +1,409 @@
+"""What the ranks do in tests of checkpoints."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.checkpoints import tiny
+from tests.checkpoints.tiny import Positions, Training, differences
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.on_ranks import attempt
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shardwise
+from shardwise import (
+    AdapterOnly,
+    Asynchronous,
+    AtStep,
+    Checkpointer,
+    CheckpointerOptions,
+    Ignore,
+    KeepAll,
+    KeepLast,
+    Latest,
+    Synchronous,
+    TrainState,
+)
+from shardwise.checkpoints import write
+from shardwise.execution.saving_lock import Renewal
+from shardwise.storage import open_writer
+from shardwise.testing import EffectLog, RecordingWriter
+
+MODES = {"sync": Synchronous(), "async": Asynchronous()}
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def train_and_save(
+    folder: str, steps: int, mode: str = "sync", way: str = "flat", more: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Train, save, and train on: what the state was as it was saved, and what came after."""
+    training = Training(way=way, **settings)
+    training.step(steps)
+    seed_all(100 + tiny.rank())
+    with Checkpointer(folder, mode=MODES[mode]) as checkpointer:
+        saved = training.taken()
+        report = checkpointer.save(steps, training.state)
+        numbers = tiny.draws()
+        training.losses.clear()
+        training.step(more)
+    return {"state": saved, "losses": training.losses, "numbers": numbers, "report": report.to_dict()}
+
+
+def restore_and_train(
+    folder: str, more: int = 0, way: str = "flat", save_at: int = 0, step: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Restore into a training that is somewhere else, and train on."""
+    training = Training(seed=1, way=way, **settings)
+    training.step(1)
+    seed_all(7)
+    with Checkpointer(folder) as checkpointer:
+        report = checkpointer.restore(training.state, Latest() if step is None else AtStep(step))
+        numbers = tiny.draws()
+        found = training.taken()
+        training.losses.clear()
+        training.step(more)
+        after = training.taken()
+        if save_at:
+            checkpointer.save(save_at, training.state)
+    return {
+        "state": found,
+        "losses": training.losses,
+        "numbers": numbers,
+        "report": report.to_dict(),
+        "text": str(report),
+        "after": after,
+    }
+
+
+def train_while_it_is_written(folder: str, steps: int) -> tuple[dict[str, Any], bool]:
+    """No byte is written before the training has gone on and everything is another."""
+    training = Training()
+    training.step(steps)
+    seed_all(100 + tiny.rank())
+    may_write = threading.Event()
+    original = write.carry_out
+
+    def late(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return original(*args)
+
+    with mock.patch.object(write, "carry_out", late), Checkpointer(folder, mode=Asynchronous()) as checkpointer:
+        saved = training.taken()
+        report = checkpointer.save(steps, training.state)
+        training.step(2)
+        is_early = (Path(report.directory) / ".metadata").exists()
+        may_write.set()
+        assert checkpointer.wait().is_complete
+    return saved, is_early
+
+
+def save_twice(folder: str) -> list[int]:
+    """Where the copies of two checkpoints lay."""
+    training = Training()
+    memories: list[int] = []
+    with Checkpointer(folder, mode=Asynchronous()) as checkpointer:
+        for step in (1, 2):
+            training.step()
+            checkpointer.save(step, training.state)
+            memories.append(checkpointer._staging._memory.data_ptr())
+    return memories
+
+
+def only_some(folder: str) -> tuple[str, str]:
+    """The ranks of one row of an HSDP mesh do not have all that they are to save."""
+    training = Training()
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    options = CheckpointerOptions(process_group=half)
+    checkpointer = Checkpointer(f"{folder}/{dist.get_rank() // 2}", options=options)
+    return attempt(lambda: checkpointer.save(1, training.state))
+
+
+class Own(Positions):
+    """A position that is another on every rank."""
+
+
+def save_own_positions(folder: str) -> None:
+    training = Training()
+    training.data = Own(10 + tiny.rank())
+    Checkpointer(folder).save(1, training.state)
+
+
+def restore_own_positions(folder: str) -> tuple[tuple[str, str], int, dict[str, Any]]:
+    training = Training()
+    checkpointer = Checkpointer(folder)
+    error = attempt(lambda: checkpointer.restore(training.state))
+    report = checkpointer.restore(training.state, on_mismatched=Ignore(only=("data",)))
+    return error, training.data.at, report.to_dict()
+
+
+def random_numbers(folder: str, kind: str) -> list[tuple[float, float, float]]:
+    """The next numbers on this rank: after a save, as they would come, or after it was restored."""
+    training = Training()
+    checkpointer = Checkpointer(folder)
+    if kind == "save":
+        random.seed(tiny.rank())
+        np.random.seed(tiny.rank())
+        torch.manual_seed(5)  # alike on all ranks
+        checkpointer.save(1, training.state)
+    else:
+        seed_all(99)
+        checkpointer.restore(training.state)
+    return [tiny.draws() for _ in range(2)]
+
+
+def keep_last(folder: str, keep: int) -> list[Any]:
+    training = Training()
+    found: list[Any] = []
+    with Checkpointer(folder, keep=KeepLast(keep) if keep else KeepAll()) as checkpointer:
+        for step in (2, 5, 10, 11):
+            report = checkpointer.save(step, training.state)
+            found.append((checkpointer.steps(), report.removed))
+        assert checkpointer.latest() == 11
+    return found
+
+
+def refused(folder: str, fault: str) -> tuple[str, str]:
+    """A call that cannot be honoured."""
+    training = Training()
+    checkpointer = Checkpointer(folder)
+    state: Any = training.state
+    if fault == "meta":
+        with torch.device("meta"):
+            state = TrainState(tiny.Tiny())
+    elif fault == "no state_dict":
+        state = TrainState(training.model, data=object())
+    elif fault == "no plain data":
+        training.data.at = Path("x")
+    elif fault == "no json":
+        state = TrainState(training.model, user={"at": {1, 2}})
+    elif fault == "other optimizer":
+        state = TrainState(training.model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    elif fault == "step":
+        return attempt(lambda: checkpointer.save(-1, state))
+    elif fault == "other steps":
+        return attempt(lambda: checkpointer.save(1 + tiny.rank(), state))
+    elif fault == "some positions":
+        state = TrainState(training.model, data=Positions() if tiny.rank() else None)
+    elif fault == "mark":
+        checkpointer._root.mkdir(exist_ok=True)
+        with open_writer(folder) as writer:
+            if tiny.rank() == 0:
+                write.take_lock(writer, "another")
+            if dist.is_initialized():
+                dist.barrier()
+            error = attempt(lambda: checkpointer.save(1, state))
+            if tiny.rank() == 0:
+                write.release_lock(writer, "another")
+            return error
+    elif fault == "raise while writing":
+        original = write._write_own
+
+        def struck(world: Any, job: Any, nbytes: int) -> None:
+            if tiny.rank() == 1:
+                raise OSError("struck")
+            original(world, job, nbytes)
+
+        with mock.patch.object(write, "_write_own", struck):
+            return attempt(lambda: checkpointer.save(1, state))
+    return attempt(lambda: checkpointer.save(1, state))
+
+
+def fail_in_the_background(folder: str) -> tuple[Any, ...]:
+    """What befalls rank 1's writing is told to all at the next call, and the next checkpoint succeeds."""
+    training = Training()
+    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer.save(1, training.state)
+    checkpointer.wait()
+    original = write._write_own
+
+    def struck(world: Any, job: Any, nbytes: int) -> None:
+        if tiny.rank() == 1:
+            raise OSError("struck")
+        original(world, job, nbytes)
+
+    with mock.patch.object(write, "_write_own", struck):
+        report = checkpointer.save(2, training.state)
+        checkpointer._on_its_way._thread.join()
+    error = attempt(lambda: checkpointer.save(3, training.state))
+    steps = checkpointer.steps()
+    checkpointer.save(3, training.state)
+    checkpointer.close()
+    return error, report.is_complete, steps, checkpointer.steps()
+
+
+def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
+    """The error, and what has changed nevertheless."""
+    training = Training(seed=3)
+    training.step(1)
+    state: Any = training.state
+    which: Any = Latest()
+    only: Any = shardwise.Everything()
+    if fault == "optimizer of others":
+        some = [p for p in training.model.parameters() if p.ndim > 1]
+        state = TrainState(training.model, torch.optim.AdamW(some), training.schedule, training.data)
+    elif fault == "other optimizer":
+        plain = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+        state = TrainState(training.model, plain, training.schedule, training.data)
+    elif fault == "no optimizer":
+        state = TrainState(training.model, (), training.schedule, training.data)
+    elif fault == "scaler":
+        state = TrainState(
+            training.model, training.optimizer, training.schedule, training.data, torch.amp.GradScaler("cpu")
+        )
+    elif fault == "other schedule":
+        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
+        state = TrainState(training.model, training.optimizer, schedule, training.data)
+    elif fault == "other model":
+        other = nn.Sequential(nn.Linear(6, 7))
+        if dist.is_initialized():
+            fully_shard(other)
+        state = TrainState(other)
+    elif fault == "dtype":
+        state = TrainState(training.model.bfloat16(), (), training.schedule, training.data)
+    elif fault == "step":
+        which = AtStep(4)
+    elif fault == "which":
+        which = AtStep(1 + tiny.rank())
+    else:
+        raise AssertionError(fault)
+    before = training.taken() if fault != "dtype" else None
+    checkpointer = Checkpointer(folder, only=only)
+    error = attempt(lambda: checkpointer.restore(state, which))
+    return error, differences(training.taken(), before) if before else []
+
+
+# Adapters
+
+
+def lora(seed: int, r: int = 4, hidden: int = 32, **settings: Any) -> nn.Module:
+    """A small model with an adapter; the base is always the same, the adapter the seed's."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=r, target_modules=["q_proj", "up_proj"], **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(small_qwen3(hidden_size=hidden), config)
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    if dist.is_initialized():
+        for block in model.base_model.model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def step_lora(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    tokens = torch.randint(0, 97, (2, 6), generator=torch.Generator().manual_seed(seed))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def save_adapter(folder: str) -> dict[str, Any]:
+    model = lora(1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    step_lora(model, optimizer, 0)
+    report = Checkpointer(folder, only=AdapterOnly()).save(1, TrainState(model, optimizer))
+    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
+
+
+def restore_adapter(folder: str, how: str) -> Any:
+    settings: dict[str, Any] = {
+        "rank": {"r": 8},
+        "alpha": {"lora_alpha": 32},
+        "base": {"hidden": 64},
+    }.get(how, {})
+    model = lora(2, **settings)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    state = TrainState(model, optimizer)
+    if how != "same":
+        only = shardwise.Everything() if how == "full" else AdapterOnly()
+        return attempt(lambda: Checkpointer(folder, only=only).restore(state))
+    report = Checkpointer(folder, only=AdapterOnly()).restore(state)
+    return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
+
+
+# Bringing a model up
+
+
+def save_pretrained_run(base: str, folder: str) -> Any:
+    model = shardwise.from_pretrained(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step_lora(model, optimizer, 0)
+    Checkpointer(folder).save(1, TrainState(model, optimizer))
+    return [step_lora(model, optimizer, seed) for seed in (1, 2)]
+
+
+def resume_pretrained_run(base: str, folder: str) -> Any:
+    """From the config alone: there are no weights beside it that could be read."""
+    model = shardwise.from_pretrained(base, weights=shardwise.Later())
+    is_hollow = all(parameter.is_meta for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    report = Checkpointer(folder).restore(TrainState(model, optimizer))
+    losses = [step_lora(model, optimizer, seed) for seed in (1, 2)]
+    return is_hollow, losses, report.to_dict()
+
+
+# Crashes
+
+
+@contextmanager
+def recorded(root: str, log: str | None) -> Any:
+    """All that is written below ``root`` is noted, with the folders inside of it."""
+    if log is None:
+        yield
+        return
+    effects = EffectLog(log)
+
+    def opened(target: Any) -> Any:
+        folder = "" if str(target) == root else Path(target).name
+        return RecordingWriter(open_writer(target), effects, writer=tiny.rank(), folder=folder)
+
+    with (
+        mock.patch("shardwise.checkpoints.write.open_writer", opened),
+        mock.patch("shardwise.checkpoints.folder.open_writer", opened),
+    ):
+        yield
+
+
+def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | None) -> None:
+    training = Training()
+    with recorded(folder, log), Checkpointer(folder, keep=KeepLast(keep), mode=MODES[mode]) as checkpointer:
+        for step in steps:
+            training.step()
+            checkpointer.save(step, training.state)
+
+
+def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
+    """A save while another machine's mark is there, which is renewed or not."""
+    with (
+        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
+        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
+    ):
+        Path(folder).mkdir(exist_ok=True)
+        with open_writer(folder) as writer:
+            with mock.patch("socket.gethostname", return_value="elsewhere"):
+                write.take_lock(writer, "theirs", renewed_s=0.1)
+            with Renewal(folder, 0.1) if is_renewed else nullcontext():
+                error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
+            write.release_lock(writer, "theirs")
+    return error

@@ -1,0 +1,234 @@
+"""Calls that cannot be honoured, and checkpoints that cannot be trusted: one clear error, on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import on_ranks
+from tests.checkpoints.tiny import Training
+
+import shardwise
+from shardwise import Checkpointer, CheckpointerOptions, KeepLast
+
+pytestmark = pytest.mark.distributed
+
+CALLS = {
+    "meta": ("PlacementError", "are on meta and have no values"),
+    "no state_dict": ("ConfigError", "data is a object, which has no state_dict and load_state_dict"),
+    "no plain data": ("ConfigError", "data.rank_0['at'] is of type pathlib"),
+    "no json": ("ConfigError", "user holds what is no JSON"),
+    "other optimizer": ("PlacementError", "is not the model's"),
+    "step": ("ConfigError", "step=-1 is not a number of optimizer steps"),
+    "other steps": ("DisagreementError", "the list of arguments (step, keep, mode, only) on rank 1"),
+    "some positions": ("DisagreementError", "some ranks have a position in the data and others none"),
+    "mark": ("StorageError", "another save is writing here (process"),
+    "raise while writing": ("CheckpointError", "rank 1: OSError: struck"),
+}
+
+
+@pytest.mark.parametrize("fault", CALLS)
+def test_a_call_that_cannot_be_honoured(worlds, tmp_path, fault):
+    kind, text = CALLS[fault]
+    found = worlds(2).run(on_ranks.refused, str(tmp_path), fault)
+    assert len(set(found)) == 1
+    assert found[0][0] == kind
+    assert text in found[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
+    for kind, text in worlds(4).run(on_ranks.only_some, str(tmp_path)):
+        assert kind == "PlacementError"
+        assert "do not hold, together, each element of" in text
+
+
+def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
+    for error, is_complete, steps, then in worlds(2).run(on_ranks.fail_in_the_background, str(tmp_path)):
+        assert error == ("CheckpointError", "rank 1: OSError: struck")
+        assert not is_complete
+        assert steps == [1]
+        assert then == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda folder: KeepLast(0), "at least one checkpoint must be kept"),
+        (lambda folder: CheckpointerOptions(budget_bytes=1), "less than a page"),
+        (lambda folder: Checkpointer("s3://bucket/run"), "not at a URL"),
+        (lambda folder: Checkpointer(folder, keep=3), "pass KeepLast"),
+        (lambda folder: Checkpointer(folder, mode="async"), "pass Synchronous"),
+        (lambda folder: Checkpointer(folder, only="adapter"), "pass Everything"),
+    ],
+)
+def test_an_argument_that_cannot_be_honoured(tmp_path, make, text):
+    with pytest.raises(shardwise.ConfigError, match=text):
+        make(tmp_path)
+
+
+# What does not fit
+
+
+@pytest.fixture(scope="module")
+def run(worlds, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    worlds(2).run(on_ranks.train_and_save, str(folder), 3)
+    return folder
+
+
+MISFITS = {
+    "optimizer of others": ("CoverageError", "unexpected"),
+    "other optimizer": ("CoverageError", "no group of the state has the parameters of group 0"),
+    "no optimizer": ("CoverageError", "unexpected 1     optimizers"),
+    "scaler": ("CoverageError", "missing 1        scaler"),
+    "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
+    "other model": ("CoverageError", "missing 2        0.weight"),
+    "dtype": ("CoverageError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
+    "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),
+    "which": ("DisagreementError", "what is asked to be restored"),
+}
+
+
+@pytest.mark.parametrize("fault", MISFITS)
+def test_what_does_not_fit_is_refused_and_changes_nothing(worlds, run, fault):
+    kind, text = MISFITS[fault]
+    found = worlds(2).run(on_ranks.restore_badly, str(run), fault)
+    assert len({error for error, _ in found}) == 1
+    assert found[0][0][0] == kind
+    assert text in found[0][0][1]
+    assert [changed for _, changed in found] == [[], []]
+
+
+# What cannot be trusted
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path(self.at),))
+
+    def __init__(self, at):
+        self.at = str(at)
+
+
+def rewritten(step: Path, change) -> None:
+    """The facts, changed, and telling the truth of the metadata."""
+    file = step / "shardwise.checkpoint.json"
+    facts = json.loads(file.read_text())
+    change(facts)
+    facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
+    facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
+    file.write_text(json.dumps(facts))
+
+
+def spoil(fault: str, step: Path, bomb: Path) -> None:
+    facts, data = step / "shardwise.checkpoint.json", step / "__1_0.distcp"
+    match fault:
+        case "truncated":
+            data.write_bytes(data.read_bytes()[:-1])
+        case "missing":
+            data.unlink()
+        case "mixed":
+            (step / ".metadata").write_bytes((step / ".metadata").read_bytes() + b"\0")
+        case "no facts":
+            facts.write_text("[]")
+        case "other facts":
+            facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 1, "step": "x"}))
+        case "newer":
+            facts.write_text(json.dumps({"kind": "shardwise training checkpoint", "version": 2}))
+        case "other step":
+            rewritten(step, lambda found: found.update(step=4))
+        case "pickle":
+            (step / ".metadata").write_bytes(pickle.dumps(Bomb(bomb)))
+            rewritten(step, lambda found: None)
+        case "climbing":
+            content = (step / ".metadata").read_bytes()
+            (step / ".metadata").write_bytes(content.replace(b"__1_0.distcp", b"../__0.distc"))
+            rewritten(step, lambda found: None)
+        case "other names":
+            content = (step / ".metadata").read_bytes()
+            (step / ".metadata").write_bytes(content.replace(b"schedulers", b"schedulerz"))
+            rewritten(step, lambda found: None)
+        case "object":
+            whole = (step / "__0_0.distcp").read_bytes()
+            at = whole.index(b"schedulers") if b"schedulers" in whole else whole.rindex(b"PK\x05\x06")
+            (step / "__0_0.distcp").write_bytes(whole[: at + 1] + b"\0" * (len(whole) - at - 1))
+        case _:
+            raise AssertionError(fault)
+
+
+DAMAGE = {
+    "truncated": r"__1_0.distcp: has \d+ bytes, and \d+ were written",
+    "missing": "__1_0.distcp: is missing",
+    "mixed": "is not the one that shardwise.checkpoint.json tells of",
+    "no facts": "does not tell of a checkpoint of shardwise",
+    "other facts": "is not what belongs there",
+    "newer": "is of version 2, and this shardwise reads 1",
+    "other step": "tells of step 4",
+    "pickle": "pathlib",
+    "climbing": "refused",
+    "other names": "schedulerz, which no checkpoint of shardwise has",
+    "object": "cannot be read as plain data",
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_damaged_or_hostile_checkpoint_is_refused(run, tmp_path, fault):
+    shutil.copytree(run, tmp_path / "run")
+    bomb = tmp_path / "bomb"
+    spoil(fault, tmp_path / "run" / "step-3", bomb)
+    training = Training(seed=5)
+    before = training.taken()
+    with pytest.raises(shardwise.FormatError, match=DAMAGE[fault]):
+        Checkpointer(tmp_path / "run").restore(training.state)
+    assert not bomb.exists()
+    assert on_ranks.differences(training.taken(), before) == []
+
+
+def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
+    """A value that is no plain data, where plain data was."""
+    import io
+
+    import torch
+
+    shutil.copytree(run, tmp_path / "run")
+    step, bomb = tmp_path / "run" / "step-3", tmp_path / "bomb"
+    buffer = io.BytesIO()
+    torch.save(Bomb(bomb), buffer)
+    place = shardwise_place(step, ("schedulers",))
+    whole = bytearray((step / place.file).read_bytes())
+    assert len(buffer.getvalue()) <= place.bytes.nbytes
+    whole[place.bytes.start : place.bytes.start + len(buffer.getvalue())] = buffer.getvalue()
+    content = (step / ".metadata").read_bytes()
+    metadata = pickle.loads(content)
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "schedulers":
+            info.length = len(buffer.getvalue())
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    (step / place.file).write_bytes(whole)
+    rewritten(step, lambda found: None)
+    training = Training(seed=5)
+    with pytest.raises(shardwise.FormatError, match="schedulers in .*: cannot be read as plain data"):
+        Checkpointer(tmp_path / "run").restore(training.state)
+    assert not bomb.exists()
+
+
+def shardwise_place(step: Path, path: tuple[str, ...]):
+    from shardwise.formats.distributed import read_metadata
+    from shardwise.storage import LocalReader
+
+    with LocalReader(step) as reader:
+        return read_metadata(reader).objects[path]
+
+
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_a_mark_of_another_machine(tmp_path, is_renewed):
+    """It is taken over where it is not renewed."""
+    kind, text = on_ranks.elsewhere(str(tmp_path), is_renewed)
+    assert kind == ("StorageError" if is_renewed else "")
+    assert ("on elsewhere" in text) == is_renewed
+    assert (tmp_path / "step-1").exists() != is_renewed

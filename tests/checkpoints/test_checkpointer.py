@@ -1,0 +1,366 @@
+"""Saved on some ranks, restored on others: the same bits, and the same training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import on_ranks, tiny
+from tests.checkpoints.tiny import Training, differences
+
+from shardwise import AtStep, Checkpointer, Latest, TrainState
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_goes_on(found, saved):
+    """On every rank, bit for bit; the losses after it but for the order of sums."""
+    for item in found:
+        assert differences(item["state"], saved[0]["state"]) == []
+        assert item["losses"] == pytest.approx(saved[0]["losses"], abs=1e-6)
+        report = item["report"]
+        assert report["missing"] == report["unexpected"] == report["mismatched"] == report["afresh"] == ()
+        assert report["cast"] == {}
+        assert report["user"] == {"best": 0.25, "tags": ["a"]}
+        assert report["restored"] == ("model", "optimizers", "schedulers", "data", "rng")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_goes_on_on_fewer_ranks_and_then_on_more(worlds, tmp_path, mode):
+    saved = worlds(4).run(on_ranks.train_and_save, str(tmp_path), 3, mode, "flat", 4)
+    found = worlds(2).run(on_ranks.restore_and_train, str(tmp_path), 2, "flat", 5)
+    assert_goes_on(
+        [{**item, "losses": item["losses"]} for item in found], [{**saved[0], "losses": saved[0]["losses"][:2]}]
+    )
+    later = worlds(3).run(on_ranks.restore_and_train, str(tmp_path), 2)
+    assert_goes_on(later, [{"state": found[0]["after"], "losses": saved[0]["losses"][2:]}])
+
+
+@pytest.mark.parametrize(("way", "size", "onto"), [("hsdp", 4, "flat"), ("flat", 4, "hsdp"), ("hsdp", 4, "hsdp")])
+def test_goes_on_on_another_mesh(worlds, tmp_path, way, size, onto):
+    saved = worlds(size).run(on_ranks.train_and_save, str(tmp_path), 2, "sync", way, 1)
+    assert_goes_on(worlds(4).run(on_ranks.restore_and_train, str(tmp_path), 1, onto), saved)
+
+
+@pytest.mark.parametrize(("size", "then"), [(1, 3), (3, 1)])
+def test_one_process_is_a_world_too(worlds, tmp_path, size, then):
+    def run(count, *args):
+        return [args[0](*args[1:])] if count == 1 else worlds(count).run(*args)
+
+    saved = run(size, on_ranks.train_and_save, str(tmp_path), 2, "async", "flat", 1)
+    assert_goes_on(run(then, on_ranks.restore_and_train, str(tmp_path), 1), saved)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_optimizers_of_several_kinds(tmp_path, make, settings):
+    saved = [on_ranks.train_and_save(str(tmp_path), 2, "sync", "flat", 1, make=make, **settings)]
+    found = [on_ranks.restore_and_train(str(tmp_path), 1, make=make, **settings)]
+    assert differences(found[0]["state"], saved[0]["state"]) == []
+    assert found[0]["losses"] == saved[0]["losses"]
+
+
+SCHEDULES = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ConstantLR(o)],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_of_several_kinds(tmp_path, kind):
+    one, two = Training(), Training(seed=1)
+    one.schedule, two.schedule = (SCHEDULES[kind](item.optimizer) for item in (one, two))
+    one.step(2)
+    Checkpointer(tmp_path).save(2, one.state)
+    Checkpointer(tmp_path).restore(two.state)
+    for _ in range(4):
+        one.step()
+        two.step()
+        assert one.schedule.get_last_lr() == two.schedule.get_last_lr()
+        assert one.losses[-1] == two.losses[-1]
+
+
+def test_what_is_written_is_the_state_at_the_call(worlds, tmp_path):
+    """The training goes on before the first byte is written, and the files are those of a synchronous save."""
+    ranks = worlds(3)
+    found = ranks.run(on_ranks.train_while_it_is_written, str(tmp_path / "async"), 2)
+    assert [is_early for _, is_early in found] == [False] * 3
+    ranks.run(on_ranks.train_and_save, str(tmp_path / "sync"), 2)
+    files = sorted(path.name for path in (tmp_path / "sync" / "step-2").iterdir())
+    assert len(files) == 5
+    for name in files:
+        one, other = ((tmp_path / mode / "step-2" / name).read_bytes() for mode in ("sync", "async"))
+        assert one == other, name
+
+
+def test_the_memory_for_staging_is_used_again(worlds, tmp_path):
+    assert all(first == second for first, second in worlds(2).run(on_ranks.save_twice, str(tmp_path)))
+
+
+def test_replicas_share_the_work(worlds, tmp_path):
+    worlds(4).run(on_ranks.train_and_save, str(tmp_path), 1, "sync", "hsdp")
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "step-1").glob("*.distcp"))]
+    assert len(sizes) == 4
+    assert min(sizes) > 0.3 * max(sizes)
+
+
+def test_torch_reads_it(worlds, tmp_path):
+    """Its own loader, into plain tensors, and its converter to one file."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    saved = worlds(3).run(on_ranks.train_and_save, str(tmp_path), 2)[0]["state"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp_to_torch_save(tmp_path / "step-2", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    first = {name: tensor for name, tensor in saved["model"].items() if name != "head.weight"}
+    assert differences(whole["model"], first) == []
+    assert differences(whole["optimizer"]["state"], saved["moments"]) == []
+    assert whole["optimizer"]["param_groups"] == saved["groups"]
+    assert whole["data"]["rank_0"] == {"at": 2}
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in first.items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert differences(state["model"], first) == []
+
+
+def test_our_loader_reads_the_model_in_it(worlds, tmp_path):
+    import shardwise
+
+    saved = worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)[0]["state"]
+    model = tiny.Tiny()
+    shardwise.load(model, tmp_path / "step-1", buffers={"table": lambda module: torch.arange(6.0)})
+    assert differences(dict(model.state_dict()), saved["model"]) == []
+
+
+# Random numbers and data
+
+
+def test_random_numbers_go_on(worlds, tmp_path):
+    ranks = worlds(3)
+    assert ranks.run(on_ranks.random_numbers, str(tmp_path), "save") == ranks.run(
+        on_ranks.random_numbers, str(tmp_path), "restore"
+    )
+
+
+def test_random_numbers_on_other_ranks(worlds, tmp_path):
+    """What was alike stays alike and goes on; the rest is another on every rank, and the same every time."""
+    saved = worlds(3).run(on_ranks.random_numbers, str(tmp_path), "save")
+    found = worlds(4).run(on_ranks.random_numbers, str(tmp_path), "restore")
+    assert found == worlds(4).run(on_ranks.random_numbers, str(tmp_path), "restore")
+    assert [[draw[2] for draw in item] for item in found] == [[draw[2] for draw in saved[0]]] * 4
+    for generator in (0, 1):
+        numbers = {item[0][generator] for item in found}
+        assert len(numbers) == 4
+        assert numbers.isdisjoint({item[0][generator] for item in saved})
+
+
+def test_positions_of_each_rank(worlds, tmp_path):
+    worlds(3).run(on_ranks.save_own_positions, str(tmp_path))
+    found = worlds(3).run(on_ranks.restore_own_positions, str(tmp_path))
+    assert [at for _, at, _ in found] == [10, 11, 12]
+    assert {error for error, _, _ in found} == {("", "")}
+    for (kind, text), at, report in worlds(2).run(on_ranks.restore_own_positions, str(tmp_path)):
+        assert kind == "CoverageError"
+        assert "data: a position for each of 3 ranks, and now there are 2" in text
+        assert at == 0
+        assert report["mismatched"] == ("data",)
+        assert "data" not in report["restored"]
+
+
+# Which checkpoints there are
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_keeps_the_newest(worlds, tmp_path, keep):
+    for found in worlds(2).run(on_ranks.keep_last, str(tmp_path), keep):
+        steps = [2, 5, 10, 11]
+        for number, (there, removed) in enumerate(found, start=1):
+            assert there == (steps[:number][-keep:] if keep else steps[:number])
+            assert removed == (tuple(steps[: number - keep][-1:]) if keep and number > keep else ())
+    assert not (tmp_path / "shardwise.saving").exists()
+
+
+def test_latest_sees_complete_checkpoints_alone(tmp_path):
+    training = Training()
+    checkpointer = Checkpointer(tmp_path / "run")
+    assert checkpointer.latest() is None
+    checkpointer.save(3, training.state)
+    run = tmp_path / "run"
+    (run / "step-9").mkdir()
+    (run / "step-9" / "__0_0.distcp").write_bytes(b"half")
+    (run / "step-9" / "shardwise.checkpoint.json").write_text("{}")
+    shutil.copytree(run / "step-3", tmp_path / "elsewhere")
+    (run / "step-10").symlink_to(tmp_path / "elsewhere")
+    (run / "step-11").mkdir()
+    for name in (".metadata", "shardwise.checkpoint.json"):
+        (run / "step-11" / name).symlink_to(tmp_path / "elsewhere" / name)
+    for name in (
+        "step-012",
+        "step-1e3",
+        "step--4",
+        "step-13.old",
+        "Step-14",
+        "step-٣",
+        "step-99999999999999999999",
+    ):
+        shutil.copytree(run / "step-3", run / name)
+    (run / "step-15").write_text("a file")
+    assert checkpointer.steps() == [3]
+    assert checkpointer.latest() == 3
+    assert checkpointer.restore(training.state).step == 3
+
+
+def test_leftovers_are_removed_by_the_next_save_and_nothing_else_is(tmp_path):
+    training = Training()
+    for name in ("__0_0.distcp", "__12_0.distcp", "shardwise.checkpoint.json", "..metadata.0a1b2c3d.incomplete"):
+        (tmp_path / "step-4").mkdir(exist_ok=True)
+        (tmp_path / "step-4" / name).write_bytes(b"half")
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-5" / "notes.txt").write_text("mine")
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "step-6" / ".metadata").write_bytes(b"of another tool")
+    (tmp_path / "config.yaml").write_text("mine")
+    Checkpointer(tmp_path).save(7, training.state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "step-5", "step-6", "step-7"]
+    assert [path.name for path in (tmp_path / "step-5").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "step-6" / ".metadata").read_bytes() == b"of another tool"
+
+
+def test_a_folder_that_is_somebody_else_s_is_not_written_to(tmp_path):
+    training = Training()
+    (tmp_path / "step-6").mkdir()
+    (tmp_path / "step-6" / ".metadata").write_bytes(b"of another tool")
+    import shardwise
+
+    with pytest.raises(shardwise.StorageError, match=r"step-6: holds .metadata, which no Checkpointer put there"):
+        Checkpointer(tmp_path).save(6, training.state)
+    with pytest.raises(shardwise.StorageError, match=r"one is there that no Checkpointer saved"):
+        Checkpointer(tmp_path).restore(training.state, AtStep(6))
+    with pytest.raises(shardwise.StorageError, match=r"that of step 6 was not saved by a Checkpointer"):
+        Checkpointer(tmp_path).restore(training.state, Latest())
+    Checkpointer(tmp_path).save(7, training.state)
+
+
+def test_a_second_run_is_told(tmp_path):
+    import shardwise
+
+    one, two = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    training = Training()
+    one.save(1, training.state)
+    with pytest.raises(shardwise.StorageError, match="another run has saved step 1 there since this one began"):
+        two.save(2, training.state)
+    assert one.steps() == [1]
+
+
+def test_going_back_takes_a_decision(tmp_path):
+    import shardwise
+
+    training = Training()
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, training.state)
+    assert checkpointer.restore(training.state, AtStep(1)).step == 1
+    with pytest.raises(shardwise.StorageError, match=r"step 2 is not after 3.*discard_after\(1\)"):
+        checkpointer.save(2, training.state)
+    assert checkpointer.discard_after(1) == [2, 3]
+    checkpointer.save(2, training.state)
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_the_report_can_be_read(worlds, tmp_path):
+    worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)
+    text = worlds(2).run(on_ranks.restore_and_train, str(tmp_path))[1]["text"]
+    assert "step 1 restored from" in text
+    assert "restored: model, optimizers, schedulers, data, rng" in text
+    assert "rng: every rank goes on with its own numbers" in text
+    facts = json.loads((tmp_path / "step-1" / "shardwise.checkpoint.json").read_text())
+    assert facts["step"] == 1
+    assert facts["holds"] == "everything"
+
+
+# Without the base
+
+
+def test_an_adapter_is_stored_without_its_base(worlds, tmp_path):
+    saved = worlds(2).run(on_ranks.save_adapter, str(tmp_path))
+    whole = Path(tmp_path, "step-1", ".metadata").read_bytes()
+    assert b"lora_A" in whole
+    assert b"embed_tokens" not in whole
+    for found in worlds(3).run(on_ranks.restore_adapter, str(tmp_path), "same"):
+        assert found["losses"] == pytest.approx(saved[0]["losses"], abs=1e-6)
+        assert all("lora_" in name for name in found["report"]["model"])
+        assert any("embed_tokens" in name for name in found["report"]["not_stored"])
+
+
+OTHER_TUNINGS = {
+    "full": "holds adapter default, and this run checkpoints everything",
+    "rank": "holds an adapter of another config: r was 4, is 8",
+    "alpha": "lora_alpha was 8, is 32",
+    "base": "belongs to another base model",
+}
+
+
+@pytest.mark.parametrize("how", OTHER_TUNINGS)
+def test_another_tuning_is_refused(worlds, tmp_path_factory, how, adapter_run):
+    for kind, text in worlds(2).run(on_ranks.restore_adapter, adapter_run, how):
+        assert kind == "CoverageError"
+        assert OTHER_TUNINGS[how] in text
+
+
+@pytest.fixture(scope="module")
+def adapter_run(worlds, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("adapter"))
+    worlds(2).run(on_ranks.save_adapter, folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_resumed_model_reads_nothing_of_the_base(worlds, tmp_path, tied):
+    from tests import zoo
+    from tests.verbs.conftest import small_qwen3
+
+    base, run = tmp_path / "base", tmp_path / "run"
+    zoo.save_original(small_qwen3(tie_word_embeddings=tied), base)
+    losses = worlds(2).run(on_ranks.save_pretrained_run, str(base), str(run))
+    with (base / "model.safetensors").open("r+b") as file:  # the header stays, and every weight is NaN
+        header = 8 + int.from_bytes(file.read(8), "little")
+        nbytes = file.seek(0, 2)
+        file.seek(header)
+        file.write(b"\xff" * (nbytes - header))
+    for size in (2, 3):
+        for is_hollow, found, report in worlds(size).run(on_ranks.resume_pretrained_run, str(base), str(run)):
+            assert is_hollow
+            assert found == pytest.approx(losses[0], abs=1e-6)
+            assert report["read_bytes"] > 0
+
+
+def test_state_alone_is_enough(tmp_path):
+    """A model without an optimizer, and no more."""
+    model = tiny.Tiny()
+    Checkpointer(tmp_path).save(0, TrainState(model))
+    other = tiny.Tiny()
+    report = Checkpointer(tmp_path).restore(TrainState(other))
+    assert report.restored == ("model", "rng")
+    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []

@@ -1,0 +1,149 @@
+"""Ranks that are killed: what was committed stays, the others end soon, and the training goes on on other ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import on_ranks
+from tests.checkpoints.on_ranks import MODES
+from tests.checkpoints.tiny import Training, differences
+from tests.faults.doomed import Doomed, Seat
+
+import shardwise
+from shardwise import Checkpointer, CheckpointerOptions, KeepLast
+from shardwise.checkpoints import write
+from shardwise.execution.line import Patience
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+
+QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
+
+STAGES = {
+    "begin": (write, "begin", 0),
+    "write": (write, "_write_own", 1),
+    "sync": (write, "envelope", 2),
+    "commit": (write, "metadata_of", 0),
+    "remove": (write, "release_lock", 0),
+}
+"""By stage, a function that is called in it, and the rank that is killed as it calls it."""
+
+
+def struck(seat: Seat, folder: str, stage: str, mode: str) -> list[int]:
+    """Train and save; at the third checkpoint a rank is killed in the middle."""
+    options = CheckpointerOptions(patience=QUICK)
+    training = Training()
+    checkpointer = Checkpointer(folder, mode=MODES[mode], keep=KeepLast(2), options=options)
+    for step in (1, 2):
+        training.step()
+        checkpointer.save(step, training.state)
+    checkpointer.wait()
+    module, name, rank = STAGES[stage]
+    original = getattr(module, name)
+
+    def killed(*args):
+        seat.tell()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if seat.rank == rank:
+        setattr(module, name, killed)
+    else:
+        setattr(module, name, original)
+    training.step()
+    checkpointer.save(3, training.state)
+    checkpointer.close()
+    return checkpointer.steps()
+
+
+FAST = [("write", "async"), ("commit", "sync"), ("remove", "async")]
+REST = [(stage, mode) for stage in STAGES for mode in MODES if (stage, mode) not in FAST]
+
+
+@pytest.mark.parametrize(("stage", "mode"), FAST)
+def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, stage, mode):
+    kill_and_resume(worlds, tmp_path, stage, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "mode"), REST)
+def test_a_rank_that_is_killed_anywhere_loses_nothing_committed(worlds, tmp_path, stage, mode):
+    kill_and_resume(worlds, tmp_path, stage, mode)
+
+
+def kill_and_resume(worlds, tmp_path, stage, mode):
+    """Four ranks, one killed in the middle of a save; two go on; then three."""
+    with Doomed(4) as world:
+        outcome = world.run(struck, str(tmp_path), stage, mode, limit_s=40)
+        rank = STAGES[stage][2]
+        assert sorted(outcome.ends) == [other for other in range(4) if other != rank]
+        ((kind, text),) = set(outcome.errors().values())
+        assert kind == "RankLostError"
+        assert f"rank {rank} " in text
+        assert outcome.seconds() < 15
+    last = 3 if stage == "remove" else 2
+    alone = Training()
+    alone.step(last)
+    wanted = alone.taken()
+    alone.losses.clear()
+    alone.step(4)
+    found = worlds(2).run(on_ranks.restore_and_train, str(tmp_path), 2, "flat", last + 2)
+    assert {item["report"]["step"] for item in found} == {last}
+    later = worlds(3).run(on_ranks.restore_and_train, str(tmp_path), 2)
+    assert {item["report"]["step"] for item in later} == {last + 2}
+    assert differences(later[0]["state"], found[0]["after"]) == []
+    assert found[0]["state"]["schedule"] == wanted["schedule"]
+    assert found[0]["losses"] == pytest.approx(alone.losses[:2], abs=1e-6)
+    assert later[0]["losses"] == pytest.approx(alone.losses[2:], abs=1e-6)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"step-1", *(f"step-{step}" for step in (2, 3, 4, 5))}
+
+
+def save_for_ever(seat: Seat, folder: str, mode: str) -> None:
+    """Train and save until killed."""
+    training = Training()
+    checkpointer = Checkpointer(
+        folder, mode=MODES[mode], keep=KeepLast(2), options=CheckpointerOptions(patience=QUICK)
+    )
+    if checkpointer.latest() is not None:
+        checkpointer.restore(training.state)
+    seat.tell()
+    while True:
+        training.step()
+        checkpointer.save(training.data.at, training.state)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_kills_at_random_moments(tmp_path, mode):
+    """What is found is always complete, never older than what was there, and is what one process comes to."""
+    draw = random.Random(0)
+    newest = 0
+    for number in range(20):
+        with Doomed(draw.choice((2, 3))) as world:
+            world.start(save_for_ever, str(tmp_path), mode)
+            world.wait_for_blow()
+            time.sleep(draw.uniform(0.0, 0.4))
+            for rank in draw.choice([(0,), (1,), (0, 1)]):
+                os.kill(world.outcome.pids[rank], signal.SIGKILL)
+            time.sleep(draw.uniform(0.0, 0.1))
+        training = Training(seed=1)
+        if newest or (tmp_path / "step-1" / ".metadata").exists():
+            report = Checkpointer(tmp_path).restore(training.state)
+            assert report.step >= newest, number
+            assert report.step == training.data.at == training.schedule.last_epoch
+            newest = report.step
+    assert newest > 20
+    alone = Training()
+    alone.step(newest)
+    step = Training(seed=1)
+    Checkpointer(tmp_path).restore(step.state)
+    for name, tensor in alone.taken()["model"].items():
+        assert tensor.allclose(step.taken()["model"][name], atol=1e-4), name
+    assert len(list(Path(tmp_path).glob("step-*/.metadata"))) <= 3
+    Checkpointer(tmp_path).save(newest + 1, step.state)
+    assert shardwise.Checkpointer(tmp_path).latest() == newest + 1
