@@ -25,7 +25,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-merge bench-train clean
+.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,9 @@ bench-load: $(VENV)/project ## loading against peers and the roof; half an hour,
 
 bench-save: $(VENV)/project ## saving against transformers, torch and the roof; ten minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.save $(ARGS)
+
+bench-checkpoint: $(VENV)/project ## checkpoints against torch's own and the bare copy; minutes, ARGS="--what lora"
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.checkpoint $(ARGS)
 
 bench-merge: $(VENV)/project ## merging against accelerate; minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.merge $(ARGS)

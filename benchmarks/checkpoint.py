@@ -3,11 +3,11 @@
     python -m benchmarks.checkpoint                 # a full tuning, some minutes
     python -m benchmarks.checkpoint --what lora     # the adapter of a 1.7B model and its AdamW
 
-Four gloo ranks hold a model of random values and its AdamW with moments, in float32. The arms take turns; the clock of
-a rank runs from a barrier until the call returns, and the slowest rank counts. With the asynchronous arms it goes on
-until the checkpoint is complete. "the copy alone" is what no asynchronous checkpoint can do without: every rank copies
-its own shards to memory that is there already. Every arm syncs what it writes to the disk. torch's arms write the
-model and its moments only.
+Four gloo ranks hold a model of random values and its AdamW with moments, in float32. The arms take turns; the clock
+of a rank runs from a barrier until the call returns, and the slowest rank counts. With the asynchronous arms it
+goes on until the checkpoint is complete. "the copy alone" is what no asynchronous checkpoint can do without: every
+rank copies its own shards to memory that is there already. Every arm syncs what it writes to the disk. torch's
+arms write the model and its moments only.
 """
 
 from __future__ import annotations
@@ -198,10 +198,14 @@ def summary(ranks: list[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]
 
 def table(results: Mapping[str, Any]) -> str:
     """The results in Markdown."""
+    place = results["machine"]
+    head = (
+        f"{results['date']}, commit {results['commit']}, `{results['command']}`; {place['cpus']} processors "
+        f"({place['processor']}), load average {place['load_average'][0]:.1f}; "
+        f"{results['parameters'] / 1e6:.0f} million trained parameters on {RANKS} ranks"
+    )
     rows = [
-        f"{results['date']}, commit {results['commit']}, `{results['command']}`; {results['machine']['cpus']} "
-        f"processors ({results['machine']['processor']}), load average {results['machine']['load_average'][0]:.1f}; "
-        f"{results['parameters'] / 1e6:.0f} million trained parameters on {RANKS} ranks",
+        head,
         "",
         "| arm | first, s | blocked, s (median, all) | complete after, s |",
         "|---|--:|--:|--:|",
@@ -223,11 +227,12 @@ def verdicts(what: str, arms: Mapping[str, Mapping[str, list[float]]]) -> list[s
         statistics.median(arms[arm]["blocked"][1:]) for arm in ("synchronous", "asynchronous", "the copy alone")
     )
     bound = max(AIM * sync, copy)
-    lines = [
+    waits = (
         f"Training waits {beside:.3f} s for an asynchronous checkpoint: {beside / sync:.3f} of a synchronous one, "
         f"{beside / copy:.2f} of the copy alone. The aim is {bound:.3f} s, the larger of {AIM} and the copy: "
         f"{'met' if beside <= bound else 'missed'}."
-    ]
+    )
+    lines = [waits]
     if what == "lora":
         lines.append(
             f"A synchronous checkpoint of the adapter takes {sync:.3f} s; the aim is {LORA_AIM_S} s: "

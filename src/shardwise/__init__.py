@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.execution.states import StateOptions
     from shardwise.models.blocks import CompileBlocks, Off, PerBlock
     from shardwise.models.lora import MergedAdapter
+    from shardwise.models.optimizer_state import ByName, ByPosition
     from shardwise.models.selection import AdapterOnly, Everything
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
@@ -51,11 +52,12 @@ if TYPE_CHECKING:
     )
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
-    from shardwise.planning.forms import FullState, ShardedState
+    from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import (
         CheckpointReport,
+        FilesReport,
         Forecast,
         LoadReport,
         ReopenReport,
@@ -63,9 +65,16 @@ if TYPE_CHECKING:
         SaveReport,
         ShardReport,
         StateReport,
+        TrainerReport,
     )
     from shardwise.storage import HubOptions
     from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
+    from shardwise.verbs.accelerate_files import (
+        load_accelerate_model,
+        load_accelerate_optimizer,
+        save_accelerate_model,
+        save_accelerate_optimizer,
+    )
     from shardwise.verbs.load import LoadOptions, load
     from shardwise.verbs.merge_adapter import merge_adapter
     from shardwise.verbs.merge_weights import KeepSource, RemoveSource, Safetensors, TorchFile, merge_weights
@@ -85,6 +94,7 @@ if TYPE_CHECKING:
     from shardwise.verbs.shard import ShardOptions, shard
     from shardwise.verbs.state import model_state, set_model_state
     from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+    from shardwise.verbs.trainer_checkpoint import LeaveRandom, RestoreRandom, load_trainer_checkpoint
 
 __version__ = "0.1.0"
 
@@ -96,6 +106,8 @@ _HOMES = {
     "Asynchronous": "shardwise.checkpoints.modes",
     "AtStep": "shardwise.checkpoints.modes",
     "Automatic": "shardwise.models.wrap",
+    "ByName": "shardwise.models.optimizer_state",
+    "ByPosition": "shardwise.models.optimizer_state",
     "CheckpointError": "shardwise.errors",
     "CheckpointReport": "shardwise.report",
     "Checkpointer": "shardwise.checkpoints.checkpointer",
@@ -110,6 +122,8 @@ _HOMES = {
     "EveryRank": "shardwise.planning.sources",
     "Everything": "shardwise.models.selection",
     "ExistingLora": "shardwise.tuning.modes",
+    "DistributedFolder": "shardwise.planning.forms",
+    "FilesReport": "shardwise.report",
     "FirstRank": "shardwise.planning.sources",
     "Forecast": "shardwise.report",
     "FormatError": "shardwise.errors",
@@ -129,6 +143,7 @@ _HOMES = {
     "KeepSource": "shardwise.verbs.merge_weights",
     "Later": "shardwise.verbs.pretrained",
     "Latest": "shardwise.checkpoints.modes",
+    "LeaveRandom": "shardwise.verbs.trainer_checkpoint",
     "LoadOptions": "shardwise.verbs.load",
     "LoadReport": "shardwise.report",
     "Lora": "shardwise.tuning.modes",
@@ -140,16 +155,19 @@ _HOMES = {
     "NoSplitModules": "shardwise.models.wrap",
     "Off": "shardwise.models.blocks",
     "OncePerGroup": "shardwise.planning.sharing",
+    "OneFile": "shardwise.planning.forms",
     "OneRankPerNode": "shardwise.planning.sources",
     "Patience": "shardwise.execution.line",
     "PerBlock": "shardwise.models.blocks",
     "PlacementError": "shardwise.errors",
+    "RankFiles": "shardwise.planning.forms",
     "RankLostError": "shardwise.errors",
     "Refuse": "shardwise.planning.consent",
     "RemoveSource": "shardwise.verbs.merge_weights",
     "ReopenReport": "shardwise.report",
     "Replicated": "shardwise.tuning.modes",
     "RequireMemory": "shardwise.planning.forecast",
+    "RestoreRandom": "shardwise.verbs.trainer_checkpoint",
     "RestoreReport": "shardwise.report",
     "ResizeVocab": "shardwise.models.vocabulary",
     "Safetensors": "shardwise.verbs.merge_weights",
@@ -167,6 +185,7 @@ _HOMES = {
     "Synchronous": "shardwise.checkpoints.modes",
     "TorchFile": "shardwise.verbs.merge_weights",
     "TrainState": "shardwise.checkpoints.state",
+    "TrainerReport": "shardwise.report",
     "Trust": "shardwise.verbs.save",
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
@@ -175,6 +194,9 @@ _HOMES = {
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",
+    "load_accelerate_model": "shardwise.verbs.accelerate_files",
+    "load_accelerate_optimizer": "shardwise.verbs.accelerate_files",
+    "load_trainer_checkpoint": "shardwise.verbs.trainer_checkpoint",
     "model_state": "shardwise.verbs.state",
     "optimizer_state": "shardwise.verbs.optimizer_state",
     "merge_adapter": "shardwise.verbs.merge_adapter",
@@ -182,6 +204,8 @@ _HOMES = {
     "plan": "shardwise.verbs.plan",
     "save": "shardwise.verbs.save",
     "save_adapter": "shardwise.verbs.save",
+    "save_accelerate_model": "shardwise.verbs.accelerate_files",
+    "save_accelerate_optimizer": "shardwise.verbs.accelerate_files",
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
@@ -196,6 +220,8 @@ __all__ = [
     "Asynchronous",
     "AtStep",
     "Automatic",
+    "ByName",
+    "ByPosition",
     "CheckpointError",
     "CheckpointReport",
     "Checkpointer",
@@ -206,10 +232,12 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "DisagreementError",
+    "DistributedFolder",
     "Drawn",
     "EveryRank",
     "Everything",
     "ExistingLora",
+    "FilesReport",
     "FirstRank",
     "Forecast",
     "FormatError",
@@ -229,6 +257,7 @@ __all__ = [
     "KeepSource",
     "Later",
     "Latest",
+    "LeaveRandom",
     "LoadOptions",
     "LoadReport",
     "Lora",
@@ -240,10 +269,12 @@ __all__ = [
     "NoSplitModules",
     "Off",
     "OncePerGroup",
+    "OneFile",
     "OneRankPerNode",
     "Patience",
     "PerBlock",
     "PlacementError",
+    "RankFiles",
     "RankLostError",
     "Refuse",
     "RemoveSource",
@@ -251,6 +282,7 @@ __all__ = [
     "Replicated",
     "RequireMemory",
     "ResizeVocab",
+    "RestoreRandom",
     "RestoreReport",
     "Safetensors",
     "SaveOptions",
@@ -267,6 +299,7 @@ __all__ = [
     "Synchronous",
     "TorchFile",
     "TrainState",
+    "TrainerReport",
     "Trust",
     "TryAnyway",
     "Upcast",
@@ -276,12 +309,17 @@ __all__ = [
     "from_pretrained",
     "iter_hf_tensors",
     "load",
+    "load_accelerate_model",
+    "load_accelerate_optimizer",
+    "load_trainer_checkpoint",
     "merge_adapter",
     "merge_weights",
     "model_state",
     "optimizer_state",
     "plan",
     "save",
+    "save_accelerate_model",
+    "save_accelerate_optimizer",
     "save_adapter",
     "set_model_state",
     "set_optimizer_state",

@@ -100,7 +100,7 @@ def gather(
         PlacementError: ranks do not have, together, all of a tensor.
     """
     told = world.each(lambda: {name: facts(tensor, name) for name, tensor in tensors.items()})
-    held = world.together(lambda: _held(tensors, told))
+    held = world.together(lambda: held_by_rank(tensors, told))
     receivers = form.receivers(world.size)
 
     def begin() -> tuple[list[Handover], dict[str, torch.Tensor]]:
@@ -158,10 +158,15 @@ def require_same_tensors(told: Sequence[Mapping[str, Facts]]) -> None:
         )
 
 
-def _held(
+def held_by_rank(
     tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, Facts]]
 ) -> dict[str, tuple[tuple[Box, ...], ...]]:
-    """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each."""
+    """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor.
+    """
     require_same_tensors(told)
     held = {name: tuple(found[name].boxes for found in told) for name in tensors}
     lacking = [name for name, tensor in tensors.items() if not covers(tuple(tensor.shape), held[name])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,59 @@ def refuse_meta(tensors: Mapping[str, torch.Tensor], what: str) -> None:
         raise PlacementError(f"{len(found)} tensors of {what} are on meta and have no values: {names}")
 
 
+class Values(Protocol):
+    """The values of a state, by name, wherever they are: on ranks, or in files."""
+
+    def told(self, world: World) -> list[dict[str, Brought]]:
+        """What there is of the state, by who brings it. Collective: yes."""
+        ...
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        """Raise when names of one tensor have different values. Collective: yes.
+
+        Raises:
+            CoverageError: naming two.
+        """
+        ...
+
+    def bring(
+        self,
+        world: World,
+        match: Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+    ) -> Traffic:
+        """Bring what has been matched into ``targets``, by the first names of the places. Collective: yes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtValues:
+    """Tensors that ranks have: whole ones or shards, on this rank these."""
+
+    tensors: Mapping[str, Any]
+
+    def told(self, world: World) -> list[dict[str, Brought]]:
+        """Raises as :func:`brought`."""
+        return world.each(lambda: brought(self.tensors))
+
+    def require_ties(self, world: World, ties: Sequence[Sequence[str]]) -> None:
+        world.together(lambda: require_ties(self.tensors, ties))
+
+    def bring(
+        self,
+        world: World,
+        match: Match,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        budget_bytes: int,
+        device: torch.device,
+    ) -> Traffic:
+        return bring(world, match, self.tensors, targets, budget_bytes=budget_bytes, device=device)
+
+
 def require_ties(tensors: Mapping[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
     """Raise when names of one tensor come with different values. What has been matched has one shape.
 
@@ -116,10 +169,15 @@ def require_ties(tensors: Mapping[str, torch.Tensor], ties: Iterable[Sequence[st
         first, *others = [name for name in names if name in tensors] or [""]
         for other in others:
             if not _is_same(tensors[first], tensors[other]):
-                raise CoverageError(
-                    f"{first} and {other} are one tensor in the model, and two with different values in the state; "
-                    "leave out the one that does not count"
-                )
+                raise untied(first, other)
+
+
+def untied(first: str, other: str) -> CoverageError:
+    """What to say of names of one tensor that come with two values."""
+    return CoverageError(
+        f"{first} and {other} are one tensor in the model, and two with different values in the state; "
+        "leave out the one that does not count"
+    )
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,6 +27,66 @@ Nest = Mapping[tuple[str | int, ...], object]
 """Values by the keys that lead to them, through dicts and (by numbers) lists."""
 
 
+class RoomyFile:
+    """A file of ``torch.save`` under way: its pickle is written, with room for the bytes of its tensors.
+
+    The archive's checksums of these stay those of nothing, which torch does not look at.
+    """
+
+    def __init__(self, writer: LocalWriter, name: str) -> None:
+        self._writer = writer
+        self._name = name
+        self._token = f"model.{secrets.token_hex(4)}{INCOMPLETE}"
+
+    def begin(self, tensors: Mapping[tuple[str | int, ...], Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
+        """Write all but the bytes of the tensors; where these belong, each once, in the order of the file.
+
+        ``tensors`` are key, dtype and shape, by where they are in the object that is saved (:func:`nested`); those
+        of one key are one. ``objects`` is what else is in it.
+        """
+        take_lock(self._writer, self._token)
+        try:
+
+            def make() -> object:
+                hollow = {key: torch.empty(shape, dtype=to_torch(dtype)) for key, dtype, shape in tensors.values()}
+                return nested({**{path: hollow[key] for path, (key, _, _) in tensors.items()}, **objects})
+
+            try:
+                save_without_data(make, Path(self._writer.root, self._token))
+            except OSError as error:
+                raise StorageError(
+                    f"{self._token} in {self._writer.root}: writing it failed, {error.strerror}"
+                ) from error
+            return _places(
+                self._writer, self._token, {".".join(map(str, path)): at for path, at in tensors.items()}
+            )
+        except BaseException:
+            self.undo()
+            raise
+
+    def write(self, start: int, value: torch.Tensor) -> memoryview:
+        """Put the bytes of a tensor, or of a row-major run of one, into the file at this byte."""
+        data = memory_of(value.contiguous().view(-1).view(torch.uint8))
+        self._writer.write(self._token, start, [data])
+        return data
+
+    def sync(self) -> None:
+        """Make sure that what has been written stays."""
+        self._writer.sync(self._token)
+
+    def commit(self) -> None:
+        """Take the place of the file of this name, once synced."""
+        self._writer.rename(self._token, self._name)
+        release_lock(self._writer, self._token)
+        self._writer.sync_names()
+
+    def undo(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(StorageError):
+            self._writer.remove(self._token)
+            release_lock(self._writer, self._token)
+
+
 def stream_torch_file(
     writer: LocalWriter,
     name: str,
@@ -39,9 +99,6 @@ def stream_torch_file(
 ) -> Streamed:
     """Write one file, which then takes the place of the one of this name.
 
-    The pickle is written with room for the bytes of the tensors (``torch.serialization.skip_data``). The archive's
-    checksums of these stay those of nothing, which torch does not look at.
-
     Args:
         writer: to the folder.
         name: of the file.
@@ -53,42 +110,24 @@ def stream_torch_file(
 
     Memory: two blocks, and what ``values`` takes.
     """
-    token = f"model.{secrets.token_hex(4)}{INCOMPLETE}"
-    keys = {".".join(map(str, path)): saved for path, saved in tensors.items()}
     streamed = Streamed({key: 0 for key, _, _ in tensors.values()})
-    take_lock(writer, token)
+    file = RoomyFile(writer, name)
     try:
-
-        def make() -> object:
-            hollow = {
-                path: torch.empty(shape, dtype=to_torch(dtype)) for path, (_, dtype, shape) in tensors.items()
-            }
-            return nested({**hollow, **objects})
-
-        try:
-            save_without_data(make, Path(writer.root, token))
-        except OSError as error:
-            raise StorageError(f"{token} in {writer.root}: writing it failed, {error.strerror}") from error
-        for place, (key, dtype, shape) in _places(writer, token, keys):
+        for place, (key, dtype, shape) in file.begin(tensors, objects):
             inside = 0
             for box in row_blocks(shape, max(1, BLOCK_BYTES // dtype.itemsize)):
                 (value,) = values([(key, box)])
-                data = memory_of(value.contiguous().view(-1).view(torch.uint8))
-                writer.write(token, place.start + inside, [data])
+                data = file.write(place.start + inside, value)
                 streamed.add(key, data, inside)
                 advance(data.nbytes)
                 inside += data.nbytes
-        writer.sync(token)
+        file.sync()
     except BaseException:
-        with contextlib.suppress(StorageError):
-            writer.remove(token)
-            release_lock(writer, token)
+        file.undo()
         raise
     for companion, content in companions.items():
         writer.replace(companion, content)
-    writer.rename(token, name)
-    release_lock(writer, token)
-    writer.sync_names()
+    file.commit()
     return streamed
 
 
@@ -136,4 +175,5 @@ def _places(writer: LocalWriter, token: str, keys: Mapping[str, Saved]) -> list[
     if found.keys() != keys.keys():
         odd = shown(sorted(found.keys() ^ keys.keys())[0])
         raise FormatError(f"{odd}: its place in a file of torch.save is not found; two values have one name")
-    return sorted(((found[key], saved) for key, saved in keys.items()), key=lambda item: item[0].start)
+    once = {saved[0]: (found[path], saved) for path, saved in keys.items()}
+    return sorted(once.values(), key=lambda item: item[0].start)

@@ -166,12 +166,18 @@ def open_checkpoint(
         return _open(opened.reader, weights_name, extra_files)
 
 
-def open_state(reader: StorageReader) -> CheckpointIndex:
+def open_state(reader: StorageReader, file: str | None = None) -> CheckpointIndex:
     """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
-    Raises as :func:`open_checkpoint`.
+    Or those of one ``file`` of ``torch.save``. Raises as :func:`open_checkpoint`.
     """
     faults, found = Faults(reader.root), _Contents()
+    if file is not None:
+        saved = read_torch_file(reader, file)
+        found.files[saved.file] = saved.file_nbytes
+        _add_tensors(saved.tensors, Choice((), ()), found, faults)
+        faults.raise_if_any()
+        return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
     contents = read_distributed(reader, choose=lambda _: Choice((), ()))
     assert contents is not None
     found.files.update(contents.files)

@@ -136,6 +136,11 @@ class TorchArchive(Archive):
         return StoredView(self._file, ByteRange(place.start, place.start + whole), tensor.dtype, strided)
 
 
+def refuse_others(reader: StorageReader, file: str) -> None:
+    """Raise :class:`FormatError` for files that are well known and no archives of ``torch.save``."""
+    _refuse_others(Part(reader, file, 0, reader.size(file)), shown(file))
+
+
 def _refuse_others(part: Part, what: str) -> None:
     """Refuse what is well known and no archive."""
     first = part.read(0, min(part.nbytes, len(_LFS)))

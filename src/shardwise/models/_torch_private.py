@@ -5,7 +5,8 @@ counters of tensors; the store of the default process group, and the device of a
 ``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam``
 (to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
 learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
-fake tensors (to write a file with room for bytes that come later).
+fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
+checkpoint.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.rebind import Bound, Key, Scalar, label
 from shardwise.models.view import canonical
 
@@ -96,6 +96,78 @@ def read(
         for entry, value in entries.items():
             _sort_in(given, plain, str(entry), value, shapes.get(plain))
     return given
+
+
+@dataclass(frozen=True, slots=True)
+class ByName:
+    """A state has the names of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByPosition:
+    """A state that has numbers for parameters is of an optimizer made just as the present one.
+
+    So ``optimizer.state_dict()`` has them: the first number is the first parameter of the first group. Groups must
+    be as large as those now, and values have the shapes of their parameters. That parameters of one shape have not
+    changed places is for the caller to know.
+    """
+
+
+ParameterOrder: TypeAlias = ByName | ByPosition
+"""How it is known which parameter a state means."""
+
+
+def with_names(
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    order: ParameterOrder,
+) -> dict[str | int, str]:
+    """The parameters of a state by the numbers that it has for them; nothing where it has names.
+
+    ``groups`` are the present parameters, ``shapes`` theirs.
+
+    Raises:
+        ConfigError: numbers have no names, and it is not known which they are.
+        CoverageError: groups or shapes are not those of the present parameters.
+    """
+    given = [group for group in state.get("param_groups", ()) if isinstance(group, Mapping)]
+    numbers = [list(group.get("params", ())) for group in given]
+    if not any(isinstance(number, int) for members in numbers for number in members):
+        return {}
+    named = [group.get("param_names") for group in given]
+    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
+        names = [[canonical(str(name)) for name in group or ()] for group in named]
+    elif isinstance(order, ByPosition):
+        names = [list(members) for members in groups]
+        sizes, wanted = [len(members) for members in numbers], [len(members) for members in names]
+        if sizes != wanted:
+            raise CoverageError(
+                f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
+                "optimizer as it was made when the state was saved"
+            )
+    else:
+        raise ConfigError(
+            "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
+            "say which parameters they are; if the optimizer was made just as this one, pass order=ByPosition(); "
+            "optimizers made of model.named_parameters() keep the names"
+        )
+    found = {
+        number: name
+        for members, own in zip(numbers, names, strict=True)
+        for number, name in zip(members, own, strict=True)
+    }
+    for number, entries in state.get("state", {}).items():
+        name = found.get(int(number) if str(number).isdigit() else number, "")
+        for entry, value in entries.items():
+            is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
+            if is_tensor and name in shapes and value.shape != shapes[name]:
+                raise CoverageError(
+                    f"{entry} of parameter {number} has shape {tuple(value.shape)} in the state, and {name}, which "
+                    f"is in its place, {tuple(shapes[name])}; make the optimizer as it was made when the state was "
+                    "saved"
+                )
+    return found
 
 
 def _is_laid_out(whole: Mapping[str, Any]) -> bool:

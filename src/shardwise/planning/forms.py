@@ -36,6 +36,35 @@ class ShardedState:
 Form: TypeAlias = FullState | ShardedState
 
 
+@dataclass(frozen=True, slots=True)
+class OneFile:
+    """Whole tensors in one file of ``torch.save``, which the first rank writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedFolder:
+    """A folder of ``torch.distributed.checkpoint``, in which every rank writes its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """A file for every rank with what it holds. They are read by as many ranks, sharded alike, and no others."""
+
+
+FileForm: TypeAlias = OneFile | DistributedFolder | RankFiles
+"""In which form a state lies in files."""
+
+
+def require_file_form(form: object) -> None:
+    """Raise for what is no form of files.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not isinstance(form, (OneFile, DistributedFolder, RankFiles)):
+        raise ConfigError(f"the form {form!r} is none of files; pass OneFile(), DistributedFolder() or RankFiles()")
+
+
 def require_form(form: object) -> None:
     """Raise for what is no form.
 

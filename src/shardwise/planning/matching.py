@@ -15,7 +15,7 @@ from shardwise.planning.consent import Ignore, Refuse
 from shardwise.planning.exchange import covers
 from shardwise.report import collapse
 from shardwise.tensors import Box, DType
-from shardwise.tensors.dtypes import casts_safely
+from shardwise.tensors.dtypes import follows
 
 _SHOWN = 12
 
@@ -144,7 +144,7 @@ def _misfit(
     for name in present:
         for rank in bringing:
             found = brought_by_rank[rank][name]
-            if found.shape != place.shape or not casts_safely(found.dtype, place.dtype):
+            if found.shape != place.shape or not follows(found.dtype, place.dtype):
                 return name, f"{name}: brought {found} by rank {rank}, wanted {place}"
     return None
 

@@ -25,6 +25,7 @@ class StateReport:
         afresh: of optimizers, parameters that are without state now, as before their first step.
         on_meta: of models, tensors that still have no values.
         brought_by: the ranks that had the state.
+        read_bytes: read from files by this rank.
         sent_bytes, received_bytes: to and from other ranks.
         kept_bytes: of values that this rank had itself.
         seconds: by phase, in order: agree, exchange, finish.
@@ -40,6 +41,7 @@ class StateReport:
     afresh: tuple[str, ...] = ()
     on_meta: tuple[str, ...] = ()
     brought_by: tuple[int, ...] = ()
+    read_bytes: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     kept_bytes: int = 0
@@ -50,7 +52,8 @@ class StateReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        moved = f"sent {in_bytes(self.sent_bytes)}, received {in_bytes(self.received_bytes)}"
+        read = f"read {in_bytes(self.read_bytes)}, " if self.read_bytes else ""
+        moved = f"{read}sent {in_bytes(self.sent_bytes)}, received {in_bytes(self.received_bytes)}"
         lines = [
             f"set {len(self.set_names)} tensors, rank {self.rank} of {self.world_size}",
             f"  {moved}, kept {in_bytes(self.kept_bytes)}",

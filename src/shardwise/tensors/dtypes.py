@@ -68,4 +68,19 @@ def casts_safely(source: DType, target: DType) -> bool:
     return order.index(source.kind) <= order.index(target.kind)
 
 
+def follows(source: DType, target: DType) -> bool:
+    """Whether a tensor that was handed over may take the dtype of the one it is for.
+
+    Numbers with a point, of 16 bits and more, do. Narrower ones mean nothing without their scales, and integers are
+    indices, counts or codes: they arrive as they are, or not at all.
+    """
+    return source is target or (min(_rank(source), _rank(target)) > 0 and _rank(source) <= _rank(target))
+
+
+def _rank(dtype: DType) -> int:
+    if dtype is DType.OTHER or dtype.kind not in ("float", "complex") or dtype.bits < 16:
+        return 0
+    return 1 if dtype.kind == "float" else 2
+
+
 _BY_LABEL = {dtype.label: dtype for dtype in DType if dtype is not DType.OTHER}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardwise.errors import DisagreementError
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
-from shardwise.execution.states import StateOptions, bring, brought, refuse_meta, require_same_call
+from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.models.dtypes import in_memory, to_torch
@@ -70,10 +70,8 @@ def optimizer_state(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
-        held, bounds = _looked_at(world, model, optimizers)
-        tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
-        scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
-        world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+        held, bounds = looked_at(world, model, optimizers)
+        tensors, scalars = held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizers"))
         if not isinstance(form, FullState):
             return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
@@ -133,37 +131,63 @@ def set_optimizer_state(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-            held, bounds = _looked_at(world, model, optimizers)
-            ours = Ours.of(held, bounds)
+
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
             given = world.together(lambda: read(state, ours.first_names, ours.shapes))
-            told = world.each(lambda: brought(given.tensors))
-            fitting = fit(world, ours, given, told, tolerance)
-        with clock.phase("exchange"):
-            targets = world.together(lambda: fitting.targets(ours))
-            by_label = {key.label: target for key, target in targets.items()}
-            home = _home(held, list(targets.values()))
-            matched = fitting.matched
-            traffic = bring(world, matched, given.tensors, by_label, budget_bytes=options.budget_bytes, device=home)
-        with clock.phase("finish"):
-            afresh = world.together(lambda: fitting.bind(ours, targets))
-        return StateReport(
-            rank=world.rank,
-            world_size=world.size,
-            set_names=tuple(by_label),
-            missing=fitting.missing,
-            unexpected=fitting.unexpected,
-            mismatched=matched.mismatched,
-            cast=matched.cast,
-            afresh=tuple(afresh),
-            brought_by=fitting.agreed.brought_by,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            kept_bytes=traffic.kept_bytes,
-            seconds=clock.seconds,
-        )
+            return given, BroughtValues(given.tensors)
+
+        return set_values(world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock)
 
 
-def _looked_at(
+def set_values(
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    take_apart: Callable[[Ours], tuple[Given, Values]],
+    *,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Give optimizers a state from wherever its tensors are.
+
+    ``take_apart`` is asked, on every rank, for this rank's part of the state, and for the values of its tensors.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_optimizer_state`.
+    """
+    with clock.phase("agree"):
+        held, bounds = looked_at(world, model, optimizers)
+        ours = Ours.of(held, bounds)
+        given, values = take_apart(ours)
+        told = values.told(world)
+        fitting = fit(world, ours, given, told, tolerance)
+        matched = fitting.matched
+    with clock.phase("exchange"):
+        targets = world.together(lambda: fitting.targets(ours))
+        by_label = {key.label: target for key, target in targets.items()}
+        home = _home(held, list(targets.values()))
+        traffic = values.bring(world, matched, by_label, budget_bytes=options.budget_bytes, device=home)
+    with clock.phase("finish"):
+        afresh = world.together(lambda: fitting.bind(ours, targets))
+    return StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        set_names=tuple(by_label),
+        missing=fitting.missing,
+        unexpected=fitting.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        afresh=tuple(afresh),
+        brought_by=fitting.agreed.brought_by,
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+    )
+
+
+def looked_at(
     world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> tuple[list[Held], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
@@ -173,6 +197,23 @@ def _looked_at(
     bounds = world.together(lambda: look_at(several, names, _KEEP_IT_APART))
     require_alike_models(world, held, bounds)
     return held, bounds
+
+
+def held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """What optimizers hold of parameters, by label: tensors, and the rest, in one order on all ranks.
+
+    (Their own order is not: torch's ``set_optimizer_state_dict`` leaves another one on the first rank.)
+
+    Collective: yes.
+
+    Raises:
+        DisagreementError: ranks hold something else.
+    """
+    tensors = {key.label: tensor for bound in bounds for key, tensor in bound.tensors.items()}
+    scalars = {key.label: value for bound in bounds for key, value in bound.scalars.items()}
+    tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
+    world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
+    return tensors, scalars
 
 
 _KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"

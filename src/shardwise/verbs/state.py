@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,13 +11,12 @@ from torch import nn
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of, materialize
 from shardwise.execution.states import (
+    BroughtValues,
     StateOptions,
-    bring,
-    brought,
+    Values,
     by_canonical_names,
     refuse_meta,
     require_same_call,
-    require_ties,
 )
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
@@ -25,7 +25,7 @@ from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
 from shardwise.planning.forms import Form, FullState, require_form
-from shardwise.planning.matching import OnFault, Place, Tolerance, match
+from shardwise.planning.matching import Brought, OnFault, Place, Tolerance, match
 from shardwise.report import StateReport
 from shardwise.verbs.load import Clock
 
@@ -97,15 +97,16 @@ def set_model_state(
 
     A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
     others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
-    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``), never a float to an
-    integer. Of tied parameters one name is enough. Tensors on meta get memory.
+    sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
+    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory.
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``.
 
     Args:
         model: any module, sharded or not.
-        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files.
+        state: by names with or without those of wrappers; with ``AdapterOnly``, the names of PEFT's files, or
+            those of the model.
         only: what the state is of.
         on_missing: ``Refuse()``, or ``Ignore(only=...)`` for tensors that may keep their values.
         on_unexpected: ``Ignore(only=...)`` for names in the state that the model does not know.
@@ -127,36 +128,58 @@ def set_model_state(
     with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, only, tolerance, options=options)
-            held = world.together(lambda: look_inside(model))
-            require_alike_models(world, held, [])
-            names = world.from_first(lambda: names_outside(model, held, only))
             given = world.together(lambda: by_canonical_names(state, "state"))
-            told = world.each(lambda: brought(given))
-            places = _places(held, names)
-            matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
-            world.together(lambda: require_ties(given, [item.place.names for item in matched.taken]))
-        with clock.phase("exchange"):
-            of = {place.names[0]: item for place, item in places}
-            taking = [of[item.place.names[0]] for item in matched.taken]
-            home = _home(held, [item.tensor for item in held])
-            world.together(lambda: materialize(model, taking, home))
-            targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
-            traffic = bring(world, matched, given, targets, budget_bytes=options.budget_bytes, device=home)
-        return StateReport(
-            rank=world.rank,
-            world_size=world.size,
-            set_names=tuple(targets),
-            missing=matched.missing,
-            unexpected=matched.unexpected,
-            mismatched=matched.mismatched,
-            cast=matched.cast,
-            on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
-            brought_by=tuple(rank for rank, found in enumerate(told) if found),
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            kept_bytes=traffic.kept_bytes,
-            seconds=clock.seconds,
+        report, told = set_values(
+            world, model, BroughtValues(given), only=only, tolerance=tolerance, options=options, clock=clock
         )
+        return replace(report, brought_by=tuple(rank for rank, found in enumerate(told) if found))
+
+
+def set_values(
+    world: World,
+    model: nn.Module,
+    values: Values,
+    *,
+    only: Selection,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> tuple[StateReport, list[dict[str, Brought]]]:
+    """Give a model values from wherever they are; the report, and what there was of them.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_model_state`.
+    """
+    with clock.phase("agree"):
+        held = world.together(lambda: look_inside(model))
+        require_alike_models(world, held, [])
+        names = world.from_first(lambda: names_outside(model, held, only))
+        told = values.told(world)
+        places = _places(held, names)
+        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        values.require_ties(world, [item.place.names for item in matched.taken])
+    with clock.phase("exchange"):
+        of = {place.names[0]: item for place, item in places}
+        taking = [of[item.place.names[0]] for item in matched.taken]
+        home = _home(held, [item.tensor for item in held])
+        world.together(lambda: materialize(model, taking, home))
+        targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
+        traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
+    report = StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        set_names=tuple(targets),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+    )
+    return report, told
 
 
 def _chosen(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -174,6 +197,7 @@ def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[Place, Hel
     for item in held:
         own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
         if own:
+            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
             found.append((Place(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
     return found
 

@@ -1,0 +1,135 @@
+"""A sharded state becomes one file of ``torch.save``: the first rank writes, and nobody holds the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.execution.distribute import Landing
+from shardwise.execution.handover import Handover, facts, hand_over, held_by_rank, landing
+from shardwise.execution.torch_out import Nest, RoomyFile
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox
+from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.planning.save_plan import Saved
+from shardwise.storage import LocalWriter
+from shardwise.tensors import Box, ByteRange, Strided, row_blocks
+
+Levels = tuple[str | int, ...]
+"""The keys that lead to a value, through dicts and (by numbers) lists."""
+
+
+def write_whole_file(
+    world: World,
+    path: Path,
+    tensors: Mapping[Levels, torch.Tensor],
+    objects: Nest,
+    *,
+    budget_bytes: int,
+    device: torch.device,
+) -> int:
+    """Write tensors, shards or whole, and other values into one file that takes the place of any older one.
+
+    ``tensors`` are the same ones on every rank; one that is there twice is written once. ``objects`` are the first
+    rank's. ``device`` is where staging lies. The bytes of the tensors are returned.
+
+    Collective: yes.
+    Memory: ``budget_bytes``.
+
+    Raises:
+        DisagreementError: ranks have different tensors.
+        PlacementError: ranks do not have, together, all of a tensor, or a file cannot hold its dtype.
+        StorageError: the file could not be written.
+    """
+    keys: dict[int, str] = {}
+    key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
+    once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
+    told = world.each(lambda: {key: facts(tensor, key) for key, tensor in once.items()})
+    held = world.together(lambda: held_by_rank(once, told))
+    saved = world.together(
+        lambda: {
+            at: (key_of[at], from_torch(tensor.dtype, key_of[at]), tuple(tensor.shape))
+            for at, tensor in tensors.items()
+        }
+    )
+    file = world.together(lambda: RoomyFile(LocalWriter(path.parent), path.name) if world.rank == 0 else None)
+    try:
+        places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
+        for batch in _batches(places, budget_bytes // 2):
+            _carry(world, file, batch, once, held, budget_bytes // 2, device)
+        world.together(lambda: None if file is None else file.sync())
+        world.together(lambda: None if file is None else file.commit())
+    except BaseException:
+        if file is not None:
+            file.undo()
+        raise
+    return sum(place.nbytes for place, _ in places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A row-major run of a tensor, and the byte of the file where it begins."""
+
+    key: str
+    dtype: torch.dtype
+    box: Box
+    start: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.key} at {self.box.offsets}"
+
+
+def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator[list[_Block]]:
+    """The file in order, about so many bytes at a time."""
+    batch: list[_Block] = []
+    size = 0
+    for place, (key, dtype, shape) in places:
+        start = place.start
+        for box in row_blocks(shape, max(1, nbytes // dtype.itemsize)):
+            length = box.numel * dtype.itemsize
+            if batch and size + length > nbytes:
+                yield batch
+                batch, size = [], 0
+            batch.append(_Block(key, to_torch(dtype), box, start))
+            start += length
+            size += length
+    if batch:
+        yield batch
+
+
+def _carry(
+    world: World,
+    file: RoomyFile | None,
+    batch: Sequence[_Block],
+    tensors: Mapping[str, torch.Tensor],
+    held: Mapping[str, tuple[tuple[Box, ...], ...]],
+    budget_bytes: int,
+    device: torch.device,
+) -> None:
+    """Bring blocks to the first rank, which writes them. Collective: yes."""
+    arrived: list[torch.Tensor] = []
+
+    def begin() -> list[Handover]:
+        items: list[Handover] = []
+        for block in batch:
+            into = None
+            if file is not None:
+                arrived.append(torch.empty(block.box.sizes, dtype=block.dtype, device="cpu"))
+                into = Landing(arrived[-1], (LocalBox(block.box, Strided.contiguous(block.box.sizes)),))
+            wanted = tuple((block.box,) if rank == 0 else () for rank in range(world.size))
+            mine = landing(tensors[block.key], block.key)
+            items.append(Handover(block.name, block.dtype, held[block.key], wanted, mine, into))
+        return items
+
+    hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
+
+    def write() -> None:
+        if file is not None:
+            for block, value in zip(batch, arrived, strict=True):
+                file.write(block.start, value)
+
+    world.together(write)

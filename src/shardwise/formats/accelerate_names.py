@@ -1,0 +1,161 @@
+"""How accelerate calls what it saves of a model or an optimizer under FSDP, and which of it is in a folder.
+
+A folder holds several models and optimizers, told apart by numbers. Each is in one of three forms: one file of
+whole tensors, a folder of ``torch.distributed.checkpoint``, or a file for every rank with what the rank held.
+Source of the names: accelerate's ``utils/fsdp_utils.py`` and ``utils/constants.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.formats.distributed import METADATA
+from shardwise.formats.faults import listed
+from shardwise.storage.names import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is saved: ``what`` it is, and the ``stem`` of its names."""
+
+    what: str
+    stem: str
+
+    def file(self, number: int) -> str:
+        """Whole tensors in one file: the first has no number."""
+        return f"{self.stem}_{number}.bin" if number else f"{self.stem}.bin"
+
+    def folder(self, number: int) -> str:
+        """A folder of ``torch.distributed.checkpoint``."""
+        return f"{self.stem}_{number}"
+
+    def rank_file(self, number: int, rank: int) -> str:
+        """What one rank held."""
+        return f"{self.stem}_{number}_rank{rank}.bin"
+
+    def rank_of(self, name: str, number: int) -> int | None:
+        """The rank whose file has this name; None for other files. FSDP1 leaves out the number of the first."""
+        middle = f"(?:_{number})?" if number == 0 else f"_{number}"
+        match = re.fullmatch(rf"{re.escape(self.stem)}{middle}_rank(\d{{1,9}})\.bin", name)
+        return int(match[1]) if match else None
+
+
+MODEL = Kind("model", "pytorch_model_fsdp")
+OPTIMIZER = Kind("optimizer", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """Whole tensors in one file of ``torch.save``."""
+
+    folder: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A folder of ``torch.distributed.checkpoint``."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfRanks:
+    """A file for every rank, by rank."""
+
+    folder: str
+    files: tuple[str, ...]
+
+
+Found: TypeAlias = WholeFile | Distributed | OfRanks
+
+
+def find(path: str | os.PathLike[str], kind: Kind, number: int) -> Found:
+    """What there is of the model or optimizer ``number``: at ``path`` itself, or in the folder ``path``.
+
+    Raises:
+        ConfigError: it is there in several forms.
+        FormatError: it is not there, or was not completed.
+        StorageError: the folder is not there, or cannot be listed.
+    """
+    place = Path(path)
+    if place.is_file():
+        numbered = re.fullmatch(rf"{re.escape(kind.stem)}(?:_(\d{{1,9}}))?_rank\d{{1,9}}\.bin", place.name)
+        if numbered:
+            return _of_ranks(place.parent, kind, int(numbered[1] or 0))
+        return WholeFile(str(place.parent), place.name)
+    names = _names_in(place)
+    if METADATA in names:
+        return Distributed(str(place))
+    found: list[Found] = []
+    if kind.file(number) in names:
+        found.append(WholeFile(str(place), kind.file(number)))
+    folder = place / kind.folder(number)
+    if (folder / METADATA).is_file():
+        found.append(Distributed(str(folder)))
+    if any(kind.rank_of(name, number) is not None for name in names):
+        found.append(_of_ranks(place, kind, number))
+    if not found:
+        raise _nothing(place, names, kind, number)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{place}: {kind.what} {number} is there in several forms: {', '.join(map(_name, found))}; pass the "
+            "path of the one that is meant"
+        )
+    return found[0]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: no such file or folder; check the path") from error
+    except OSError as error:
+        raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
+
+
+def _of_ranks(folder: Path, kind: Kind, number: int) -> OfRanks:
+    """The files of all ranks, none of which is missing."""
+    by_rank: dict[int, str] = {}
+    for name in _names_in(folder):
+        rank = kind.rank_of(name, number)
+        if rank is None:
+            continue
+        if rank in by_rank:
+            raise FormatError(f"{folder}: {by_rank[rank]} and {name} are both of rank {rank}; leave one of them")
+        by_rank[rank] = name
+    absent = [rank for rank in range(min(max(by_rank) + 1, len(by_rank) + 8)) if rank not in by_rank]
+    if absent:
+        raise FormatError(
+            f"{folder}: of {kind.what} {number} there are {len(by_rank)} files of ranks, and none of rank "
+            f"{listed(map(str, absent))}; every machine wrote its own: copy them all into one folder"
+        )
+    return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
+
+
+def _name(found: Found) -> str:
+    match found:
+        case WholeFile(_, file):
+            return file
+        case Distributed(folder):
+            return f"{Path(folder).name}/"
+        case OfRanks(_, files):
+            return f"{files[0]} (of {len(files)} ranks)"
+
+
+def _nothing(place: Path, names: list[str], kind: Kind, number: int) -> FormatError:
+    if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
+        inner = kind.folder(number) if kind.folder(number) in names else "."
+        return FormatError(
+            f"{place / inner}: has no {METADATA}, which is written last; take a save that was completed"
+        )
+    looked_for = f"{kind.file(number)}, {kind.folder(number)}/, {kind.rank_file(number, 0)}"
+    return FormatError(
+        f"{place}: no {kind.what} {number} of accelerate's\n  looked for: {looked_for}\n"
+        f"  there is: {listed(map(shown, names)) or 'nothing'}\nCheck the path, and the number."
+    )

@@ -1,0 +1,71 @@
+"""What the ranks of a test world do with adapters in accelerate's files. Importable, for spawned processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.interchange.trading import FORMS, SMALL, Theirs
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.optimizing import differences
+from tests.verbs.stating import local
+from torch import nn
+
+import shardwise
+from shardwise import AdapterOnly, EveryRank, FullState
+
+
+def lora(seed: int) -> nn.Module:
+    """Matrices, a module trained whole, and embeddings, whose factors are in a dict of parameters."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = get_peft_model(small_qwen3(), config)
+    shardwise.shard(model)
+    return model
+
+
+def fill(model: nn.Module) -> None:
+    """Values that no other rank has: a part that gets lost, or another rank's, is seen."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                local(parameter).copy_(torch.randn(local(parameter).shape, generator=generator))
+
+
+def adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return shardwise.model_state(model, FullState(on=EveryRank()), only=AdapterOnly())
+
+
+def traded(folder: str, form: str, ours_first: bool) -> tuple[list[str], int]:
+    """An adapter written by one and read by the other; how many tensors it has."""
+    model, target = lora(1), lora(2)
+    fill(model)
+    base = {name: tensor.clone() for name, tensor in base_of(target).items()}
+    if ours_first:
+        shardwise.save_accelerate_model(model, folder, FORMS[form], only=AdapterOnly(), options=SMALL)
+        Theirs(form).load_model(target, folder, adapter_only=True)
+    else:
+        Theirs(form).save_model(model, folder, adapter_only=True)
+        report = shardwise.load_accelerate_model(target, folder, only=AdapterOnly(), options=SMALL)
+        left_out = ("base_model.model.model.embed_tokens.base_layer.weight",) if form == "full" else ()
+        assert (report.missing, report.unexpected, report.mismatched) == (left_out, (), ()), str(report)
+    faults = differences(adapter_of(target), adapter_of(model))
+    return faults + differences(base_of(target), base, "base"), len(adapter_of(model))
+
+
+def base_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    mine = {id(p) for p in model.parameters() if p.requires_grad}
+    return {name: local(p.detach()) for name, p in model.named_parameters() if id(p) not in mine}
+
+
+def full_names(folder: str) -> Any:
+    """The names in the file of a whole adapter."""
+    model = lora(1)
+    shardwise.save_accelerate_model(model, folder, FORMS["full"], only=AdapterOnly())
+    found = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
+    return sorted(found), sorted(name for name, p in model.named_parameters() if p.requires_grad)

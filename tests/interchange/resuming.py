@@ -1,0 +1,168 @@
+"""What the ranks of a test world do with checkpoints of the Trainer's. Importable, for spawned processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.interchange.trading import Theirs
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.on_ranks import attempt
+from tests.verbs.optimizing import differences
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from transformers import get_scheduler
+
+import shardwise
+from shardwise import ByPosition, EveryRank, FullState
+
+
+def optimizer_for(model: nn.Module, lr: float = 1e-3) -> AdamW:
+    """Grouped as the Trainer does it: matrices, and what has no decay."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = [p for name, p in named if "norm" in name or name.endswith("bias")]
+    decayed = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
+    return AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=lr)
+
+
+def schedule_for(optimizer: AdamW) -> LambdaLR:
+    return get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=6)
+
+
+def train(folder: Path, is_named: bool) -> None:
+    """A run of the real Trainer on one process, stopped after two of six steps."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    torch.manual_seed(3)
+    model = small_qwen3()
+    tokens = torch.randint(0, model.config.vocab_size, (12, 6), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        str(folder), max_steps=6, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, warmup_steps=1,
+        weight_decay=0.01, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    optimizer = optimizer_for(model)
+    if is_named:
+        names = {p: name for name, p in model.named_parameters()}
+        groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in optimizer.param_groups]
+        optimizer = AdamW(groups, lr=1e-3)
+    given = (optimizer, schedule_for(optimizer))
+    Trainer(model, arguments, train_dataset=rows, optimizers=given, callbacks=[Stop()]).train()
+
+
+def sharded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = small_qwen3()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    if dist.is_initialized():
+        shardwise.shard(model)
+    return model
+
+
+def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
+    """What is then other than in the files, and the report."""
+    from safetensors.torch import load_file
+
+    model = sharded(5)
+    optimizer = optimizer_for(model, lr=7.0)
+    schedule = schedule_for(optimizer)
+    order = ByPosition() if by_position else shardwise.ByName()
+    report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer, scheduler=schedule, order=order)
+    wanted = load_file(Path(folder, "model.safetensors"))
+    state = shardwise.model_state(model, FullState(on=EveryRank()))
+    faults = differences({name: state[name] for name in wanted}, wanted, "model")
+    found = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))
+    saved = torch.load(Path(folder, "optimizer.pt"), weights_only=True)
+    names = [name for group in found["param_groups"] for name in group["params"]]
+    by_name = {names[number]: entries for number, entries in saved["state"].items()}
+    faults += differences(found["state"], by_name, "optimizer")
+    if [group["lr"] for group in found["param_groups"]] != [group["lr"] for group in saved["param_groups"]]:
+        faults.append("other learning rates")
+    if schedule.last_epoch != 2 or schedule.get_last_lr()[0] != optimizer.param_groups[0]["lr"]:
+        faults.append(f"the schedule is at {schedule.last_epoch}")
+    told = report.to_dict()
+    return faults, {key: told[key] for key in ("step", "epoch", "restored", "not_restored", "told")}
+
+
+def random_numbers(folder: str) -> list[bool]:
+    """Whether numbers go on as they went when the states in the folder were taken."""
+    file = Path(folder, "rng_state.pth" if not dist.is_initialized() else f"rng_state_{dist.get_rank()}.pth")
+    random.seed(dist.get_rank() if dist.is_initialized() else 9)
+    np.random.seed(4)
+    torch.manual_seed(6)
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    torch.save(states, file)
+    wanted = random.random(), np.random.rand(), torch.rand(1).item()
+    if dist.is_initialized():
+        dist.barrier()
+    model = sharded(1)
+    shardwise.load_trainer_checkpoint(model, folder)
+    return [number == now for number, now in zip(wanted, numbers(), strict=True)]
+
+
+def numbers() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def write_fsdp(folder: str, form: str) -> None:
+    """A folder as the Trainer writes it under FSDP."""
+    model = sharded(1)
+    optimizer = optimizer_for(model)
+    step(model, optimizer)
+    theirs = Theirs(form)
+    theirs.save_model(model, folder)
+    theirs.save_optimizer(model, optimizer, folder)
+    if dist.get_rank() == 0:
+        Path(folder, "trainer_state.json").write_text(json.dumps({"global_step": 1, "epoch": 0.5}))
+    torch.save({}, Path(folder, f"rng_state_{dist.get_rank()}.pth"))
+
+
+def step(model: nn.Module, optimizer: AdamW) -> None:
+    tokens = torch.arange(12).reshape(2, 6)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resume_fsdp(folder: str) -> tuple[list[str], dict[str, Any]]:
+    source, model = sharded(1), sharded(2)
+    before = optimizer_for(source)
+    step(source, before)
+    optimizer = optimizer_for(model, lr=3.0)
+    report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer)
+    wanted, found = (shardwise.model_state(item, FullState(on=EveryRank())) for item in (source, model))
+    faults = [name for name in wanted if not torch.allclose(wanted[name], found[name], atol=1e-6)]
+    state = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))["state"]
+    faults += [name for name, entries in state.items() if entries["step"] != 1]
+    return faults, report.to_dict()
+
+
+def refused(folder: str, how: str) -> tuple[str, str]:
+    model = sharded(5)
+    optimizer = optimizer_for(model)
+    before = shardwise.model_state(model, FullState(on=EveryRank()))
+    keywords: dict[str, Any] = {"optimizer": optimizer}
+    if how == "scheduler":
+        keywords = {"scheduler": StepLR(optimizer, 3)}
+    if how == "groups":
+        keywords = {"optimizer": AdamW(model.parameters()), "order": ByPosition()}
+    if how == "shapes":
+        groups = [{"params": group["params"][::-1]} for group in optimizer.param_groups]
+        keywords = {"optimizer": AdamW(groups), "order": ByPosition()}
+    found = attempt(lambda: shardwise.load_trainer_checkpoint(model, folder, **keywords))
+    after = shardwise.model_state(model, FullState(on=EveryRank()))
+    if how in ("scheduler", "random", "state") and differences(after, before):
+        return "the model was changed", found[1]
+    return found

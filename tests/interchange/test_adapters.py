@@ -1,0 +1,21 @@
+"""Adapters in accelerate's files: every rank's part of them arrives, and nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+from tests.interchange import adapting
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("form", ["full", "sharded", "ranks"])
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours", "theirs"])
+def test_every_ranks_part_of_an_adapter_arrives(worlds, tmp_path, form, ours_first):
+    for faults, count in worlds(2).run(adapting.traded, str(tmp_path), form, ours_first):
+        assert faults == []
+        assert count == 12  # and the embeddings, which PEFT saves with them
+
+
+def test_a_whole_adapter_has_the_names_that_accelerate_gives_it(worlds, tmp_path):
+    found, trained = worlds(2).run(adapting.full_names, str(tmp_path))[0]
+    assert found == trained

@@ -1,0 +1,172 @@
+"""Files of strangers, of other makers and of other runs: read where they can be, else refused with the reason."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.interchange import refusing
+
+from shardwise import ConfigError
+from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, OfRanks, WholeFile, find
+
+pytestmark = pytest.mark.distributed
+
+PICKLES = ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0_rank0.bin"]
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_nothing_that_a_file_says_is_run(worlds, tmp_path, name):
+    marker = tmp_path / "it ran"
+    size = 1 if "rank" in name else 2
+    worlds(size).run(refusing.write_pickle, str(tmp_path), name, str(marker))
+    for kind, text in worlds(size).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "FormatError"
+        assert Path(name).name in text
+    assert not marker.exists()
+    if name == PICKLES[0]:  # the pickle would, read as it is
+        torch.load(tmp_path / name, weights_only=False)
+        assert marker.exists()
+
+
+def test_a_way_out_of_the_folder_is_refused(worlds, tmp_path):
+    worlds(2).run(refusing.write, str(tmp_path), "sharded")
+    metadata = tmp_path / "pytorch_model_fsdp_0" / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    for index, info in content.storage_data.items():
+        content.storage_data[index].relative_path = "../" + info.relative_path
+    metadata.write_bytes(pickle.dumps(content))
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "FormatError"
+        assert "climbs out of its folder" in text
+
+
+def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(worlds, tmp_path):
+    worlds(2).run(refusing.write_rank_file_without, str(tmp_path), 1)
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "DisagreementError"
+        assert "blocks.1.0.weight is not on rank 1" in text
+
+
+def test_a_shard_that_is_not_what_its_placement_says_is_refused(worlds, tmp_path):
+    worlds(2).run(refusing.write_odd_shard, str(tmp_path))
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "FormatError"
+        assert "blocks.1.0.weight" in text
+        assert "rank1.bin" in text
+
+
+def test_files_of_ranks_are_for_as_many_ranks(worlds, tmp_path):
+    worlds(3).run(refusing.write, str(tmp_path), "ranks")
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "PlacementError"
+        assert "load it on 3 ranks" in text
+    worlds(2).run(refusing.write, str(tmp_path), "ranks")  # those of the older save go
+    assert len(list(tmp_path.glob("pytorch_model_fsdp_0_rank*"))) == 2
+
+
+def test_flat_parameters_of_fsdp1_are_refused(worlds, tmp_path):
+    worlds(2).run(refusing.write_flat, str(tmp_path))
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "FormatError"
+        assert "LOCAL_STATE_DICT" in text
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_checkpoints_of_fsdp1_are_read(worlds, tmp_path, form):
+    assert worlds(2).run(refusing.from_fsdp1, str(tmp_path), form) == [[]] * 2
+
+
+def test_numbers_keep_their_kind(worlds, tmp_path):
+    for cast, errors in worlds(2).run(refusing.dtypes, str(tmp_path)):
+        assert cast == dict.fromkeys(["one.weight", "one.bias", "two.weight"], ("F32", "BF16"))
+        assert [kind for kind, _ in errors] == ["CoverageError"] * 4
+        assert "two.weight: brought (4, 6) F8_E4M3 by rank 0, wanted (4, 6) BF16" in errors[0][1]
+        assert "codes: brought (3,) I32" in errors[2][1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_memory_that_is_not_in_rows(worlds, tmp_path, size):
+    assert worlds(size).run(refusing.onto_strides, str(tmp_path)) == [[]] * size
+
+
+@pytest.mark.parametrize("form", ["full", "sharded", "ranks"])
+def test_several_optimizers_have_a_number_each(worlds, tmp_path, form):
+    assert worlds(2).run(refusing.several_optimizers, str(tmp_path), form) == [[]] * 2
+
+
+def test_what_is_missing_and_unexpected_is_returned(worlds, tmp_path):
+    for report in worlds(2).run(refusing.ignoring, str(tmp_path)):
+        assert report["missing"] == ("gain",)
+        assert report["unexpected"] == ("extra",)
+
+
+@pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 1), ("ranks", 1)])
+def test_a_save_that_fails_leaves_the_older_one(worlds, tmp_path, form, failing):
+    for (kind, text), faults in worlds(2).run(refusing.fails_to_write, str(tmp_path), form, failing):
+        assert kind == "StorageError"
+        assert "the disk is gone" in text
+        assert faults == []
+
+
+def test_ranks_that_ask_for_different_things_are_told(worlds, tmp_path):
+    for kind, text in worlds(2).run(refusing.unlike_arguments, str(tmp_path)):
+        assert kind == "DisagreementError"
+        assert "arguments" in text
+
+
+def test_an_optimizer_is_not_a_model(worlds, tmp_path):
+    worlds(2).run(refusing.write, str(tmp_path), "sharded")
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path), "optimizer_0"):
+        assert kind == "FormatError"
+        assert "holds the state of an optimizer" in text
+
+
+def test_a_state_of_other_parameters_is_refused(worlds, tmp_path):
+    worlds(2).run(refusing.write, str(tmp_path), "full")
+    state = torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    state["state"]["stranger"] = state["state"].pop("gain")
+    state["param_groups"][0]["params"].append("stranger")
+    torch.save(state, tmp_path / "optimizer.bin")
+    for kind, text in worlds(2).run(refusing.optimizer_refused, str(tmp_path)):
+        assert kind == "CoverageError"
+        assert "stranger" in text
+
+
+@pytest.mark.parametrize("place", [8, -40])
+def test_a_damaged_file_is_refused(worlds, tmp_path, place):
+    worlds(2).run(refusing.write, str(tmp_path), "full")
+    file = tmp_path / "pytorch_model_fsdp.bin"
+    content = bytearray(file.read_bytes())
+    content[place : place + 8] = b"\xff" * 8
+    file.write_bytes(content)
+    for kind, text in worlds(2).run(refusing.model_refused, str(tmp_path)):
+        assert kind == "FormatError"
+        assert file.name in text
+
+
+def test_what_is_there_is_told_apart(tmp_path):
+    with pytest.raises(Exception, match="no model 0 of accelerate's"):
+        find(tmp_path, MODEL, 0)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(Exception, match="take a save that was completed"):
+        find(tmp_path, MODEL, 0)
+    (tmp_path / "pytorch_model_fsdp_1.bin").touch()
+    assert find(tmp_path, MODEL, 1) == WholeFile(str(tmp_path), "pytorch_model_fsdp_1.bin")
+    (tmp_path / "pytorch_model_fsdp_1_rank0.bin").touch()
+    with pytest.raises(ConfigError, match="in several forms: pytorch_model_fsdp_1.bin, pytorch_model_fsdp_1_rank0"):
+        find(tmp_path, MODEL, 1)
+    (tmp_path / "pytorch_model_fsdp_1_rank3.bin").touch()
+    with pytest.raises(Exception, match="none of rank 1, 2"):
+        find(tmp_path / "pytorch_model_fsdp_1_rank0.bin", MODEL, 1)
+    for rank in range(2):
+        (tmp_path / f"optimizer_10_rank{rank}.bin").touch()
+    assert find(tmp_path, OPTIMIZER, 10) == OfRanks(
+        str(tmp_path), ("optimizer_10_rank0.bin", "optimizer_10_rank1.bin")
+    )
+    with pytest.raises(Exception, match="check the path"):
+        find(tmp_path / "nowhere", MODEL, 0)
+    shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")

@@ -1,0 +1,86 @@
+"""A checkpoint of the Hugging Face Trainer's goes on here, on any number of ranks, and says what does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.interchange import resuming
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """By whether the optimizer had the names of parameters."""
+    found = {}
+    for is_named in (True, False):
+        folder = tmp_path_factory.mktemp("trainer")
+        resuming.train(folder, is_named)
+        found[is_named] = folder / "checkpoint-2"
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "numbered"])
+def test_a_run_of_the_trainers_goes_on(worlds, checkpoints, size, is_named):
+    arguments = str(checkpoints[is_named]), not is_named
+    results = worlds(size).run(resuming.resume, *arguments) if size else [resuming.resume(*arguments)]
+    for faults, report in results:
+        assert faults == []
+        assert report["step"] == 2
+        assert report["epoch"] == pytest.approx(1 / 3)
+        assert report["told"]["max_steps"] == 6
+        assert report["restored"][:3] == ("model", "optimizer", "scheduler")
+        assert ("random numbers" in report["restored"]) == (size < 2)
+        lacking = {"training_args.bin", "position in the data"} | ({"random numbers"} if size > 1 else set())
+        assert report["not_restored"].keys() == lacking
+
+
+def test_random_numbers_go_on(worlds, checkpoints, tmp_path):
+    folder = tmp_path / "one"
+    shutil.copytree(checkpoints[True], folder)
+    assert resuming.random_numbers(str(folder)) == [True] * 3
+    (folder / "rng_state.pth").unlink()
+    assert worlds(2).run(resuming.random_numbers, str(folder)) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_under_fsdp_goes_on_with_another_number_of_ranks(worlds, tmp_path, form):
+    worlds(3).run(resuming.write_fsdp, str(tmp_path), form)
+    for faults, report in worlds(2).run(resuming.resume_fsdp, str(tmp_path)):
+        assert faults == []
+        assert (report["step"], report["restored"]) == (1, ("model", "optimizer"))
+        assert report["not_restored"]["random numbers"] == "there are those of 3 ranks, and now there are 2"
+
+
+REFUSED = {
+    "unnamed": ("ConfigError", "numbers in place of parameters' names"),
+    "groups": ("CoverageError", "the state has groups of"),
+    "shapes": ("CoverageError", "has shape"),
+    "scheduler": ("CoverageError", "is of another kind of scheduler than StepLR"),
+    "state": ("FormatError", "are no place in a training"),
+    "random": ("FormatError", "holds no state of random number generators"),
+    "parent": ("FormatError", "pass one of checkpoint-2 in it"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(checkpoints[False], folder)
+    if how == "state":
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": -1}))
+    if how == "random":
+        (folder / "rng_state.pth").unlink()
+        for rank in range(2):
+            torch.save({"python": (3, (1,), None), "numpy": 1}, folder / f"rng_state_{rank}.pth")
+    path = Path(folder.parent if how == "parent" else folder)
+    kind, words = REFUSED[how]
+    for found, text in worlds(2).run(resuming.refused, str(path), how):
+        assert found == kind
+        assert words in text

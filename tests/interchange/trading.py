@@ -1,0 +1,162 @@
+"""What the ranks of a test world do with accelerate's files. Importable, for spawned processes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from tests.verbs.optimizing import MAKERS, differences, in_order, sharded, trained
+from torch import nn
+from torch.optim import Optimizer
+
+import shardwise
+from shardwise import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
+from shardwise.execution import whole_file
+
+SMALL = shardwise.StateOptions(budget_bytes=4096)
+
+FORMS = {"full": OneFile(), "sharded": DistributedFolder(), "ranks": RankFiles()}
+
+
+class Theirs:
+    """accelerate's own functions, as its ``Accelerator`` calls them under FSDP2."""
+
+    def __init__(self, form: str, number: int = 0) -> None:
+        kind = "FULL_STATE_DICT" if form == "full" else "SHARDED_STATE_DICT"
+        self.number = number
+        self.use_dcp = form != "ranks"
+        self.plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        rank = dist.get_rank()
+        self.accelerator = SimpleNamespace(
+            process_index=rank,
+            num_processes=dist.get_world_size(),
+            is_fsdp2=True,
+            is_main_process=rank == 0,
+            wait_for_everyone=dist.barrier,
+        )
+
+    def _call(self, function: Any, *args: Any, **keywords: Any) -> Any:
+        # Its own logger asks for the state of an Accelerator, which on the CPU never knows of FSDP.
+        quiet = mock.patch.object(fsdp_utils, "logger", logging.getLogger("accelerate"))
+        with quiet, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(self.plugin, self.accelerator, *args, self.number, use_dcp=self.use_dcp, **keywords)
+
+    def save_model(self, model: nn.Module, folder: str, **keywords: Any) -> None:
+        self._call(fsdp_utils.save_fsdp_model, model, folder, **keywords)
+        dist.barrier()
+
+    def load_model(self, model: nn.Module, folder: str, **keywords: Any) -> Any:
+        return self._call(fsdp_utils.load_fsdp_model, model, folder, **keywords)
+
+    def save_optimizer(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        self._call(fsdp_utils.save_fsdp_optimizer, optimizer, model, folder)
+        dist.barrier()
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        self._call(fsdp_utils.load_fsdp_optimizer, optimizer, model, folder)
+
+
+def whole_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    return shardwise.model_state(model, FullState(on=EveryRank()))
+
+
+def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    state = shardwise.optimizer_state(model, optimizer, FullState(on=EveryRank()))
+    for group in state["param_groups"]:
+        if "betas" in group:  # of which torch makes lists
+            group["betas"] = tuple(group["betas"])
+    return in_order(state)
+
+
+def ours_to_theirs(folder: str, form: str, number: int) -> list[str]:
+    """What we write, accelerate loads."""
+    model = sharded("", 1)
+    (optimizer,) = trained(model, "adamw", 2)
+    shardwise.save_accelerate_model(model, folder, FORMS[form], number=number, options=SMALL)
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], number=number, options=SMALL)
+    target = sharded("", 2)
+    (fresh,) = trained(target, "adamw", 3)  # torch loads only what it has a state of already
+    theirs = Theirs(form, number)
+    theirs.load_model(target, folder)
+    theirs.load_optimizer(target, fresh, folder)
+    faults = differences(whole_model(target), whole_model(model), "model")
+    return faults + differences(whole_optimizer(target, fresh), whole_optimizer(model, optimizer), "optimizer")
+
+
+def theirs_to_ours(folder: str, form: str, number: int, child: bool) -> list[str]:
+    """What accelerate writes, we load."""
+    model = sharded("", 1)
+    (optimizer,) = trained(model, "adamw", 2)
+    theirs = Theirs(form, number)
+    theirs.save_model(model, folder)
+    theirs.save_optimizer(model, optimizer, folder)
+    ways = [Path(folder)] * 2
+    if child:
+        names = {"full": ".bin" if number == 0 else f"_{number}.bin", "sharded": f"_{number}", "ranks": ""}
+        tail = names[form] or f"_{number}_rank0.bin"
+        ways = [Path(folder, f"{stem}{tail}") for stem in ("pytorch_model_fsdp", "optimizer")]
+    return loaded_like(model, optimizer, *ways, number)
+
+
+def loaded_like(model: nn.Module, optimizer: Optimizer, weights: Path, moments: Path, number: int) -> list[str]:
+    target = sharded("", 2)
+    (fresh,) = MAKERS["adamw"](target, 0.5)
+    report = shardwise.load_accelerate_model(target, weights, number=number, options=SMALL)
+    told = shardwise.load_accelerate_optimizer(target, fresh, moments, number=number, options=SMALL)
+    faults = differences(whole_model(target), whole_model(model), "model")
+    faults += differences(whole_optimizer(target, fresh), whole_optimizer(model, optimizer), "optimizer")
+    for item in (report, told):
+        if item.missing or item.unexpected or item.mismatched or item.cast:
+            faults.append(str(item))
+    return faults
+
+
+def save(folder: str, form: str, writer: str) -> None:
+    model = sharded("", 1)
+    (optimizer,) = trained(model, "adamw", 2)
+    if writer == "accelerate":
+        theirs = Theirs(form)
+        theirs.save_model(model, folder)
+        theirs.save_optimizer(model, optimizer, folder)
+        return
+    shardwise.save_accelerate_model(model, folder, FORMS[form], options=SMALL)
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, FORMS[form], options=SMALL)
+
+
+def resume(folder: str) -> list[str]:
+    """On whatever number of ranks these are."""
+    model = sharded("", 1)
+    (optimizer,) = trained(model, "adamw", 2)
+    return loaded_like(model, optimizer, Path(folder), Path(folder), 0)
+
+
+def batches(folder: str) -> tuple[list[int], list[int], int]:
+    """Bytes that come to this rank at a time when one file is written, what it stages, and the model's bytes."""
+    arrived: list[int] = []
+    staged: list[int] = []
+    real = whole_file.hand_over
+
+    def counted(world: Any, items: Any, **keywords: Any) -> Any:
+        arrived.append(sum(item.into.local.nbytes for item in items if item.into is not None))
+        traffic = real(world, items, **keywords)
+        staged.append(traffic.staging_bytes)
+        return traffic
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(64, 300, bias=False) for _ in range(4)))
+    shardwise.shard(model, shardwise.Sharding(wrap=shardwise.WholeModel()))
+    options = shardwise.StateOptions(budget_bytes=16384)
+    with mock.patch.object(whole_file, "hand_over", counted):
+        shardwise.save_accelerate_model(model, folder, OneFile(), options=options)
+    saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
+    faults = differences(saved, whole_model(model))
+    assert faults == []
+    return arrived, staged, 4 * 64 * 300 * 4
