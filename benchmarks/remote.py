@@ -2,7 +2,8 @@
 
 A server on this machine (:class:`shardwise.testing.http_store.HttpStoreProcess`) sends no more than a given number
 of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
-of shards and as two replicas of two. Part of ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
+of shards and as two replicas of two, into memory that exists (see :func:`benchmarks.meter.back_memory`). Part of
+``benchmarks.load``; alone by ``python -m benchmarks.remote``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST = 1.15
 def measure(folder: Path, warm_up: Path, ranks: int, repeats: int, timeout_s: float) -> dict[str, Any]:
     """Makespans over the bound ``max(bytes / bandwidth, requests * latency / concurrency)``, for both meshes."""
     found: dict[str, Any] = {"bytes_per_s": BYTES_PER_S, "latency_s": LATENCY_S, "meshes": {}}
-    runs: dict[str, list[dict[str, float]]] = {"fsdp": [], "hsdp 2x2": []}
+    runs: dict[str, list[dict[str, Any]]] = {"fsdp": [], "hsdp 2x2": []}
     for _ in range(repeats):
         for name, of in runs.items():
             of.append(_once(folder, warm_up, ranks, 2 if name != "fsdp" else 1, timeout_s))
@@ -44,7 +45,7 @@ def measure(folder: Path, warm_up: Path, ranks: int, repeats: int, timeout_s: fl
     return found
 
 
-def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: float) -> dict[str, float]:
+def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: float) -> dict[str, Any]:
     with (
         HttpStoreProcess(warm_up) as tiny,
         HttpStoreProcess(folder, latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S) as store,
@@ -61,14 +62,16 @@ def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: flo
         "bound_s": max(by_bandwidth, by_latency),
         "ratio": seconds / max(by_bandwidth, by_latency),
         "requests": counters.requests,
+        "phases": told[0]["phases"],
         "read_fraction": sum(one["read_bytes"] for one in told) / nbytes,
     }
 
 
-def load_from(url: str, warm_up: str, replicas: int) -> dict[str, float]:
+def load_from(url: str, warm_up: str, replicas: int) -> dict[str, Any]:
     """One rank: load from the server, warmed on the tiny model."""
     import torch
     import torch.distributed as dist
+    from benchmarks import meter
     from torch.distributed.device_mesh import init_device_mesh
 
     import shardwise
@@ -78,6 +81,7 @@ def load_from(url: str, warm_up: str, replicas: int) -> dict[str, float]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     sharding = shardwise.Sharding(mesh=mesh["shard"] if replicas == 1 else mesh)
     shardwise.from_pretrained(warm_up, sharding=sharding)
+    meter.back_memory(meter.free_bytes() // 4 // dist.get_world_size(), dist.barrier)
     dist.barrier()
     began = time.perf_counter()
     model, report = shardwise.from_pretrained(url, sharding=sharding, output_loading_info=True)
@@ -86,30 +90,36 @@ def load_from(url: str, warm_up: str, replicas: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "read_bytes": report.read_bytes,
+        "phases": dict(report.seconds),
         "checkpoint_bytes": report.checkpoint_bytes,
     }
 
 
 def main() -> None:
-    """Measure Qwen3-0.6B, and write the outcome to ``results``."""
+    """Measure one model, and write the outcome to ``results``."""
     from benchmarks.checkpoints import SHAPES, write
     from benchmarks.load import RANKS, commit, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-1.7b", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     given = parser.parse_args()
-    shape = SHAPES["qwen3-0.6b"]
+    shape = SHAPES[given.model]
     folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.remote --repeats {given.repeats}",
+        "command": f"python -m benchmarks.remote --model {given.model} --repeats {given.repeats}",
         "commit": commit(),
         "machine": machine(),
         **measure(folder, warm_up, RANKS, given.repeats, timeout_s=600),
     }
     text = json.dumps(results, indent=1) + "\n"
-    out = Path(__file__).parent / "results" / f"remote-{results['date'][:10]}-{results['commit'][:12]}.json"
+    out = (
+        Path(__file__).parent
+        / "results"
+        / f"remote-{results['date'][:10]}-{given.model}-{results['commit'][:12]}.json"
+    )
     out.write_text(text)
     print(text)
 

@@ -73,9 +73,9 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = meter.take_priority()
     dist.barrier()
-    meter.back_memory(_free_share(), dist.barrier)
     watch = meter.MemoryWatch()
     dist.barrier()
+    meter.back_memory(_free_share(), dist.barrier)  # at last: what is free goes back to the host within seconds
     with watch as memory:
         dist.barrier()
         before, busy = Usage.now(), meter.machine_busy_s()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import StorageError
+from shardwise.execution import carriers
 from shardwise.execution.exchange import exchange
 from shardwise.execution.world import World
 from shardwise.planning.exchange import Parcel, Wanted, dealt, from_sources, rounds
@@ -79,7 +82,12 @@ def boxes(name: str, rank: int, size: int) -> tuple[Box, ...]:
     return (Box((start, 0), (min(7, start + rows) - start, 3)),)
 
 
-def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict[str, int]]:
+def through(way: str) -> AbstractContextManager[object]:
+    """Bytes go by collectives, or by whatever way is the best: on one machine, windows."""
+    return patch.object(carriers, "open_windows", lambda *_: None) if way == "collectives" else nullcontext()
+
+
+def hand_over(source_of: list[int] | None, budget: int, way: str = "") -> tuple[list[str], dict[str, int]]:
     """Names of what did not arrive bitwise in all of its boxes, and the traffic. No sources: dealt among all."""
     world = World.current()
     everything = tensors()
@@ -104,8 +112,10 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
         of_box(found[parcel.tensor], parcel.box).copy_(values)
         of_box(written[parcel.tensor], parcel.box).add_(1)
 
-    with world:
-        traffic = exchange(world, plan, give, take, lambda parcel: everything[parcel.tensor].dtype, CPU)
+    with world, through(way):
+        traffic = exchange(
+            world, plan, give, take, lambda parcel: everything[parcel.tensor].dtype, CPU, budget_bytes=budget
+        )
     wrong = []
     for item in wanted:
         mine = torch.zeros(everything[item.tensor].shape, dtype=torch.int32)
@@ -119,7 +129,7 @@ def hand_over(source_of: list[int] | None, budget: int) -> tuple[list[str], dict
     return wrong, {"staging": traffic.staging_bytes, "rounds": traffic.rounds, "sent": traffic.sent_bytes}
 
 
-def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
+def fail_half_way(failing: int, where: str, way: str) -> tuple[str, str, float]:
     """One rank raises in the middle; everybody gets the same error, soon."""
     world = World.current()
     whole = noise((64, 64), torch.float32, 0)
@@ -136,7 +146,7 @@ def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
 
     begin = time.monotonic()
     try:
-        with world:
+        with world, through(way):
             exchange(
                 world,
                 plan,
@@ -144,6 +154,7 @@ def fail_half_way(failing: int, where: str) -> tuple[str, str, float]:
                 lambda parcel, values: spoil("take", values),
                 lambda parcel: torch.float32,
                 CPU,
+                budget_bytes=1 << 20,
             )
     except Exception as error:
         dist.barrier()  # the ranks are in step afterwards

@@ -10,20 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
+from shardwise.execution.carriers import Carrier, Load, ToAll, ToEach, open_carrier
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.models.view import Held, local_boxes, strided_view
 from shardwise.planning.assembly import Block, Gift, Piece, Round
 from shardwise.planning.giving import Boxes
 from shardwise.tensors import Box
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""From torch 2.13 on it has the first name, and warns of the second."""
 
 Room = Callable[[Block], torch.Tensor]
 """Flat memory for a block's elements, in the dtype in which they are wanted."""
@@ -50,6 +46,13 @@ class Giver:
             place = place_of(self.box(name, number), local_boxes(item.tensor, item.fqn))
             found = self._places[name, number] = strided_view(item.local, place)
         return found.contiguous()
+
+
+def values_of(giver: Giver, block: Block, gift: Gift) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """What a rank gives of a block, piece by piece."""
+    for piece in gift.pieces:
+        share = giver.share(block.leaves[piece.leaf], piece.share)
+        yield piece, strided_view(share, piece.source)
 
 
 def part_of(tensor: torch.Tensor, block: Block) -> torch.Tensor:
@@ -79,91 +82,60 @@ def assemble(
         device: where buffers lie: of the kind that the process group's backend moves.
 
     Collective: yes.
-    Memory: a bucket for what is sent and one for what comes; one bucket, and a quarter more at most, for both where
-    every rank gets what all give.
+    Memory: two buckets of those that the rounds were planned for.
 
     Raises:
         CheckpointError: (or a subclass) the same on every rank, when packing, ``room`` or putting together failed.
         RankLostError: a rank has been lost, or has left.
     """
-    transport = _Transport(world, giver, room, dtype_of)
-    world.together(lambda: transport.allocate(rounds, device))
-    with contextlib.closing(transport):
-        for arriving, leaving in zip([None, *rounds], [*rounds, None], strict=True):
-            world.together(partial(transport.step, arriving, leaving))
+    loads = [_load(items, world) for items in rounds]
+    moves = [bool(items.lanes) for items in rounds]
+    carrier = open_carrier(world, loads, moves, device)
+    table = _Table(world, carrier, giver, room, dtype_of)
+    numbered = [*enumerate(rounds)]
+    try:
+        for arriving, leaving in zip([None, *numbered], [*numbered, None], strict=True):
+            world.together(partial(table.step, arriving, leaving))
             if leaving is not None:
-                transport.send(leaving)
+                carrier.send(leaving[0])
             if arriving is not None:
-                yield arriving
+                yield arriving[1]
+    finally:  # nobody is kept waiting for what is under way, and its memory is in use
+        with contextlib.suppress(Exception):  # a rank that is lost is told of at the next meeting, if there is one
+            carrier.wait()
 
 
-class _Transport:
-    """The buffers of one rank, and what is under way."""
+def _load(items: Round, world: World) -> Load:
+    ranks = range(world.size)
+    if items.is_for_all:
+        return ToAll(tuple(items.lanes.get((giver, giver), 0) for giver in ranks), items.is_padded)
+    return ToEach(
+        sent=tuple(items.lanes.get((world.rank, taker), 0) for taker in ranks),
+        received=tuple(items.lanes.get((giver, world.rank), 0) for giver in ranks),
+    )
 
-    def __init__(self, world: World, giver: Giver, room: Room, dtype_of: Mapping[str, torch.dtype]) -> None:
+
+class _Table:
+    """Where one rank packs what it gives, and puts together what it gets."""
+
+    def __init__(
+        self, world: World, carrier: Carrier, giver: Giver, room: Room, dtype_of: Mapping[str, torch.dtype]
+    ) -> None:
         self._world = world
+        self._carrier = carrier
         self._giver = giver
         self._room = room
         self._dtype_of = dtype_of
-        self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8)
-        self._under_way: list[dist.Work] = []
-
-    def allocate(self, rounds: Sequence[Round], device: torch.device) -> None:
-        rank = self._world.rank
-        out_bytes = max((item.sent_bytes(rank) for item in rounds), default=0)
-        in_bytes = max((item.received_bytes(rank) for item in rounds), default=0)
-        self._outgoing = torch.empty(out_bytes, dtype=torch.uint8, device=device)
-        self._incoming = torch.empty(in_bytes, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
-    def step(self, arriving: Round | None, leaving: Round | None) -> None:
+    def step(self, arriving: tuple[int, Round] | None, leaving: tuple[int, Round] | None) -> None:
         """Put together what has come, and pack the next; nobody is kept waiting meanwhile."""
-        kept = {} if arriving is None else self._keep(arriving)
-        while self._under_way:
-            self._world.wait_for(self._under_way[0])
-            del self._under_way[0]
+        kept = {} if arriving is None else self._keep(arriving[1])
+        self._carrier.wait()
         if arriving is not None:
-            self._take(arriving, kept)
+            self._take(*arriving, kept)
         if leaving is not None:
-            self._give(leaving)
-
-    def send(self, items: Round) -> None:
-        """Begin to move what all ranks have packed."""
-        world, group = self._world, self._world.group
-        if not items.lanes:
-            return
-        if not items.is_for_all:
-            self._begin(
-                dist.all_to_all_single(
-                    self._incoming[: items.received_bytes(world.rank)],
-                    self._outgoing[: items.sent_bytes(world.rank)],
-                    output_split_sizes=[items.lanes.get((giver, world.rank), 0) for giver in range(world.size)],
-                    input_split_sizes=[items.lanes.get((world.rank, taker), 0) for taker in range(world.size)],
-                    group=group,
-                    async_op=True,
-                )
-            )
-        elif items.is_padded:
-            parts = self._incoming[: items.received_bytes(world.rank)]
-            own = parts[world.rank * items.part_bytes :][: items.part_bytes]
-            self._begin(_all_gather(parts, own, group=group, async_op=True))
-        else:
-            for lane, start in self._starts(items).items():
-                part = self._incoming[start : start + items.lanes[lane]]
-                self._begin(dist.broadcast(part, group=group, group_src=lane[0], async_op=True))
-
-    def close(self) -> None:
-        """Wait for what is under way: nobody is kept waiting for it, and its memory is in use."""
-        for work in self._under_way:
-            with contextlib.suppress(
-                Exception
-            ):  # a rank that is lost is told of at the next meeting, if there is one
-                self._world.wait_for(work)
-        self._under_way.clear()
-
-    def _begin(self, work: dist.Work | None) -> None:
-        assert work is not None
-        self._under_way.append(work)
+            self._give(*leaving)
 
     def _keep(self, items: Round) -> dict[int, torch.Tensor]:
         """The memory of blocks that come here, by number, with what this rank gives to itself in place."""
@@ -174,66 +146,43 @@ class _Transport:
                 memory[number] = self._room(block)
                 for gift in block.gifts:
                     if gift.source == self._world.rank:
-                        for piece, values in self._values(block, gift):
+                        for piece, values in values_of(self._giver, block, gift):
                             strided_view(memory[number], piece.target).copy_(values)
         return memory
 
-    def _take(self, items: Round, memory: Mapping[int, torch.Tensor]) -> None:
-        for number, block, gift, place in self._places(items):
+    def _take(self, turn: int, items: Round, memory: Mapping[int, torch.Tensor]) -> None:
+        for number, block, gift, start in _places(items, self._world.rank):
             if self._world.rank not in block.targets or gift.source == self._world.rank:
                 continue
             self._world.check()
-            values = self._flat(self._incoming, place, block, gift)
+            values = self._flat(self._carrier.inbox(turn, gift.source), start, block, gift)
             for piece in gift.pieces:
                 count = piece.target.numel
                 strided_view(memory[number], piece.target).copy_(values[:count].view(piece.target.sizes))
                 values = values[count:]
 
-    def _give(self, items: Round) -> None:
-        buffer = self._incoming if items.is_for_all else self._outgoing
-        for _, block, gift, place in self._places(items):
+    def _give(self, turn: int, items: Round) -> None:
+        for _, block, gift, start in _places(items, self._world.rank):
             if gift.source != self._world.rank or block.targets == (gift.source,):
                 continue
             self._world.check()
-            room = self._flat(buffer, place, block, gift)
-            for piece, values in self._values(block, gift):
+            room = self._flat(self._carrier.outbox(turn, block.targets[0]), start, block, gift)
+            for piece, values in values_of(self._giver, block, gift):
                 room[: piece.source.numel].view(piece.source.sizes).copy_(values)
                 room = room[piece.source.numel :]
 
-    def _values(self, block: Block, gift: Gift) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """What this rank gives of a block, piece by piece."""
-        for piece in gift.pieces:
-            share = self._giver.share(block.leaves[piece.leaf], piece.share)
-            yield piece, strided_view(share, piece.source)
-
-    def _flat(self, buffer: torch.Tensor, start: int, block: Block, gift: Gift) -> torch.Tensor:
-        """A gift's elements in a buffer."""
-        return buffer[start : start + gift.numel * block.itemsize].view(self._dtype_of[block.key])
-
-    def _places(self, items: Round) -> Iterator[tuple[int, Block, Gift, int]]:
-        """What travels of each block and concerns this rank, and where it lies in the buffer of its lane."""
-        starts = self._starts(items)
-        for number, block in enumerate(items.blocks):
-            for gift in block.gifts:
-                lane = (gift.source, gift.source if items.is_for_all else block.targets[0])
-                if lane in starts:
-                    yield number, block, gift, starts[lane]
-                    starts[lane] += block.staged_bytes(gift)
-
-    def _starts(self, items: Round) -> dict[tuple[int, int], int]:
-        """Where each lane that concerns this rank begins in its buffer."""
-        rank, lanes = self._world.rank, sorted(items.lanes)
-        if items.is_padded:
-            return {lane: lane[0] * items.part_bytes for lane in lanes}
-        if items.is_for_all:
-            return _one_by_one(lanes, items.lanes)
-        coming = [lane for lane in lanes if lane[1] == rank]
-        going = [lane for lane in lanes if lane[0] == rank]
-        return _one_by_one(coming, items.lanes) | _one_by_one(going, items.lanes)
+    def _flat(self, box: torch.Tensor, start: int, block: Block, gift: Gift) -> torch.Tensor:
+        """A gift's elements in what goes to a rank, or comes from one."""
+        return box[start : start + gift.numel * block.itemsize].view(self._dtype_of[block.key])
 
 
-def _one_by_one(
-    lanes: Sequence[tuple[int, int]], sizes: Mapping[tuple[int, int], int]
-) -> dict[tuple[int, int], int]:
-    starts = accumulate((sizes[lane] for lane in lanes), initial=0)
-    return dict(zip(lanes, starts, strict=False))
+def _places(items: Round, rank: int) -> Iterator[tuple[int, Block, Gift, int]]:
+    """What travels of each block and concerns a rank, and where it begins in its lane."""
+    used: dict[tuple[int, int], int] = {}
+    for number, block in enumerate(items.blocks):
+        for gift in block.gifts:
+            lane = (gift.source, gift.source if items.is_for_all else block.targets[0])
+            if lane in items.lanes and (items.is_for_all or rank in lane):
+                start = used.get(lane, 0)
+                yield number, block, gift, start
+                used[lane] = start + block.staged_bytes(gift)

@@ -72,8 +72,8 @@ def distribute(
     )
     first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
     yard = _Yard(world, shipments, prepare, [*first, *then])
-    traffic = exchange(world, first, yard.give_whole, yard.take, yard.dtype_of, device)
-    onward = exchange(world, then, yard.give_on, yard.take, yard.dtype_of, device)
+    traffic = exchange(world, first, yard.give_whole, yard.take, yard.dtype_of, device, budget_bytes=budget_bytes)
+    onward = exchange(world, then, yard.give_on, yard.take, yard.dtype_of, device, budget_bytes=budget_bytes)
     world.together(yard.close)
     return traffic + onward
 

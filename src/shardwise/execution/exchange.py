@@ -1,9 +1,6 @@
 """Carrying out an exchange: parcels packed, sent and unpacked, round by round, within a fixed staging memory.
 
-[Note: Rounds] All ranks go through the same rounds. In a round each rank packs what it gives, all meet (see
-[Note: Nobody waits in a collective] in :mod:`shardwise.execution.line`), and one ``all_to_all_single`` moves the
-bytes. Packing is where a rank may read, compute or fail; it lies before the meeting, and unpacking after the
-collective, so that between a meeting and its collective there is nothing that can keep a rank away.
+How bytes move is for :mod:`shardwise.execution.carriers` to say.
 """
 
 from __future__ import annotations
@@ -13,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from shardwise.execution.carriers import Carrier, ToEach, open_carrier
 from shardwise.execution.world import World
 from shardwise.planning.exchange import Agenda, Parcel, Round
 
@@ -56,6 +53,8 @@ def exchange(
     take: Take,
     dtype_of: DtypeOf,
     device: torch.device,
+    *,
+    budget_bytes: int,
     moves: Sequence[bool] | None = None,
 ) -> Traffic:
     """Hand over all parcels: each rank calls ``give`` for what it is the source of, ``take`` for what it gets.
@@ -66,7 +65,7 @@ def exchange(
     :class:`~shardwise.planning.exchange.Agenda`.
 
     Collective: yes.
-    Memory: one staging block, as large as the largest round of this rank: at most the budget of the rounds.
+    Memory: ``budget_bytes``, which no round of the ranks exceeds.
 
     Raises:
         CheckpointError: (or a subclass) the same on every rank, when ``give`` or ``take`` raised on any.
@@ -74,134 +73,97 @@ def exchange(
     """
     if moves is None:
         moves = Agenda.of_all(rounds).moves
-    cargos = [_Cargo.of(items, world, is_shared=is_shared) for items, is_shared in zip(rounds, moves, strict=True)]
-    traffic = Traffic(rounds=len(cargos), staging_bytes=max((cargo.staging_bytes for cargo in cargos), default=0))
-    hold = _Hold(world, give, take, dtype_of, traffic)
-    world.together(lambda: hold.allocate(device))
+    cargos = [_Cargo.of(items, world, number) for number, items in enumerate(rounds)]
+    carrier = open_carrier(world, [cargo.load for cargo in cargos], moves, device, budget_bytes=budget_bytes)
+    hold = _Hold(world, carrier, give, take, dtype_of, Traffic(rounds=len(cargos), staging_bytes=carrier.nbytes))
     for arriving, leaving in zip([None, *cargos], [*cargos, None], strict=True):
         world.together(partial(hold.step, arriving, leaving))
-    return traffic
+        if leaving is not None:
+            carrier.send(leaving.number)
+    return hold.traffic
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A parcel at its place in a staging block."""
+    """A parcel on its way to or from a rank, and where it begins in what goes there or comes from there."""
 
     parcel: Parcel
+    rank: int
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Cargo:
-    """One rank's part of a round. Staging holds all that goes out, by target, and then all that comes in."""
+    """One rank's part of a round."""
 
-    given: tuple[tuple[Parcel, tuple[int, ...]], ...]
-    """Parcels this rank gives, each with where its copies start in staging."""
+    number: int
+    given: tuple[tuple[Parcel, tuple[_Lane, ...]], ...]
+    """Parcels this rank gives, each with its ways to others."""
     kept: frozenset[Parcel]
     """Those of them that it takes itself, too."""
     taken: tuple[_Lane, ...]
-    sent: tuple[int, ...]
-    """Staged bytes by target."""
-    received: tuple[int, ...]
-    """Staged bytes by source."""
-    is_shared: bool
-    """Whether any rank sends anything in this round."""
+    load: ToEach
 
     @classmethod
-    def of(cls, items: Round, world: World, *, is_shared: bool) -> _Cargo:
+    def of(cls, items: Round, world: World, number: int) -> _Cargo:
         rank = world.rank
         sent, received = [0] * world.size, [0] * world.size
-        outgoing: list[tuple[Parcel, int, int]] = []
-        incoming: list[tuple[Parcel, int]] = []
+        given: dict[Parcel, list[_Lane]] = {parcel: [] for parcel in items if parcel.source == rank}
+        taken: list[_Lane] = []
         for parcel in items:
             if parcel.source == rank:
                 for target in parcel.targets:
                     if target != rank:
-                        outgoing.append((parcel, target, sent[target]))
+                        given[parcel].append(_Lane(parcel, target, sent[target]))
                         sent[target] += parcel.staged_bytes
             elif rank in parcel.targets:
-                incoming.append((parcel, received[parcel.source]))
+                taken.append(_Lane(parcel, parcel.source, received[parcel.source]))
                 received[parcel.source] += parcel.staged_bytes
-        target_starts, source_starts = _starts(sent), _starts(received)
-        places: dict[Parcel, list[int]] = {parcel: [] for parcel in items if parcel.source == rank}
-        for parcel, target, offset in outgoing:
-            places[parcel].append(target_starts[target] + offset)
         return cls(
-            given=tuple((parcel, tuple(starts)) for parcel, starts in places.items()),
-            kept=frozenset(parcel for parcel in places if rank in parcel.targets),
-            taken=tuple(
-                _Lane(parcel, sum(sent) + source_starts[parcel.source] + offset) for parcel, offset in incoming
-            ),
-            sent=tuple(sent),
-            received=tuple(received),
-            is_shared=is_shared,
+            number=number,
+            given=tuple((parcel, tuple(lanes)) for parcel, lanes in given.items()),
+            kept=frozenset(parcel for parcel in given if rank in parcel.targets),
+            taken=tuple(taken),
+            load=ToEach(tuple(sent), tuple(received)),
         )
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(self.sent) + sum(self.received)
 
 
 class _Hold:
-    """The staging block of one rank, and what it does with it."""
+    """Where one rank packs and unpacks."""
 
-    def __init__(self, world: World, give: Give, take: Take, dtype_of: DtypeOf, traffic: Traffic) -> None:
+    def __init__(
+        self, world: World, carrier: Carrier, give: Give, take: Take, dtype_of: DtypeOf, traffic: Traffic
+    ) -> None:
+        self.traffic = traffic
         self._world = world
+        self._carrier = carrier
         self._give = give
         self._take = take
         self._dtype_of = dtype_of
-        self._traffic = traffic
-        self._staging = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, device: torch.device) -> None:
-        self._staging = torch.empty(self._traffic.staging_bytes, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def step(self, arriving: _Cargo | None, leaving: _Cargo | None) -> None:
-        """Send what was packed, unpack what has come, and pack the next; nobody is kept waiting meanwhile."""
+        """Unpack what has come, and pack the next; nobody is kept waiting meanwhile."""
         if arriving is not None:
-            self._send(arriving)
+            self._carrier.wait()
             for lane in arriving.taken:
                 self._world.check()
-                self._take(lane.parcel, self._view(lane))
-                self._traffic.received_bytes += lane.parcel.nbytes
+                self._take(lane.parcel, self._view(self._carrier.inbox(arriving.number, lane.rank), lane))
+                self.traffic.received_bytes += lane.parcel.nbytes
         if leaving is not None:
-            for parcel, starts in leaving.given:
+            for parcel, lanes in leaving.given:
                 self._world.check()
                 values = self._give(parcel)
                 if tuple(values.shape) != parcel.box.sizes or values.dtype != self._dtype_of(parcel):
                     raise ValueError(f"{parcel} was given as {tuple(values.shape)} {values.dtype}")
-                for start in starts:
-                    self._view(_Lane(parcel, start)).copy_(values)
-                    self._traffic.sent_bytes += parcel.nbytes
+                for lane in lanes:
+                    self._view(self._carrier.outbox(leaving.number, lane.rank), lane).copy_(values)
+                    self.traffic.sent_bytes += parcel.nbytes
                 if parcel in leaving.kept:
                     self._take(parcel, values)
-                    self._traffic.kept_bytes += parcel.nbytes
+                    self.traffic.kept_bytes += parcel.nbytes
 
-    def _send(self, cargo: _Cargo) -> None:
-        if not cargo.is_shared:
-            return
-        middle, end = sum(cargo.sent), cargo.staging_bytes
-        work = dist.all_to_all_single(
-            self._staging[middle:end],
-            self._staging[:middle],
-            output_split_sizes=list(cargo.received),
-            input_split_sizes=list(cargo.sent),
-            group=self._world.group,
-            async_op=True,
-        )
-        assert work is not None
-        self._world.wait_for(work)
-
-    def _view(self, lane: _Lane) -> torch.Tensor:
+    def _view(self, box: torch.Tensor, lane: _Lane) -> torch.Tensor:
         parcel = lane.parcel
-        flat = self._staging[lane.start : lane.start + parcel.nbytes].view(self._dtype_of(parcel))
+        flat = box[lane.start : lane.start + parcel.nbytes].view(self._dtype_of(parcel))
         return flat.view(parcel.box.sizes)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts

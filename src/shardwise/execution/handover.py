@@ -74,8 +74,10 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
         return by_name[parcel.tensor].dtype
 
     first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
-    traffic = exchange(world, first, give, take, dtype_of, device)
-    return traffic + exchange(world, then, give_on, take, dtype_of, device) if then else traffic
+    traffic = exchange(world, first, give, take, dtype_of, device, budget_bytes=budget_bytes)
+    if not then:
+        return traffic
+    return traffic + exchange(world, then, give_on, take, dtype_of, device, budget_bytes=budget_bytes)
 
 
 def _there(place: Landing | None) -> Landing:

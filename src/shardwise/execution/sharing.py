@@ -189,7 +189,16 @@ class _Sharing:
         agenda = self._agenda(min(self._placer.budget_bytes // 5, _ROUND_BYTES))
         self._ahead = self._read_ahead(agenda.rounds)
         device = self._staging_device()
-        exchange(self._peers, agenda.rounds, self.give, self.take, self.dtype_of, device, agenda.moves)
+        exchange(
+            self._peers,
+            agenda.rounds,
+            self.give,
+            self.take,
+            self.dtype_of,
+            device,
+            budget_bytes=self._placer.budget_bytes // 5,
+            moves=agenda.moves,
+        )
 
     def _agenda(self, budget_bytes: int) -> Agenda:
         """What this rank hands to whom and gets from whom."""

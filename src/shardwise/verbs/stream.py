@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,6 +14,8 @@ from torch import nn
 from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.assemble import Giver, assemble, part_of
+from shardwise.execution.common_memory import is_common
+from shardwise.execution.common_rooms import CommonRooms, put_together
 from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
@@ -29,6 +31,7 @@ from shardwise.planning.assembly import Block, Wanted, plan_assembly
 from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
+from shardwise.tensors import numel
 from shardwise.verbs.save import HubNames, InternalNames, Names
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -79,7 +82,8 @@ def iter_hf_tensors(
     perhaps, makes the others raise. Parameters must not change meanwhile. Each tensor is the caller's own.
 
     Collective: yes, from the first tensor to the last.
-    Memory: two buckets, and the tensors that are put together from one of them, or one tensor that is larger.
+    Memory: two buckets, or one tensor that is larger and a bucket; on a machine whose ranks have the model on the
+    CPU, that much for all of them together.
 
     Args:
         model: sharded or not, of transformers or not, with values on every rank; in the same state on every rank.
@@ -126,10 +130,27 @@ def _walk(
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
         wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
-        rounds = world.together(lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes))
+        rounds = world.together(
+            lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes // 4)
+        )
         home = _home(held)
-        hall = _Hall(outputs, dtypes, options.device or home, is_target=world.rank in targets)
-        arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
+        is_target = world.rank in targets
+        device = options.device or home
+        shapes = {key: output.shape for key, output in outputs.items()}
+        rooms: CommonRooms | None = None
+        if world.size > 1 and all(world.each(lambda: {home.type, device.type} == {"cpu"})) and is_common(world):
+            rooms = CommonRooms(rounds, shapes, dtypes, is_target=is_target, spare_bytes=options.bucket_bytes)
+
+        def memory_of(key: str) -> torch.Tensor:
+            if rooms is not None and is_target and numel(shapes[key]):
+                return rooms.take(key)
+            return torch.empty(shapes[key], dtype=dtypes[key], device=device if is_target else "meta")
+
+        hall = _Hall(shapes, memory_of)
+        if rooms is not None:
+            arrivals = put_together(world, rounds, supply.giver, rooms)
+        else:
+            arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
         with contextlib.closing(arrivals), _told_when_left():
             for items in arrivals:
                 yield from hall.complete(items.blocks)
@@ -232,34 +253,28 @@ def _told_when_left() -> Iterator[None]:
 
 
 class _Hall:
-    """Tensors that are being put together, and those that are complete, in order."""
+    """Tensors that are being put together, and those that are complete, in order.
 
-    def __init__(
-        self,
-        outputs: Mapping[str, Output],
-        dtypes: Mapping[str, torch.dtype],
-        device: torch.device,
-        *,
-        is_target: bool,
-    ) -> None:
-        self._outputs = outputs
-        self._dtypes = dtypes
-        self._device = device if is_target else torch.device("meta")
-        self._waiting = list(outputs)[::-1]
+    ``memory_of`` gives a tensor's memory: before its first block, or once it is complete, put together elsewhere.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], memory_of: Callable[[str], torch.Tensor]) -> None:
+        self._shapes = shapes
+        self._memory_of = memory_of
+        self._waiting = list(shapes)[::-1]
         self._begun: dict[str, torch.Tensor] = {}
 
     def room(self, block: Block) -> torch.Tensor:
         """The elements of a block in its tensor."""
         if block.key not in self._begun:
-            self._begun[block.key] = self._new(block.key)
+            self._begun[block.key] = self._memory_of(block.key)
         return part_of(self._begun[block.key], block)
 
     def complete(self, blocks: tuple[Block, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which these are the last blocks, and those without elements before them."""
         for block in blocks:
-            shape = self._outputs[block.key].shape
             ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
-            if tuple(ends) == shape:
+            if tuple(ends) == self._shapes[block.key]:
                 yield from self._until(block.key)
 
     def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -276,7 +291,4 @@ class _Hall:
 
     def _next(self) -> tuple[str, torch.Tensor]:
         key = self._waiting.pop()
-        return key, self._begun.pop(key) if key in self._begun else self._new(key)
-
-    def _new(self, key: str) -> torch.Tensor:
-        return torch.empty(self._outputs[key].shape, dtype=self._dtypes[key], device=self._device)
+        return key, self._begun.pop(key) if key in self._begun else self._memory_of(key)
