@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 
 import shardwise
 from shardwise import AsItIs, ConfigError, Freeze, Full, Lora, Replicated
@@ -144,6 +146,7 @@ TRAINED: dict[str, tuple[str, Any]] = {
     "embedding": ("tied", Lora(GAUSSIAN)),
     "replicated": ("tied", Lora(NARROW, adapters=Replicated())),
     "experts": ("experts", Lora(EXPERTS)),
+    "replicated experts": ("experts", Lora(EXPERTS, adapters=Replicated())),
 }
 
 
@@ -262,7 +265,10 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             r"target_modules: nothing is named 'q_prj'; the nearest are q_proj",
         ),
         (Lora(LoraConfig(target_modules=["q_proj", "v_prj"])), r"nothing is named 'v_prj'; the nearest are v_proj"),
-        (Lora(LoraConfig(target_modules="nothing.*")), r"adapts nothing of Qwen3ForCausalLM"),
+        (
+            Lora(LoraConfig(target_modules="nothing.*")),
+            r"PEFT cannot put this LoRA into Qwen3ForCausalLM: .*not found",
+        ),
         (Lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_hed"])), r"modules_to_save.*lm_head"),
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
         (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
@@ -338,3 +344,47 @@ def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds
         assert whole.keys() == parts.keys()
         for name in whole:
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.distributed
+def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None:
+    """A head that the checkpoint lacks is initialised with consent, by the name it has in the base."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")  # PEFT copies ``score`` by itself
+    keywords = {
+        "tuning": Lora(config),
+        "model_class": Qwen3ForSequenceClassification,
+        "on_unexpected": shardwise.Ignore(("lm_head.*",)),
+        "config_overrides": {"pad_token_id": 0},
+    }
+    with pytest.raises(shardwise.CoverageError, match="score"):
+        shardwise.from_pretrained(tied, **keywords)
+    keywords["on_missing"] = shardwise.Initialize(only=("score.*",))
+    alone = on_ranks.values_after_load(str(tied), keywords)
+    copy, original = (
+        f"base_model.model.score.{part}.weight" for part in ("modules_to_save.default", "original_module")
+    )
+    assert torch.equal(alone[copy], alone[original])
+    assert alone[copy].std() > 0
+    for values in worlds(3).run(on_ranks.values_after_load, str(tied), keywords):
+        assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
+
+
+@pytest.mark.distributed
+def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61, n_embd=24, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    with zoo.silenced():
+        GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"])
+    wanted = reference.stock(tmp_path, lora)
+    on_ranks.set_values(wanted, reference.unsettle(reference.values_of(wanted)))
+    with torch.no_grad():
+        logits = wanted(input_ids=reference.batch(2, seed=5), use_cache=False).logits
+    for found in worlds(2).run(on_ranks.logits, str(tmp_path), {"tuning": Lora(lora)}):
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="c_attn: use_dora needs norms over the dimension that is sharded"):
+        shardwise.from_pretrained(
+            tmp_path, tuning=Lora(LoraConfig(r=2, fan_in_fan_out=True, target_modules=["c_attn"], use_dora=True))
+        )

@@ -238,12 +238,12 @@ def failing_gather(failing: int, on: FirstRank | EveryRank) -> tuple[str, str]:
     begin = exchange._Hold._view
     calls = 0
 
-    def view(self: Any, lane: Any) -> torch.Tensor:
+    def view(self: Any, box: torch.Tensor, lane: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if dist.get_rank() == failing and calls > 3:
             raise StorageError("the device has fallen off the bus")
-        return begin(self, lane)
+        return begin(self, box, lane)
 
     with mock.patch.object(exchange._Hold, "_view", view):
         error = attempt(lambda: shardwise.model_state(model, FullState(on=on), options=SMALL))
@@ -275,14 +275,15 @@ def staged(budget: int) -> int:
     model: Any = sharding.Wide()
     shardwise.shard(model)
     most = 0
-    allocate = exchange._Hold.allocate
+    opened = exchange.open_carrier
 
-    def watch(self: Any, device: torch.device) -> None:
+    def watch(*arguments: Any, **keywords: Any) -> Any:
         nonlocal most
-        allocate(self, device)
-        most = max(most, self._staging.nbytes)
+        carrier = opened(*arguments, **keywords)
+        most = max(most, carrier.nbytes)
+        return carrier
 
-    with mock.patch.object(exchange._Hold, "allocate", watch):
+    with mock.patch.object(exchange, "open_carrier", watch):
         shardwise.model_state(model, options=shardwise.StateOptions(budget_bytes=budget))
     return most
 

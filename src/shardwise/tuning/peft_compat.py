@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,20 +106,16 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
         raise ConfigError("this LoRA cannot be brought up sharded:\n  " + "\n  ".join(faults))
 
 
-class NothingMatchesError(ConfigError):
-    """A LoRA adapts nothing of a model."""
-
-
 def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bool) -> PeftModel:
     """PEFT's model around ``base``, in which its modules have taken their places; what it adds is on meta.
 
     ``config`` is copied. Unless the adapter ``starts_anew``, how it was initialised once plays no role.
 
     Raises:
-        NothingMatchesError: nothing of the model is adapted.
-        ConfigError: PEFT refuses the config for this model.
+        ConfigError: nothing matches, or PEFT refuses the config for this model.
     """
-    from peft import NoMatchingPeftModuleError, get_peft_model
+    from peft import __version__ as peft_version
+    from peft import get_peft_model
 
     own = copy.deepcopy(config)
     own.inference_mode = False
@@ -129,13 +126,19 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
-        except NoMatchingPeftModuleError as error:
-            raise NothingMatchesError(str(error)) from error
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
             raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
     own.init_lora_weights = config.init_lora_weights
+    if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
+        # It calls the model's forward, past the hooks by which FSDP2 gathers.
+        model.base_model.forward = MethodType(_called, model.base_model)
     model.train(base.training)
     return model
+
+
+def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
+    """``BaseTuner.forward`` of PEFT 0.21."""
+    return tuner.model(*args, **keywords)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,9 +112,10 @@ def _with_lora(
     parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
     try:
         model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
-    except peft_compat.NothingMatchesError as error:
-        _require_all_matched(config, peft_compat.Targets((), (), ()), modules, parameters)
-        raise ConfigError(f"the LoRA adapts nothing of {type(base).__name__}: {error}") from error
+    except ConfigError:
+        everything = peft_compat.Targets(tuple(modules), tuple(parameters), tuple(modules))
+        _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
+        raise
     _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
 
     held = look_inside(model)
