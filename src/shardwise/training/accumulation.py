@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from shardwise.models.standing import root_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ Accumulation: TypeAlias = WholeGradients | ShardedGradients
 
 def exchange_gradients(model: nn.Module, accumulation: Accumulation, *, is_last: bool) -> None:
     """Tell FSDP2 what to do with the gradients of the backward pass that comes next."""
-    if not isinstance(model, FSDPModule):
-        return
-    model.set_requires_gradient_sync(is_last or isinstance(accumulation, ShardedGradients))
-    model.set_requires_all_reduce(is_last)
+    root = root_of(model)
+    if root is not None:
+        root.set_requires_gradient_sync(is_last or isinstance(accumulation, ShardedGradients))
+        root.set_requires_all_reduce(is_last)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import TrainingError
 from shardwise.execution.world import World
 from shardwise.models import _torch_private
+from shardwise.models.standing import root_of
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
 from shardwise.training.data import Batch
@@ -140,7 +140,7 @@ def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) ->
 
 def computing_in(model: nn.Module, device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
     """Mixed precision for a model that is not sharded; a sharded one has it in its FSDP2 policy."""
-    if options.dtype == "float32" or isinstance(model, FSDPModule):
+    if options.dtype == "float32" or root_of(model) is not None:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, options.dtype))
 
