@@ -23,6 +23,9 @@ Part = tuple[str, Box]
 BLOCK_BYTES = 8 << 20
 """Of what is written at once. A few times this much is in memory."""
 
+_KEPT_BYTES = 256 << 20
+"""Written between two times that free memory is given back: memory that is given back has to be had anew."""
+
 
 @dataclass
 class Streamed:
@@ -94,6 +97,7 @@ def _write_file(
     writer.write(file.name, 0, [memoryview(file.header)])
     position = len(file.header)
     pending: Future[None] | None = None
+    kept = 0
 
     def write(start: int, parts: Sequence[tuple[Part, int]], tensors: Sequence[torch.Tensor]) -> None:
         buffers = [memory_of(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
@@ -110,7 +114,10 @@ def _write_file(
         position += nbytes
         advance(nbytes)
         del tensors
-        _give_back()
+        kept += nbytes
+        if kept >= _KEPT_BYTES:
+            _give_back()
+            kept = 0
     if pending is not None:
         pending.result()
 
