@@ -593,7 +593,7 @@ def fill(model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], w
         if item.fqn in ready.programs:
             program = ready.programs[item.fqn]
             if not program.is_elementwise:
-                whole = initialize.initialize_whole(model, ready.held, item, seed=seed)
+                whole = initialize.initialize_whole(model, ready.held, item, additions, seed=seed)
                 program = program_of(whole)
             first = additions.copies.get(item.fqn, item.fqn)
             boxes = boxes_to_fill(ready.plan, item.fqn)
