@@ -404,6 +404,28 @@ def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None
         assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
 
 
+class OrthogonalHead(Qwen3ForSequenceClassification):
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, torch.nn.Linear) and module.out_features == self.config.num_labels:
+            torch.nn.init.orthogonal_(module.weight)
+
+
+def test_a_new_head_that_is_drawn_whole_is_copied_too(tied: Path) -> None:
+    model = shardwise.from_pretrained(
+        tied,
+        tuning=Lora(LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")),
+        model_class=OrthogonalHead,
+        on_unexpected=shardwise.Ignore(("lm_head.*",)),
+        on_missing=shardwise.Initialize(only=("score.*",)),
+        config_overrides={"pad_token_id": 0},
+    )
+    head: Any = model.get_submodule("base_model.model.score")
+    copy = head.modules_to_save["default"].weight
+    torch.testing.assert_close(copy @ copy.T, torch.eye(2))
+    assert torch.equal(copy, head.original_module.weight)
+
+
 @pytest.mark.distributed
 def test_matrices_stored_the_other_way_round(tmp_path: Path, worlds: Worlds) -> None:
     torch.manual_seed(0)
