@@ -81,11 +81,7 @@ def commit_save(
     recorded = fingerprints.Recorded(sizes, sums)
     both = fingerprints.to_bytes([*before.recorded, recorded])
     fingerprints_file = fingerprints.file_beside(plan.stem)
-    bound = {
-        name: content
-        for name, content in small_files.items()
-        if name == ADAPTER_CONFIG and plan.stem == ADAPTER and writer.read(name) != content
-    }
+    bound = _bound(writer, plan, small_files)
     free = {name: content for name, content in small_files.items() if name not in bound}
     _put_beside(writer, {**free, fingerprints_file: both})
     steps = commit_steps(plan, before.standing, bound)
@@ -108,6 +104,14 @@ def commit_save(
     release_lock(writer, plan.token)
     writer.sync_names()
     return removed
+
+
+def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
+    content = small_files.get(ADAPTER_CONFIG)
+    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
+        return {}
+    return {ADAPTER_CONFIG: content}
 
 
 def _take(writer: StorageWriter, step: Step) -> None:
