@@ -52,8 +52,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA device")
 
 
+PRELOADED = (
+    "torch.distributed.checkpoint",
+    "transformers",
+    "peft",
+    "shardwise.verbs.pretrained",
+    "shardwise.verbs.save",
+)
+"""What nearly every test needs on its ranks: seconds for each of them, if each imported it."""
+
+
 class Worlds:
-    """Worlds of gloo ranks by size, kept for the whole session: starting one costs seconds."""
+    """Worlds of gloo ranks by size, kept for the whole session."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, LocalRanks] = {}
@@ -63,7 +73,7 @@ class Worlds:
         if world is None or not world.is_alive:
             if world is not None:
                 world.close()
-            world = self._worlds[size] = LocalRanks(size, timeout_s=100)
+            world = self._worlds[size] = LocalRanks(size, timeout_s=100, preloaded=PRELOADED)
             world.run(quieten)
         return world
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
+from tests.execution import rooms
 
 from shardwise.execution.common_memory import CommonMemory, enter
 from shardwise.execution.common_rooms import _Keeper, lay_out
@@ -71,3 +75,24 @@ def test_no_more_memory_is_kept_than_may_be_spare():
         again = keeper.open({2: 60, 3: 60})
         assert again[2] == first[1]
         assert again[3] not in first.values()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("count", [0, 3, None], ids=["at the first", "in the middle", "at the end"])
+def test_no_memory_is_left_of_a_loop_that_was_left(worlds, count):
+    for during, after in worlds(2).run(rooms.left_after, count):
+        assert during > 0
+        assert after == 0
+
+
+def test_what_is_not_common_memory_is_not_opened(tmp_path):
+    memory = CommonMemory(100)
+    other = tmp_path / "other"
+    other.write_bytes(memory.address.word + bytes(4096 - 32 + 100))
+    with open(other, "rb") as file:
+        address = replace(memory.address, path=f"/proc/self/fd/{file.fileno()}")
+        with pytest.raises(FileNotFoundError, match="is no common memory"):
+            enter(address)
+    memory.close()
+    with pytest.raises(FileNotFoundError):
+        enter(memory.address)

@@ -69,3 +69,25 @@ def full_names(folder: str) -> Any:
     shardwise.save_accelerate_model(model, folder, FORMS["full"], only=AdapterOnly())
     found = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
     return sorted(found), sorted(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def beside_another(folder: str) -> tuple[list[str], int, tuple[str, ...]]:
+    """An adapter that is not the trained one, in one file and back; how many tensors, and what was missing."""
+    from peft import LoraConfig, get_peft_model
+
+    def two(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        model = get_peft_model(small_qwen3(), config)
+        model.add_adapter("other", config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("default" in name)
+        shardwise.shard(model)
+        return model
+
+    model, target, other = two(1), two(2), AdapterOnly("other")
+    default = adapter_of(target)
+    shardwise.save_accelerate_model(model, folder, FORMS["full"], only=other, options=SMALL)
+    report = shardwise.load_accelerate_model(target, folder, only=other, options=SMALL)
+    wanted, found = (shardwise.model_state(item, FullState(on=EveryRank()), only=other) for item in (model, target))
+    return differences(found, wanted) + differences(adapter_of(target), default), len(wanted), report.missing

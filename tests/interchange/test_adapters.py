@@ -19,3 +19,9 @@ def test_every_ranks_part_of_an_adapter_arrives(worlds, tmp_path, form, ours_fir
 def test_a_whole_adapter_has_the_names_that_accelerate_gives_it(worlds, tmp_path):
     found, trained = worlds(2).run(adapting.full_names, str(tmp_path))[0]
     assert found == trained
+
+
+def test_an_adapter_beside_the_trained_one_is_saved_too(worlds, tmp_path):
+    for faults, count, missing in worlds(2).run(adapting.beside_another, str(tmp_path)):
+        assert (faults, missing) == ([], ())
+        assert count > 0

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwise.errors import PlacementError
 from shardwise.layout import Kind, Origin
+from shardwise.models.selection import Everything, names_outside
 from shardwise.models.view import (
     boxes_at,
     canonical,
@@ -145,3 +147,12 @@ def test_leftovers_on_meta_are_found_wherever_they_hide():
     model.layers[0].scales = [torch.zeros(1), torch.zeros(1, device="meta")]
     model.layers[1].bias = nn.Parameter(torch.zeros(10, device="meta"))
     assert meta_leftovers(model) == ["layers.1.bias", "cache", "layers.0.scales"]
+
+
+def test_two_tensors_of_one_name_are_refused():
+    model = nn.Module()
+    model.inner = nn.Module()
+    model.inner.layer = nn.Linear(2, 2, bias=False)
+    model.inner._orig_mod = nn.ModuleDict({"layer": nn.Linear(2, 2, bias=False)})
+    with pytest.raises(PlacementError, match=r"another tensor is named inner\.layer\.weight"):
+        names_outside(model, look_inside(model), Everything())

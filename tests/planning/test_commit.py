@@ -33,6 +33,17 @@ def test_one_file_is_renamed_and_several_are_named_by_an_index():
     assert commit_steps(SEVERAL, look_at_folder([SINGLE], None))[1:] == [Remove(SINGLE)]
 
 
+def test_weights_that_a_new_config_would_belie_are_set_aside_first():
+    bound = {"adapter_config.json": b"{}"}
+    into_place = Rename(f"model.{TOKEN}.incomplete", SINGLE)
+    assert commit_steps(ONE, look_at_folder([], None), bound) == [Replace("adapter_config.json", b"{}"), into_place]
+    assert commit_steps(ONE, look_at_folder([SINGLE], None), bound) == [
+        Rename(SINGLE, f"model.{TOKEN}.older"),
+        Replace("adapter_config.json", b"{}"),
+        into_place,
+    ]
+
+
 def test_a_single_file_counts_whatever_an_index_says():
     standing = look_at_folder([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert standing.weights == {SINGLE}
@@ -50,6 +61,7 @@ def test_what_the_index_names_is_removed_where_it_is_a_weight_file_of_the_folder
 
 LEFT = [
     "model.89abcdef.incomplete",
+    "model.89abcdef.older",
     "model-89abcdef-00001-of-00003.safetensors",
     "model-89abcdef-100001-of-100003.safetensors",
     ".config.json.89abcdef.incomplete",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATT
 
 import shardwise
 from shardwise import CompareWithMemory, ConfigError, CoverageError, ExistingLora, FormatError, Lora, Replicated
+from shardwise.errors import StorageError
+from shardwise.storage import LocalWriter, open_writer
+from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
 
@@ -220,6 +225,117 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
     save_file(stored, file)
     with pytest.raises(ConfigError, match="'pissa' changes the base"):
         shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
-    (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="PEFT cannot read"):
-        shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+    for content in ("{", "[]", "3", "[" * 100_000, '{"peft_type": "UNHEARD_OF"}'):
+        (adapter / "adapter_config.json").write_text(content)
+        with pytest.raises(ConfigError, match="PEFT cannot read"):
+            shardwise.from_pretrained(tied, tuning=ExistingLora(adapter))
+
+
+def _other_scaling(folder: Path, **settings: Any) -> Any:
+    """A model with an adapter of the same shapes as the fixture's, and other values."""
+    other = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=30, **settings)
+    return shardwise.from_pretrained(folder, tuning=Lora(other), options=shardwise.LoadOptions(seed=9))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def _adapter_in(files: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
+    """What PEFT reads; None where it finds no weights."""
+    weights = files.get("adapter_model.safetensors")
+    return None if weights is None else (files["adapter_config.json"], weights)
+
+
+def test_a_crash_leaves_no_weights_beside_the_config_of_others(
+    tied: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EffectLog(str(tmp_path / "log"))
+    monkeypatch.setattr(
+        "shardwise.verbs.save.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
+    )
+    before = _contents(adapter)
+    shardwise.save_adapter(_other_scaling(tied), adapter)
+    after = _contents(adapter)
+    assert after.keys() == before.keys()
+    older, newer = _adapter_in(before), _adapter_in(after)
+    assert older is not None
+    assert newer is not None
+    assert older[0] != newer[0]
+    seen = set()
+    for state in states_after_crash(before, log.effects(), samples=4):
+        with state.reader() as reader:
+            files = {name: reader.read(name, 0, reader.size(name)) for name in reader.list()}
+        found = _adapter_in(files)
+        assert found in (older, newer, None), state.what
+        if found is None:  # nobody reads wrong values, and both are there
+            kept = {content for name, content in files.items() if name.startswith("adapter_model.")}
+            assert {older[1], newer[1]} <= kept, state.what
+        seen.add(found)
+    assert seen == {older, newer, None}
+
+
+def test_an_adapter_with_the_same_config_takes_its_place_in_one_step(
+    tied: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shardwise.from_pretrained(tied, tuning=Lora(NARROW), options=shardwise.LoadOptions(seed=9))
+    log = EffectLog(str(tmp_path / "log"))
+    monkeypatch.setattr(
+        "shardwise.verbs.save.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
+    )
+    before = _contents(adapter)
+    shardwise.save_adapter(model, adapter)
+
+    def look(reader: Any) -> Any:
+        return _adapter_in({name: reader.read(name, 0, reader.size(name)) for name in reader.list()})
+
+    old, new = _adapter_in(before), _adapter_in(_contents(adapter))
+    assert old != new
+    assert_old_or_new(before, log.effects(), look, old=old, new=new, samples=2)
+
+
+@pytest.mark.parametrize("failing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_commit_that_fails_puts_the_older_adapter_back(
+    failing: str, tied: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _contents(adapter)
+    replace, rename = LocalWriter.replace, LocalWriter.rename
+    broken = [failing]
+
+    def failing_once(name: str) -> None:
+        if name in broken:
+            broken.remove(name)
+            raise StorageError(f"{name}: the disk is full")
+
+    def replacing(self: LocalWriter, file: str, content: bytes) -> None:
+        failing_once(file)
+        replace(self, file, content)
+
+    def renaming(self: LocalWriter, file: str, name: str) -> None:
+        failing_once(name)
+        rename(self, file, name)
+
+    monkeypatch.setattr(LocalWriter, "replace", replacing)
+    monkeypatch.setattr(LocalWriter, "rename", renaming)
+    with pytest.raises(StorageError, match="the disk is full"):
+        shardwise.save_adapter(_other_scaling(tied), adapter)
+    after = _contents(adapter)
+    assert _adapter_in(after) == _adapter_in(before)
+    assert after.keys() == before.keys()
+    shardwise.save_adapter(_other_scaling(tied), adapter)
+    assert _contents(adapter).keys() == before.keys()
+
+
+def test_older_weights_that_a_crash_set_aside_stay_until_a_save_counts(
+    tied: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = adapter / "adapter_model.0123abcd.older"
+    (adapter / "adapter_model.safetensors").rename(aside)
+    model = _other_scaling(tied)
+    with monkeypatch.context() as patched:
+        patched.setattr("shardwise.verbs.save.commit_save", Mock(side_effect=StorageError("the disk is full")))
+        with pytest.raises(StorageError, match="the disk is full"):
+            shardwise.save_adapter(model, adapter)
+    assert aside.exists()
+    shardwise.save_adapter(model, adapter)
+    assert not aside.exists()

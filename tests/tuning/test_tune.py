@@ -20,6 +20,12 @@ from shardwise import AsItIs, ConfigError, Freeze, Full, Lora, Replicated
 ALL_LINEAR = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NARROW = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=3, use_rslora=True)
 GAUSSIAN = LoraConfig(r=5, target_modules=["k_proj", "embed_tokens"], init_lora_weights="gaussian")
+ORTHOGONAL = LoraConfig(
+    r=4,
+    target_modules=["q_proj", "up_proj", "embed_tokens"],
+    init_lora_weights="orthogonal",
+    rank_pattern={"up_proj": 2},
+)
 RANDOM_B = LoraConfig(r=3, target_modules=r".*layers\.1.*(q|v)_proj", init_lora_weights=False)
 DORA = LoraConfig(r=3, target_modules=["q_proj", "up_proj"], use_dora=True)
 COPIES = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"])
@@ -39,6 +45,7 @@ OF_TIED = {
     "all-linear": ALL_LINEAR,
     "rslora": NARROW,
     "gaussian": GAUSSIAN,
+    "orthogonal": ORTHOGONAL,
     "random B": RANDOM_B,
     "dora": DORA,
     "copies": COPIES,
@@ -55,7 +62,8 @@ def test_the_base_is_that_of_peft_and_the_adapter_has_its_shapes(name: str, tied
     assert [found for found, _ in model.named_parameters()] == [found for found, _ in wanted.named_parameters()]
     mine, theirs = reference.values_of(model), reference.values_of(wanted)
     for key, value in theirs.items():
-        drawn = "lora_A" in key or "lora_embedding_B" in key or (name == "random B" and "lora_B" in key)
+        is_random = name in ("random B", "orthogonal")
+        drawn = "lora_A" in key or "lora_embedding_B" in key or (is_random and "lora_B" in key)
         assert mine[key].dtype == value.dtype, key
         assert (mine[key].shape == value.shape) if drawn else torch.equal(mine[key], value), key
     assert _trained(model) == _trained(wanted)
@@ -114,6 +122,21 @@ def test_the_distribution_is_that_of_peft_on_the_whole_fan_in(tmp_path: Path) ->
     ]
     assert values.std().item() == pytest.approx(1 / 64, rel=0.02)
     assert values.abs().max() > 3 / 64
+
+
+def test_orthogonal_matrices_are_those_that_peft_would_draw(tied: Path) -> None:
+    found = on_ranks.values_after_load(str(tied), {"tuning": Lora(ORTHOGONAL)})
+    names = [key for key in found if "lora_A" in key]
+    assert len(names) == 4
+    for name in names:
+        A, B = found[name].double(), found[name.replace("lora_A", "lora_B")].double()
+        assert (B @ A).abs().max() < 1e-6  # each has half of the directions, and the product is zero
+        assert (torch.linalg.matrix_rank(A), torch.linalg.matrix_rank(B)) == (len(A) // 2, len(A) // 2)
+        assert A.std().item() == pytest.approx(0.1 / math.sqrt(2), rel=0.3)
+        assert B.std().item() == pytest.approx(0.1 / math.sqrt(2), rel=0.3)
+    state = torch.get_rng_state()
+    shardwise.from_pretrained(tied, tuning=Lora(ORTHOGONAL))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 LIVE = {
@@ -273,7 +296,19 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
         (Lora(LoraConfig(target_modules=[], target_parameters=["mlp.expert.up"])), r"target_parameters: nothing"),
         (Lora(LoraConfig(target_modules=["q_proj"], exclude_modules=["k_prj"])), r"exclude_modules.*k_proj"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")), r"'pissa' changes the base"),
-        (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal")), r"'orthogonal' needs"),
+        (
+            Lora(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="orthogonal")),
+            r"rank to be even, got 3",
+        ),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="orthogonal", use_dora=True)),
+            r"use_dora with",
+        ),
+        (
+            Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="eva")),
+            r"'eva' needs whole weights, or data",
+        ),
+        (Lora(LoraConfig(target_modules="(")), r"PEFT cannot put this LoRA"),
         (Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="olora")), r"'olora' changes"),
         (Lora(LoraConfig(target_modules=["q_proj"], use_dora=True, init_lora_weights=False)), r"use_dora with"),
         (Lora(LoraConfig(target_modules=["embed_tokens"], use_dora=True)), r"embed_tokens: use_dora.*Embedding"),
@@ -367,6 +402,28 @@ def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None
     assert alone[copy].std() > 0
     for values in worlds(3).run(on_ranks.values_after_load, str(tied), keywords):
         assert [key for key in alone if not torch.equal(values[key], alone[key])] == []
+
+
+class OrthogonalHead(Qwen3ForSequenceClassification):
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, torch.nn.Linear) and module.out_features == self.config.num_labels:
+            torch.nn.init.orthogonal_(module.weight)
+
+
+def test_a_new_head_that_is_drawn_whole_is_copied_too(tied: Path) -> None:
+    model = shardwise.from_pretrained(
+        tied,
+        tuning=Lora(LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")),
+        model_class=OrthogonalHead,
+        on_unexpected=shardwise.Ignore(("lm_head.*",)),
+        on_missing=shardwise.Initialize(only=("score.*",)),
+        config_overrides={"pad_token_id": 0},
+    )
+    head: Any = model.get_submodule("base_model.model.score")
+    copy = head.modules_to_save["default"].weight
+    torch.testing.assert_close(copy @ copy.T, torch.eye(2))
+    assert torch.equal(copy, head.original_module.weight)
 
 
 @pytest.mark.distributed

@@ -8,9 +8,21 @@ from dataclasses import dataclass
 
 from shardwise.errors import StorageError
 from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.planning import fingerprints
-from shardwise.planning.commit import Remove, Rename, Replace, Standing, commit_steps, look_at_folder, obsolete
-from shardwise.planning.save_plan import SavePlan
+from shardwise.planning.commit import (
+    OLDER,
+    Remove,
+    Rename,
+    Replace,
+    Standing,
+    Step,
+    commit_steps,
+    look_at_folder,
+    obsolete,
+    set_aside,
+)
+from shardwise.planning.save_plan import ADAPTER, SavePlan
 from shardwise.storage import StorageWriter
 
 
@@ -32,8 +44,8 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Before:
     standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
     recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
     for name in obsolete(plan, Standing(standing.files, frozenset())):
-        if name != plan.index_file and name not in standing.weights:
-            writer.remove(name)  # its space may be needed
+        if name != plan.index_file and name not in standing.weights and not name.endswith(OLDER):
+            writer.remove(name)  # its space may be needed; older weights may be the only ones until the commit
     return Before(standing, recorded)
 
 
@@ -69,16 +81,22 @@ def commit_save(
     recorded = fingerprints.Recorded(sizes, sums)
     both = fingerprints.to_bytes([*before.recorded, recorded])
     fingerprints_file = fingerprints.file_beside(plan.stem)
-    _put_beside(writer, {**small_files, fingerprints_file: both})
-    for step in commit_steps(plan, before.standing):
-        match step:
-            case Rename(file, name):
-                writer.rename(file, name)
-            case Replace(file, content):
-                writer.replace(file, content)
-            case Remove(file):
-                writer.remove(file)
-                writer.sync_names()
+    bound = _bound(writer, plan, small_files)
+    free = {name: content for name, content in small_files.items() if name not in bound}
+    _put_beside(writer, {**free, fingerprints_file: both})
+    steps = commit_steps(plan, before.standing, bound)
+    aside = Rename(plan.single_file, set_aside(plan))
+    older = {name: writer.read(name) for name in bound}
+    try:
+        for step in steps:
+            _take(writer, step)
+    except BaseException:
+        if aside in steps:
+            with contextlib.suppress(StorageError):
+                _put_back(writer, aside, older)
+        raise
+    if aside in steps:
+        writer.remove(aside.name)
     removed = obsolete(plan, before.standing)
     for name in removed:
         writer.remove(name)
@@ -86,6 +104,39 @@ def commit_save(
     release_lock(writer, plan.token)
     writer.sync_names()
     return removed
+
+
+def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
+    content = small_files.get(ADAPTER_CONFIG)
+    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
+        return {}
+    return {ADAPTER_CONFIG: content}
+
+
+def _take(writer: StorageWriter, step: Step) -> None:
+    match step:
+        case Rename(file, name):
+            writer.rename(file, name)
+        case Replace(file, content):
+            writer.replace(file, content)
+        case Remove(file):
+            writer.remove(file)
+            writer.sync_names()
+
+
+def _put_back(writer: StorageWriter, aside: Rename, older: Mapping[str, bytes | None]) -> None:
+    """Undo a commit that failed after the older weights were set aside, if they were."""
+    if aside.name not in writer.list():
+        return
+    writer.remove(aside.file)
+    writer.sync_names()
+    for name, content in older.items():
+        if content is None:
+            writer.remove(name)
+        else:
+            writer.replace(name, content)
+    writer.rename(aside.name, aside.file)
 
 
 def _put_beside(writer: StorageWriter, files: Mapping[str, bytes]) -> None:

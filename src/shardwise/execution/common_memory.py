@@ -26,6 +26,9 @@ _HEAD_BYTES = 4096
 
 _WORD_BYTES = 32
 
+_NAME = "shardwise"
+"""By which the system lists such memory; any number of them may have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -46,7 +49,7 @@ class CommonMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._file = os.memfd_create("shardwise", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._file, _HEAD_BYTES + nbytes)
             word = secrets.token_bytes(_WORD_BYTES)
@@ -93,6 +96,8 @@ def enter(address: Address) -> Entered:
 
 @contextlib.contextmanager
 def _opened(address: Address) -> Iterator[int]:
+    if not os.readlink(address.path).startswith(f"/memfd:{_NAME}"):  # another machine's number of a process
+        raise FileNotFoundError(f"{address.path} is no common memory")
     file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         size, word = os.fstat(file).st_size, os.pread(file, _WORD_BYTES, 0)

@@ -71,6 +71,7 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
             return 0
         if not (fresh / METADATA).is_file():
             raise StorageError(f"{fresh}: its {METADATA} was not written")
+        _sync(fresh)
         nbytes = sum(file.stat().st_size for file in fresh.iterdir())
         _take_place(fresh, folder)
         return nbytes

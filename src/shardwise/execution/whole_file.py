@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.errors import PlacementError
 from shardwise.execution.distribute import Landing
 from shardwise.execution.handover import Handover, facts, hand_over, held_by_rank, landing
 from shardwise.execution.torch_out import Nest, RoomyFile
@@ -41,11 +42,12 @@ def write_whole_file(
 
     Raises:
         DisagreementError: ranks have different tensors.
-        PlacementError: ranks do not have, together, all of a tensor, or a file cannot hold its dtype.
+        PlacementError: ranks do not have, together, all of a tensor, or a file cannot hold its dtype or its name.
         StorageError: the file could not be written.
     """
     keys: dict[int, str] = {}
     key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
+    world.together(lambda: _require_apart(key_of, tensors))
     once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
     told = world.each(lambda: {key: facts(tensor, key) for key, tensor in once.items()})
     held = world.together(lambda: held_by_rank(once, told))
@@ -67,6 +69,13 @@ def write_whole_file(
             file.undo()
         raise
     return sum(place.nbytes for place, _ in places)
+
+
+def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.Tensor]) -> None:
+    of: dict[str, int] = {}
+    for at, key in key_of.items():
+        if of.setdefault(key, id(tensors[at])) != id(tensors[at]):
+            raise PlacementError(f"{key}: two tensors have this name, with dots in other places; rename one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -22,6 +22,17 @@ class RowNorms:
     of: Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnWhole:
+    """A tensor that begins as ``draw`` returns it, whole, with torch's random state seeded from (seed, ``layer``).
+
+    Tensors of one layer that depend on each other see the same random numbers.
+    """
+
+    layer: str
+    draw: Callable[[], torch.Tensor]
+
+
 def _nothing() -> None:
     pass
 
@@ -38,6 +49,7 @@ class Additions:
         initialise: runs the initialisers of what was added, on whatever tensors are in its place.
         copies: names of parameters that begin with the values of others, to the others' names.
         norms: names of vectors that begin as the norms of a matrix' rows.
+        drawn_whole: names of tensors whose first values are no matter of single elements.
         new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
     """
 
@@ -47,11 +59,17 @@ class Additions:
     initialise: Callable[[], None] = _nothing
     copies: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, RowNorms] = field(default_factory=dict)
+    drawn_whole: Mapping[str, DrawnWhole] = field(default_factory=dict)
     new_rows: NewRows = field(default_factory=Drawn)
 
-    def begins_here(self, name: str) -> bool:
-        """Whether a tensor's values come from the tuning, rather than from a checkpoint or the base."""
-        return name in self.initialised or name in self.norms
+    @property
+    def begun(self) -> frozenset[str]:
+        """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
+        return self.initialised.union(self.norms, self.drawn_whole)
+
+    def begun_elsewhere(self) -> Additions:
+        """The same, where all values of what was added come from a checkpoint."""
+        return replace(self, initialised=frozenset(), norms={}, drawn_whole={})
 
 
 NOTHING_ADDED = Additions()

@@ -73,10 +73,16 @@ def programs_for(
 ) -> dict[str, Program]:
     """The programs of the tensors to initialise, by FQN; those of vectors of norms are not, see ``RowNorms``."""
     added = additions.initialised.intersection(names)
-    others = [name for name in names if not additions.begins_here(name)]
+    begun = additions.begun
+    others = [name for name in names if name not in begun]
     return {
         **_traced(held, others, lambda: run_initializers(model, held, others)),
         **_traced(held, added, additions.initialise),
+        **{
+            item.fqn: Program(tuple(item.tensor.shape), item.tensor.dtype, is_elementwise=False)
+            for item in held
+            if item.fqn in names and item.fqn in additions.drawn_whole
+        },
     }
 
 
@@ -112,7 +118,9 @@ def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[s
     return faults
 
 
-def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed: int) -> torch.Tensor:
+def initialize_whole(
+    model: nn.Module, held: Sequence[Held], item: Held, additions: Additions = NOTHING_ADDED, *, seed: int
+) -> torch.Tensor:
     """One tensor initialised whole on the CPU, for initialisers that are not element by element.
 
     Memory: the tensor, whole; see :func:`unfit_programs`.
@@ -120,6 +128,9 @@ def initialize_whole(model: nn.Module, held: Sequence[Held], item: Held, *, seed
     Raises:
         CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
     """
+    if drawn := additions.drawn_whole.get(item.fqn):
+        with _own_random_state(seed_of(seed, drawn.layer, 0)):
+            return drawn.draw().to(item.tensor.dtype)
     whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
     untouched = writes_to(whole)
     with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
@@ -234,9 +245,10 @@ def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
 def initial_origin(model: nn.Module, additions: Additions = NOTHING_ADDED) -> Callable[[Held], Origin]:
     """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
     inside = _inside_pretrained(model)
+    begun = additions.begun
 
     def origin_of(item: Held) -> Origin:
-        if additions.begins_here(item.fqn):
+        if item.fqn in begun:
             return Origin.TUNING
         if additions.base is not None and item.fqn not in additions.known_as:
             return Origin.NOWHERE

@@ -43,7 +43,7 @@ def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) 
     """
     inside = saved_names(model, held)
     if isinstance(selection, Everything):
-        return {canonical(name): canonical(name) for name in inside}
+        return _plain({name: canonical(name) for name in inside})
     return _as_peft_names_them(model, inside, selection.adapter)
 
 
@@ -65,7 +65,25 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
             f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
             "tensor of the model; take the whole state, with only=Everything()"
         )
-    return {canonical(name): known[id(tensor)] for name, tensor in chosen.items()}
+    return _plain({name: known[id(tensor)] for name, tensor in chosen.items()})
+
+
+def _plain(names: Mapping[str, str]) -> dict[str, str]:
+    """The same by canonical names.
+
+    Raises:
+        PlacementError: two names are one without what wrappers put in.
+    """
+    found: dict[str, str] = {}
+    for name, fqn in names.items():
+        plain = canonical(name)
+        if plain in found:
+            raise PlacementError(
+                f"{name}: another tensor is named {plain} without the parts of wrappers; rename a module, since a "
+                "state has one tensor for a name"
+            )
+        found[plain] = fqn
+    return found
 
 
 def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 from shardwise.planning.save_plan import SINGLE_FILE, SavePlan
 
+OLDER = ".older"
+"""Ends the name of older weights that were set aside for the moment of a commit."""
+
 _OF_A_SAVE = (
-    r"(-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors|\.[0-9a-f]{8}\.incomplete)"
+    rf"(-[0-9a-f]{{8}}-\d{{5,}}-of-\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}(\.incomplete|{re.escape(OLDER)}))"
     r"|\..+\.[0-9a-f]{8}\.incomplete"  # what a process left that died while it replaced a small file
 )
 """What follows the stem in names that only saves give."""
@@ -50,6 +54,8 @@ class Remove:
 
 Step: TypeAlias = Rename | Replace | Remove
 
+NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
+
 
 def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> Standing:
     """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
@@ -63,15 +69,25 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
     return Standing(frozenset(files), frozenset(weights))
 
 
-def commit_steps(plan: SavePlan, standing: Standing) -> list[Step]:
+def commit_steps(plan: SavePlan, standing: Standing, bound: Mapping[str, bytes] = NOTHING_BOUND) -> list[Step]:
     """In their order, each to be durable before the next.
 
-    After the last one, and not before, the new save counts.
+    After the last one, and not before, the new save counts. ``bound`` are small files, by name, beside which the
+    older weights would be read as what they are not (the config of an adapter has its scaling). Then there are no
+    weights, rather than wrong ones, between the first step and the last: the older ones are set aside.
     """
     if plan.index is None:
-        return [Rename(plan.files[0].name, plan.single_file)]
-    steps: list[Step] = [Replace(plan.index_file, plan.index)]
+        steps: list[Step] = [Replace(name, content) for name, content in bound.items()]
+        if bound and plan.single_file in standing.files:
+            steps.insert(0, Rename(plan.single_file, set_aside(plan)))
+        return [*steps, Rename(plan.files[0].name, plan.single_file)]
+    steps = [Replace(plan.index_file, plan.index)]
     return [*steps, Remove(plan.single_file)] if plan.single_file in standing.files else steps
+
+
+def set_aside(plan: SavePlan) -> str:
+    """The name that older weights have while a save commits that cannot be told from them."""
+    return f"{plan.stem}.{plan.token}{OLDER}"
 
 
 def obsolete(plan: SavePlan, standing: Standing) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,8 @@ _FREE_FIELDS = frozenset(
 
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
+_ORTHOGONAL = "orthogonal"
+
 
 def config_in(directory: str) -> LoraConfig:
     """The config of an adapter in a folder.
@@ -54,7 +58,7 @@ def config_in(directory: str) -> LoraConfig:
 
     try:
         config = PeftConfig.from_pretrained(directory)
-    except (OSError, TypeError, ValueError, KeyError) as error:
+    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory}: PEFT cannot read adapter_config.json: {error}") from error
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{directory}: the adapter is a {config.peft_type}, and only LORA can be trained on here")
@@ -95,11 +99,12 @@ def require_supported(config: LoraConfig, *, starts_anew: bool) -> None:
             faults.append(f"{field.name}={value!r} is not known here; leave it out")
     init = config.init_lora_weights
     changes_base = str(init).lower().startswith(_CHANGES_THE_BASE)
-    if changes_base or (starts_anew and not (isinstance(init, bool) or str(init).lower() == "gaussian")):
+    is_known = isinstance(init, bool) or str(init).lower() == "gaussian" or init == _ORTHOGONAL
+    if changes_base or (starts_anew and not is_known):
         why = "changes the base's weights" if changes_base else "needs whole weights, or data"
-        faults.append(f"init_lora_weights={init!r} {why}; pass True, False or 'gaussian'")
-    if config.use_dora and starts_anew and init is False:
-        faults.append("use_dora with init_lora_weights=False needs whole products of matrices; pass True")
+        faults.append(f"init_lora_weights={init!r} {why}; pass True, False, 'gaussian' or '{_ORTHOGONAL}'")
+    if config.use_dora and starts_anew and (init is False or init == _ORTHOGONAL):
+        faults.append(f"use_dora with init_lora_weights={init!r} needs whole products of matrices; pass True")
     if config.ensure_weight_tying:
         faults.append("ensure_weight_tying=True ties adapters by views, which no sharding keeps; leave it out")
     if faults:
@@ -122,11 +127,12 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     if not starts_anew:
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
-    with warnings.catch_warnings():
+    # PEFT draws values that do not stay: on meta, or from random numbers that are the user's own.
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
-        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError, re.error) as error:
             raise ConfigError(f"PEFT cannot put this LoRA into {type(base).__name__}: {error}") from error
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
@@ -205,16 +211,46 @@ def has_row_norms(layer: Any) -> bool:
 
 def initialise(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
     """Run PEFT's initialiser for an adapter in a layer, on the tensors that are there."""
-    if init is not False:
+    if init is not False and not _is_orthogonal(layer, adapter, init):
         layer.reset_lora_parameters(adapter, init)
         return
-    # PEFT leaves what the constructors of the modules drew.
+    # PEFT leaves what the constructors of the modules drew; of an orthogonal layer, only of a bias.
     for part in ("lora_A", "lora_B"):
         if adapter in getattr(layer, part):
             getattr(layer, part)[adapter].reset_parameters()
     for part in ("lora_embedding_A", "lora_embedding_B"):
         if adapter in getattr(layer, part):
             nn.init.normal_(getattr(layer, part)[adapter])
+
+
+def drawn_whole(
+    layer: Any,
+    adapter: str,
+    init: bool | str,  # noqa: FBT001 - as PEFT has it
+) -> dict[nn.Parameter, Callable[[], torch.Tensor]]:
+    """The matrices of a layer that PEFT draws whole, and how: both from the same random numbers.
+
+    Orthogonal A and B each span one half of the rows of a rotation, so that their product is zero.
+    """
+    if not _is_orthogonal(layer, adapter, init):
+        return {}
+    base = layer.get_base_layer().weight
+    sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "r": dict(layer.r)}
+    parts = ("lora_A", "lora_B")
+
+    def draw(part: str) -> torch.Tensor:
+        # The initialiser puts new parameters into the layer; it is run on what only looks like one.
+        alike = SimpleNamespace(**sizes, **{name: {adapter: SimpleNamespace()} for name in parts})
+        alike.get_base_layer = lambda: SimpleNamespace(weight=torch.empty(0, dtype=base.dtype))
+        type(layer).orthogonal_init(alike, adapter)
+        values: torch.Tensor = getattr(alike, part)[adapter].weight.detach()
+        return values
+
+    return {getattr(layer, part)[adapter].weight: partial(draw, part) for part in parts}
+
+
+def _is_orthogonal(layer: Any, adapter: str, init: bool | str) -> bool:  # noqa: FBT001 - as PEFT has it
+    return init == _ORTHOGONAL and adapter in layer.lora_A
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:

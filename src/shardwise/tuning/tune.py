@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.layout import Kind
-from shardwise.models.additions import Additions, RowNorms
+from shardwise.models.additions import Additions, DrawnWhole, RowNorms
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
@@ -130,10 +130,10 @@ def _with_lora(
     copied = {copy: original for copy, original in originals.items() if original in known_as}
     notes: tuple[str, ...] = ()
     if adapter is not None:
-        taken = match_adapter(model, held, name, adapter, {*additions.initialised, *additions.norms, *copied})
+        taken = match_adapter(model, held, name, adapter, additions.begun.union(copied))
         copied = {copy: original for copy, original in copied.items() if copy not in taken}
         notes = _about_base(base, adapter)
-        additions = replace(additions, initialised=frozenset(), norms={})
+        additions = additions.begun_elsewhere()
         offers |= {fqn: (expression,) for fqn, expression in taken.items()}
     offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
     known_as |= {copy: known_as[original] for copy, original in copied.items()}
@@ -195,11 +195,18 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
         ConfigError: magnitudes of DoRA that are not norms of rows.
     """
     initialised: set[str] = set()
+    drawn_whole: dict[str, DrawnWhole] = {}
     norms: dict[str, RowNorms] = {}
     found = list(peft_compat.layers(model))
     for name, layer in found:
+        drawn = peft_compat.drawn_whole(layer, adapter, config.init_lora_weights)
         for module, local in peft_compat.matrices(layer, adapter):
-            initialised.add(held[id(getattr(module, local))].fqn)
+            parameter = getattr(module, local)
+            fqn = held[id(parameter)].fqn
+            if draw := drawn.get(parameter):
+                drawn_whole[fqn] = DrawnWhole(name, draw)
+            else:
+                initialised.add(fqn)
         magnitude: Any = peft_compat.magnitude(layer, adapter)
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
@@ -215,7 +222,9 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
             for _, layer in found:
                 peft_compat.initialise(layer, adapter, config.init_lora_weights)
 
-    return Additions(initialised=frozenset(initialised), initialise=initialise, norms=norms)
+    return Additions(
+        initialised=frozenset(initialised), initialise=initialise, norms=norms, drawn_whole=drawn_whole
+    )
 
 
 def _require_all_matched(
@@ -276,12 +285,11 @@ def _require_one_dtype(model: nn.Module) -> None:
 
 
 def _replicated(made: Tuned) -> Tuned:
-    names = {*made.additions.initialised, *made.additions.norms}
     if made.additions.norms:
         raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters=InBlocks()")
     whole = {
         item.tensor: "adapters are replicated"
         for item in look_inside(made.model)
-        if isinstance(item.tensor, nn.Parameter) and item.fqn in names
+        if isinstance(item.tensor, nn.Parameter) and item.fqn in made.additions.begun
     }
     return replace(made, whole=whole)

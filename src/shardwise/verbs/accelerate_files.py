@@ -100,7 +100,7 @@ def save_accelerate_model(
         of = {name: tensor for names, tensor in tensors for name in names}
         state = {name: of[fqn] for name, fqn in names_of.items()}
         if isinstance(form, OneFile) and isinstance(only, AdapterOnly):
-            untouched = _beside_trained(held)
+            untouched = _beside_trained(held, only.adapter)
             state = {fqn: of[fqn] for fqn in names_of.values() if fqn not in untouched}
         world.together(lambda: refuse_meta(state, "the model"))
         home = _home(held)
@@ -204,7 +204,7 @@ def load_accelerate_model(
             values = _values_of_model(world, Path(path), number, options, stack)
             if isinstance(only, AdapterOnly):
                 # What PEFT saves of the base (embeddings), accelerate leaves out of one file.
-                untouched = world.together(lambda: _beside_trained(look_inside(model)))
+                untouched = world.together(lambda: _beside_trained(look_inside(model), only.adapter))
                 consents = on_missing.only if isinstance(on_missing, Ignore) else ()
                 tolerance = replace(tolerance, missing=Ignore((*consents, *untouched)))
         report, _ = models.set_values(
@@ -418,9 +418,14 @@ def with_read(report: StateReport, values: Values) -> StateReport:
     return replace(report, brought_by=tuple(range(report.world_size)))
 
 
-def _beside_trained(held: list[Held]) -> list[str]:
-    """All names of tensors that are not trained, in a model of which something is."""
-    untouched = [name for item in held if not item.tensor.requires_grad for name in item.names]
+def _beside_trained(held: list[Held], adapter: str) -> list[str]:
+    """All names of tensors that are not trained, nor the adapter's own, in a model of which something is."""
+    untouched = [
+        name
+        for item in held
+        if not item.tensor.requires_grad and not any(f".{adapter}." in f".{name}." for name in item.names)
+        for name in item.names
+    ]
     return untouched if any(item.tensor.requires_grad for item in held) else []
 
 

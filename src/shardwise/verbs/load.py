@@ -592,12 +592,12 @@ def fill(model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], w
         tensor = layout.by_name[item.fqn]
         if item.fqn in ready.programs:
             program = ready.programs[item.fqn]
+            first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
             if not program.is_elementwise:
-                whole = initialize.initialize_whole(model, ready.held, item, seed=seed)
+                whole = initialize.initialize_whole(model, ready.held, first, additions, seed=seed)
                 program = program_of(whole)
-            first = additions.copies.get(item.fqn, item.fqn)
             boxes = boxes_to_fill(ready.plan, item.fqn)
-            fill_from_program(program, item.local, boxes, seed=seed, fqn=by_name[first].fqn)
+            fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
             written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
         elif item.fqn in means:
             for part in boxes_to_fill(ready.plan, item.fqn):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,8 @@ from shardwise.storage.beside import Beside
 from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import ExistingLora, Full
-from shardwise.verbs.adapters import BESIDE, beside_adapter, open_adapter
+from shardwise.tuning.tune import Tuned
+from shardwise.verbs.adapters import BESIDE, OpenAdapter, beside_adapter, open_adapter
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
@@ -55,7 +56,7 @@ class FromFiles:
 class Later:
     """No weights are read: the model is built, tied and sharded, and stays on meta.
 
-    ``Checkpointer.restore`` brings it up; so does :func:`~shardwise.verbs.load.load`.
+    ``Checkpointer.restore`` brings it up, and has the gradients of whole parameters averaged.
     """
 
 
@@ -126,101 +127,133 @@ def from_pretrained(
     """
     options = keywords.get("options", LoadOptions())
     clock = Clock()
-    hub = keywords.get("hub", HubOptions())
     with World.current(options.process_group, options.patience) as world, ExitStack() as stack:
-        sharding = world.together(
-            lambda: wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
-        )
+        sharding = world.together(lambda: _asked(keywords, asks_for_report=output_loading_info))
         with clock.phase("index"):
-            if is_url(name_or_path):
-                directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
-            else:
-                directory = resolve_everywhere(world, name_or_path, hub)
-
-            def begin() -> tuple[PreTrainedConfig, OpenStorage]:
-                config = config_of(directory, keywords)
-                config.name_or_path = without_secrets(os.fspath(name_or_path))
-                is_remote = is_url(name_or_path)
-                return config, open_storage(name_or_path, hub) if is_remote else open_storage(directory)
-
-            config, opened = world.together(begin)
-            source = read_index(
-                world,
-                opened,
-                weights_name=getattr(config, "transformers_weights", None),
-                extra=getattr(type(config), "extra_files", ()),
+            found = _find(world, name_or_path, keywords, stack)
+        with clock.phase("plan"):
+            world.require_equal(world.together(lambda: alike(keywords, found.adapter)), "what is tuned, and how,")
+            built, pairs = _build_together(world, found, keywords)
+            untied, already_read_bytes = _decide_ties(world, built, pairs, found.source, options)
+            casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
+            tuned = world.together(
+                lambda: made_ready(built, untied, keywords, adapter=found.adapter, casts_to=casts_to)
             )
-        with clock.phase("index"):
-            everything, adapter = _with_adapter(world, source, keywords)
-        with everything.closing():
-            with clock.phase("plan"):
-                world.require_equal(world.together(lambda: alike(keywords, adapter)), "what is tuned, and how,")
-                built, pairs = _build_together(world, directory, config, source, keywords)
-                untied, already_read_bytes = _decide_ties(world, built, pairs, source, options)
 
-                casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
-                tuned = world.together(
-                    lambda: made_ready(built, untied, keywords, adapter=adapter, casts_to=casts_to)
-                )
+        def ask() -> LoadRequest:
+            wrap.prepare_blocks(tuned.base, sharding)
+            if sharding.mesh is not None:
+                wrap.wrap(tuned.base, sharding, tuned.whole)
+            return _request(tuned, keywords, already_read_bytes)
 
-            resize = resizing(keywords)
-            new_rows = Drawn() if resize is None else resize.rows
-
-            def ask() -> LoadRequest:
-                wrap.prepare_blocks(tuned.base, sharding)
-                if sharding.mesh is not None:
-                    wrap.wrap(tuned.base, sharding, tuned.whole)
-                return LoadRequest(
-                    bindings=tuned.bindings,
-                    consent=Consent(
-                        keywords.get("on_missing", Refuse()),
-                        keywords.get("on_mismatched", Refuse()),
-                        keywords.get("on_unexpected", Refuse()),
-                    ),
-                    buffers=keywords.get("buffers", {}),
-                    options=options,
-                    already_read_bytes=already_read_bytes,
-                    additions=replace(tuned.additions, new_rows=new_rows),
-                    is_tuned="tuning" in keywords,
-                    notes=tuned.notes,
-                )
-
-            if isinstance(keywords.get("weights", FromFiles()), Later):
-                world.together(lambda: _refuse_report(ask, asked=output_loading_info))
-                compat.record_conversions(tuned.base, built.transforms)
-                return cast(PreTrainedModel, tuned.model)
-            report = carry_out(world, tuned.model, everything, ask, clock)
+        report = None
+        if isinstance(keywords.get("weights", FromFiles()), Later):
+            world.together(ask)
+        else:
+            report = carry_out(world, tuned.model, found.source, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
-    if sharding.mesh is not None:
+    if report is not None and sharding.mesh is not None:
         wrap.average_replicated_gradients(tuned.model, sharding.mesh)
     model = cast(PreTrainedModel, tuned.model)  # PEFT's passes on what it is asked
-    return (model, report) if output_loading_info else model
+    return (model, report) if output_loading_info and report is not None else model
+
+
+def _asked(keywords: PretrainedOptions, *, asks_for_report: bool) -> Sharding:
+    """The sharding, with its mesh, when the arguments go together. Collective: yes, for the mesh.
+
+    Raises:
+        ConfigError: a report of what is not loaded.
+        PlacementError: as of :func:`~shardwise.models.wrap.with_mesh`.
+    """
+    if asks_for_report and isinstance(keywords.get("weights"), Later):
+        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
+    options = keywords.get("options", LoadOptions())
+    return wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What there is to be brought up.
+
+    Attributes:
+        directory: the folder of the small files.
+        config: the model's.
+        source: the headers of all files, those of an adapter that is trained on among them.
+        adapter: that adapter.
+    """
+
+    directory: Path
+    config: PreTrainedConfig
+    source: OpenSource
+    adapter: Adapter | None
+
+
+def _find(
+    world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
+) -> _Found:
+    """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
+    hub = keywords.get("hub", HubOptions())
+    is_remote = is_url(name_or_path)
+    if is_remote:
+        directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
+    else:
+        directory = resolve_everywhere(world, name_or_path, hub)
+
+    def begin() -> tuple[PreTrainedConfig, OpenStorage]:
+        config = config_of(directory, keywords)
+        config.name_or_path = without_secrets(os.fspath(name_or_path))
+        opened = open_storage(name_or_path, hub) if is_remote else open_storage(directory)
+        stack.enter_context(opened.reader)
+        return config, opened
+
+    config, opened = world.together(begin)
+    source = read_index(
+        world,
+        opened,
+        weights_name=getattr(config, "transformers_weights", None),
+        extra=getattr(type(config), "extra_files", ()),
+    )
+    tuning = keywords.get("tuning", Full())
+    if not isinstance(tuning, ExistingLora):
+        return _Found(directory, config, source, None)
+    both, adapter = _with_adapter(world, source, tuning, hub, stack)
+    return _Found(directory, config, both, adapter)
 
 
 def _with_adapter(
-    world: World, source: OpenSource, keywords: PretrainedOptions
-) -> tuple[OpenSource, Adapter | None]:
-    """A checkpoint, and beside it the adapter that the tuning starts from, if it does. Collective: yes."""
-    tuning = keywords.get("tuning", Full())
-    if not isinstance(tuning, ExistingLora):
-        return source, None
-    with ExitStack() as stack:
-        stack.enter_context(source.closing())
-        folder = resolve_everywhere(world, tuning.directory, keywords.get("hub", HubOptions()))
-        opened = world.together(lambda: open_adapter(folder))
+    world: World, source: OpenSource, tuning: ExistingLora, hub: HubOptions, stack: ExitStack
+) -> tuple[OpenSource, Adapter]:
+    """A checkpoint, and beside it the adapter that the tuning starts from. Collective: yes."""
+    folder = resolve_everywhere(world, tuning.directory, hub)
+
+    def begin() -> OpenAdapter:
+        opened = open_adapter(folder)
         stack.enter_context(opened.storage.reader)
-        found = read_index(world, opened.storage)
-        joined, adapter = beside_adapter(source.index, found.index, opened)
-        stack.pop_all()
-    both = replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE))
-    return both, adapter
+        return opened
+
+    opened = world.together(begin)
+    index = read_index(world, opened.storage).index
+    joined, adapter = beside_adapter(source.index, index, opened)
+    return replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE)), adapter
 
 
-def _refuse_report(ask: Callable[[], LoadRequest], *, asked: bool) -> None:
-    """Make the model ready for a load that comes later, and of which there is no report yet."""
-    if asked:
-        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
-    ask()
+def _request(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int) -> LoadRequest:
+    """What a load needs to know of a model that is ready."""
+    resize = resizing(keywords)
+    return LoadRequest(
+        bindings=tuned.bindings,
+        consent=Consent(
+            keywords.get("on_missing", Refuse()),
+            keywords.get("on_mismatched", Refuse()),
+            keywords.get("on_unexpected", Refuse()),
+        ),
+        buffers=keywords.get("buffers", {}),
+        options=keywords.get("options", LoadOptions()),
+        already_read_bytes=already_read_bytes,
+        additions=replace(tuned.additions, new_rows=Drawn() if resize is None else resize.rows),
+        is_tuned="tuning" in keywords,
+        notes=tuned.notes,
+    )
 
 
 @contextmanager
@@ -254,7 +287,7 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 
 def _build_together(
-    world: World, directory: Path, config: PreTrainedConfig, source: OpenSource, keywords: PretrainedOptions
+    world: World, found: _Found, keywords: PretrainedOptions
 ) -> tuple[Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 
@@ -262,15 +295,15 @@ def _build_together(
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
         first = world.is_first_on_host()
-        world.together(lambda: class_of(directory, config, keywords) if first else None)
+        world.together(lambda: class_of(found.directory, found.config, keywords) if first else None)
     made: list[Outline] = []
 
     def build() -> list[tuple[str, str]]:
-        made.append(outline(directory, config, source.index, keywords, resizing(keywords)))
+        made.append(outline(found.directory, found.config, found.source.index, keywords, resizing(keywords)))
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.each(build)
-    if others := [rank for rank, found in enumerate(pairs) if found != pairs[0]]:
+    if others := [rank for rank, told in enumerate(pairs) if told != pairs[0]]:
         raise DisagreementError(
             f"the list of declared ties that are stored twice on rank {', '.join(map(str, others))} is not that of "
             "rank 0"

@@ -204,10 +204,10 @@ def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOpt
             writer = world.together(lambda: open_writer(request.directory))
         with writer:
             with clock.phase("plan"):
-                held = world.together(lambda: _held_of(request))
+                held, places = _chosen(world, request)
                 shares = agree_on_shares(world, held)
                 ready = world.together(
-                    lambda: _prepare(request, held, shares, world.rank, writer.policy, options.budget_bytes)
+                    lambda: _prepare(request, held, places, shares, world.rank, writer.policy, options.budget_bytes)
                 )
                 world.require_equal(ready.digest, "what is to be saved (names, shapes, dtypes, and sizes of files)")
             return _carry_out(world, writer, ready, verify, options, clock)
@@ -245,13 +245,18 @@ class _Request:
         return ADAPTER if isinstance(self.names, PeftNames) else MODEL
 
 
-def _held_of(request: _Request) -> list[Held]:
-    """What is in the model; of an adapter, what belongs to it."""
-    held = look_inside(request.model)
-    if not isinstance(request.names, PeftNames):
-        return held
-    chosen = set(names_outside(request.model, held, AdapterOnly(request.names.adapter)).values())
-    return [item for item in held if chosen.intersection(item.names)]
+def _chosen(world: World, request: _Request) -> tuple[list[Held], Mapping[str, str]]:
+    """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
+
+    One rank asks PEFT, which may look at the hub for the base's config. Collective: yes.
+    """
+    held = world.together(lambda: look_inside(request.model))
+    names = request.names
+    if not isinstance(names, PeftNames):
+        return held, {}
+    places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
+    chosen = set(places.values())
+    return [item for item in held if chosen.intersection(item.names)], places
 
 
 @dataclass(frozen=True)
@@ -275,12 +280,13 @@ class _Prepared:
 def _prepare(
     request: _Request,
     held: Sequence[Held],
+    places: Mapping[str, str],
     shares: Mapping[str, Sequence[Boxes]],
     rank: int,
     policy: WritePolicy,
     budget_bytes: int,
 ) -> _Prepared:
-    """Decide, on this rank alone. ``shares`` are what each rank gives."""
+    """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
     dtype = request.dtype
     if isinstance(request.names, HubNames) and has_adapters(request.model):
         raise ConfigError(
@@ -294,7 +300,7 @@ def _prepare(
             "storage renames nothing; save into a folder, and copy that"
         )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    reverted = _reverted(request, layout)
+    reverted = _reverted(request, layout, places)
     if reverted.computed:
         keys = [key for group in reverted.computed for key, _, _ in group.outputs]
         raise CoverageError(
@@ -339,11 +345,10 @@ def _prepare(
     return _Prepared(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
 
 
-def _reverted(request: _Request, layout: ModelLayout) -> Reverted:
+def _reverted(request: _Request, layout: ModelLayout, places: Mapping[str, str]) -> Reverted:
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
-    places = names_outside(request.model, look_inside(request.model), AdapterOnly(request.names.adapter))
     tensors = {key: layout.by_name[name] for key, name in places.items()}
     outputs = {
         key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
