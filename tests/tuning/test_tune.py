@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import EvaConfig, LoraConfig, PeftModel
 from tests import zoo
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
@@ -305,7 +305,7 @@ def test_stock_methods_of_peft_work(tied: Path) -> None:
             r"use_dora with",
         ),
         (
-            Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="eva")),
+            Lora(LoraConfig(target_modules=["q_proj"], init_lora_weights="eva", eva_config=EvaConfig())),
             r"'eva' needs whole weights, or data",
         ),
         (Lora(LoraConfig(target_modules="(")), r"PEFT cannot put this LoRA"),
