@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import warnings
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardwise.errors import StorageError
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA
-from shardwise.storage import INCOMPLETE
+from shardwise.storage import INCOMPLETE, LocalWriter
 
 
 def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any]) -> int:
@@ -71,7 +70,7 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
             return 0
         if not (fresh / METADATA).is_file():
             raise StorageError(f"{fresh}: its {METADATA} was not written")
-        _sync(fresh)
+        _sync_names(fresh)
         nbytes = sum(file.stat().st_size for file in fresh.iterdir())
         _take_place(fresh, folder)
         return nbytes
@@ -95,7 +94,7 @@ def _take_place(fresh: Path, folder: Path) -> None:
         if folder.exists():
             folder.rename(older)
         fresh.rename(folder)
-        _sync(folder.parent)
+        _sync_names(folder.parent)
         if older.exists():
             shutil.rmtree(older)
     except OSError as error:
@@ -105,9 +104,6 @@ def _take_place(fresh: Path, folder: Path) -> None:
         raise StorageError(f"{folder}: taking its place failed, {error.strerror}") from error
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sync_names(folder: Path) -> None:
+    with LocalWriter(folder) as writer:
+        writer.sync_names()

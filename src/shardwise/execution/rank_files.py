@@ -16,7 +16,7 @@ from shardwise.errors import FormatError, PlacementError, StorageError
 from shardwise.execution.world import World
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.storage import INCOMPLETE, LocalReader
+from shardwise.storage import INCOMPLETE, LocalReader, LocalWriter
 
 
 def write_rank_files(
@@ -53,6 +53,8 @@ def write_rank_files(
                 for file in folder.iterdir():
                     if is_one(file.name) and file.name not in names:
                         file.unlink()
+            with LocalWriter(folder) as writer:
+                writer.sync_names()
         except OSError as error:
             raise StorageError(f"{folder / names[world.rank]}: naming it failed, {error.strerror}") from error
 

@@ -50,6 +50,9 @@ from shardwise.verbs.load import Clock
 
 Place = str | os.PathLike[str]
 
+_MOST_DIGITS = 10
+"""Of the number of a parameter; what is longer is a name."""
+
 
 @torch.no_grad()
 def save_accelerate_model(
@@ -403,7 +406,7 @@ def _read(state: Any, ours: optimizers.Ours, order: ParameterOrder) -> tuple[Giv
     values: dict[str, Any] = {}
     ways: dict[str, Levels] = {}
     for name, entries in state["state"].items():
-        number = int(name) if isinstance(name, str) and name.isdigit() else name
+        number = int(name) if isinstance(name, str) and name.isdecimal() and len(name) < _MOST_DIGITS else name
         full = str(named.get(number, name))
         values[full] = entries
         plain = ours.first_names.get(canonical(full), canonical(full))

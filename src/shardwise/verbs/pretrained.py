@@ -17,6 +17,7 @@ from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex
 from shardwise.models import transformers_compat as compat
 from shardwise.models import wrap
 from shardwise.models.initialize import BufferRules
@@ -178,12 +179,14 @@ class _Found:
     Attributes:
         directory: the folder of the small files.
         config: the model's.
-        source: the headers of all files, those of an adapter that is trained on among them.
+        index: the headers of the model's own files.
+        source: what is read: these files, and those of an adapter that is trained on.
         adapter: that adapter.
     """
 
     directory: Path
     config: PreTrainedConfig
+    index: CheckpointIndex
     source: OpenSource
     adapter: Adapter | None
 
@@ -215,9 +218,9 @@ def _find(
     )
     tuning = keywords.get("tuning", Full())
     if not isinstance(tuning, ExistingLora):
-        return _Found(directory, config, source, None)
+        return _Found(directory, config, source.index, source, None)
     both, adapter = _with_adapter(world, source, tuning, hub, stack)
-    return _Found(directory, config, both, adapter)
+    return _Found(directory, config, source.index, both, adapter)
 
 
 def _with_adapter(
@@ -299,7 +302,7 @@ def _build_together(
     made: list[Outline] = []
 
     def build() -> list[tuple[str, str]]:
-        made.append(outline(found.directory, found.config, found.source.index, keywords, resizing(keywords)))
+        made.append(outline(found.directory, found.config, found.index, keywords, resizing(keywords)))
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.each(build)
