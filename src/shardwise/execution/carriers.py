@@ -60,10 +60,10 @@ class Carrier(Protocol):
         """Where to pack what goes to a rank in a round; for a :class:`ToAll` round ``target`` does not matter."""
 
     def send(self, number: int) -> None:
-        """Begin to move a round, which all ranks have packed."""
+        """Begin to move a round, which all ranks have packed. What fails is raised by :meth:`wait`."""
 
     def wait(self) -> None:
-        """Until what was sent to this rank is there."""
+        """Until what was sent to this rank is there. To be called where what it raises is told to all ranks."""
 
     def inbox(self, number: int, source: int) -> torch.Tensor:
         """What has come from a rank in a round."""
@@ -109,6 +109,7 @@ class _ByCollective:
         self._moves = moves
         self._device = device
         self._under_way: list[dist.Work] = []
+        self._failure: Exception | None = None
         self.nbytes = max(map(self._staged, loads), default=0)
         self._block = torch.empty(0, dtype=torch.uint8)
 
@@ -128,8 +129,13 @@ class _ByCollective:
         return self._block[sum(load.sent) + sum(load.received[:source]) :][: load.received[source]]
 
     def send(self, number: int) -> None:
-        if not self._moves[number]:
-            return
+        if self._moves[number]:
+            try:
+                self._send(number)
+            except Exception as error:  # told to all by whoever waits: between meetings nobody would know
+                self._failure = error
+
+    def _send(self, number: int) -> None:
         load, group = self._loads[number], self._world.group
         if isinstance(load, ToEach):
             middle = sum(load.sent)
@@ -156,6 +162,8 @@ class _ByCollective:
                     self._begin(dist.broadcast(part, group=group, group_src=source, async_op=True))
 
     def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         while self._under_way:
             self._world.wait_for(self._under_way[0])
             del self._under_way[0]
