@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.models.transformers_compat import attention_of
 from shardwise.report import LoadReport, SaveReport
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config import TrainConfig
@@ -83,7 +85,11 @@ class Session:
         keeper = _keeper(config, output)
         tuning = world.together(lambda: tuning_of(config.tuning))
         sharding = sharding_of(config.sharding, options)
-        tokenizer = load_tokenizer(config.model.name)
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.name,
+            revision=None if config.model.tokenizer else config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
         name = DataName(config.data.train, config.data.split, config.data.subset)
         malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
         data = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
@@ -109,7 +115,7 @@ class Session:
         for found in (data, held_out):
             if found is not None:
                 require_embeddings(model, found)
-        layout = row_layout(config.data, config.model.attn_implementation)
+        layout = row_layout(config.data, attention_of(model))
         world.from_first(lambda: _write_config(config, output))
         steps = step_loader(data, options, layout)
         return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, steps, keeper)
@@ -132,22 +138,29 @@ class Session:
             for listener in listeners:
                 listener.tell(facts)
 
+        def close() -> None:
+            for listener in listeners:
+                listener.close()
+
         try:
-            return train(
+            trained = train(
                 self.model,
                 self.steps,
                 self.config.options(),
                 tell,
                 loss=loss_of(self.config.training),
                 accumulation=accumulation_of(self.config.training),
-                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout),
+                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout, self.config.options()),
                 evaluation=self._evaluation(),
                 checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
                 stop=stop,
             )
-        finally:
-            for listener in listeners:
-                listener.close()
+        except BaseException:  # which other ranks may know nothing of
+            with contextlib.suppress(Exception):
+                close()
+            raise
+        World.current().together(close)
+        return trained
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
         if self.rank != 0:
