@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from tests.training import tiny
 from tests.training.keeping import MemoryKeeper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
-from shardwise.training.checkpoints import Checkpoints, Standing
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders, Standing
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
 from shardwise.training.metrics import MetricsFile, Trackers
@@ -284,6 +286,56 @@ def stopped_and_spoilt(file: str) -> tuple[bool, int, str]:
     with pytest.raises(TrainingError) as caught:
         train(model, step_loader(data, OPTIONS), OPTIONS)
     return report.is_stopped, report.last_step, str(caught.value)
+
+
+class Mixed(torch.nn.Module):
+    """A parameter without dimensions stays whole on every rank, beside others that are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(260, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.head = torch.nn.Linear(16, 260)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.norm(self.scale * self.embedding(input_ids))))
+
+
+def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
+    """Losses of a training, on these ranks, that goes on from its folder."""
+    quieten()
+    data = read_data(file, tiny.tokenizer(), max_length=64)
+    options = replace(OPTIONS, duration=Steps(6), batch_size=4 // World.current().size)
+    model, mesh, stop = Mixed(), wrap.default_mesh(), StopRequest()
+    if mesh is not None:
+        wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=wrap.WholeModel()))
+        wrap.average_replicated_gradients(model, mesh)
+
+    def ask(facts: Facts) -> None:
+        if facts.step == last_step - 1:
+            stop.number = signal.SIGTERM
+
+    checkpointer = Checkpointer(folder)
+    source = None if checkpointer.latest() is None else checkpointer
+    checkpoints = Checkpoints(KeptInFolders(checkpointer, source))
+    return train(model, step_loader(data, options), options, ask, checkpoints=checkpoints, stop=stop).losses
+
+
+@pytest.mark.distributed
+def test_other_ranks_go_on_though_they_keep_whole_what_one_process_had_beside_the_rest(
+    worlds: Any, tmp_path: Path
+) -> None:
+    chats = str(tiny.write_chats(tmp_path / "chats.jsonl", 12))
+    whole = mixed_steps(chats, str(tmp_path / "whole"), 6)
+    there = str(tmp_path / "there")
+    first = mixed_steps(chats, there, 2)
+    second, other = worlds(2).run(mixed_steps, chats, there, 4)
+    assert second == other
+    rest = mixed_steps(chats, there, 6)
+    assert [len(part) for part in (first, second, rest)] == [2, 2, 2]
+    assert [*first, *second, *rest] == pytest.approx(whole, rel=1e-5)
 
 
 def sharded() -> Any:

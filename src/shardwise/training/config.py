@@ -332,7 +332,7 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ) as error:  # 2024-13-45 is a ValueError
+    ) as error:
         raise ConfigError(f"{told}: the configuration cannot be read ({error})") from error
     return config_of(value, told)
 

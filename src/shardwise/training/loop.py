@@ -224,9 +224,8 @@ class _Run:
         self.step = self.kept_step = standing.step
         self.evaluated_step = standing.evaluated_step
         self.best_loss = standing.best_loss
-        if len(self.steps) != self.total:  # the steps are of another size now, and so of another number
-            self.total = len(self.steps)
-            self.schedule = longer_schedule(self.schedule, self.optimizer, self.options, self.total)
+        self.total = len(self.steps)  # another number where steps are of another size now, or epochs are more
+        self.schedule = schedule_from(self.schedule, self.optimizer, self.options, self.total)
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
 
     def prepare(self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation) -> None:
@@ -410,10 +409,13 @@ def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total
     return schedule
 
 
-def longer_schedule(
+def schedule_from(
     before: LambdaLR, optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int
 ) -> LambdaLR:
-    """The same schedule at the same place, of another number of steps; the optimizer has its learning rate."""
+    """A schedule of so many steps at the place of the one before; the optimizer has its learning rate.
+
+    What a checkpoint brings along is the rate of a schedule of as many steps as there were to be then.
+    """
     schedule = make_schedule(optimizer, options, total_steps)
     place, base_rates = before.last_epoch, before.base_lrs
     rates = [base * share(place) for base, share in zip(base_rates, schedule.lr_lambdas, strict=True)]

@@ -17,7 +17,7 @@ from shardwise.execution.world import World
 from shardwise.models.dtypes import to_torch
 from shardwise.models.wrap import Sharding
 from shardwise.report import LoadReport, SaveReport
-from shardwise.storage import HubOptions
+from shardwise.storage import HubOptions, is_url, open_storage
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data import Flattened, Layout, Padded, TrainData, flatten, pack
 from shardwise.training.evaluation import evaluating
@@ -25,7 +25,7 @@ from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
 from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
-from shardwise.verbs.load import LoadOptions
+from shardwise.verbs.load import LoadOptions, read_index, resolve_everywhere
 from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter
@@ -224,6 +224,24 @@ def stored_dtype(report: LoadReport) -> torch.dtype | None:
     label, count = kinds.most_common(1)[0] if kinds else ("", 0)
     dtype = dtype_named(label)
     return to_torch(dtype) if dtype is not None and count > report.loaded / 2 else None
+
+
+def dtype_of_files(request: ModelRequest) -> torch.dtype | None:
+    """The dtype in which most of a model's tensors are stored; None where that is none to compute in.
+
+    Collective: yes, over the default process group. Reads headers alone.
+
+    Raises:
+        ShardwiseError: they cannot be read.
+    """
+    world = World.current()
+    name, hub = request.name_or_path, HubOptions(revision=request.revision)
+    place = name if is_url(name) else resolve_everywhere(world, name, hub)
+    source = read_index(world, world.together(lambda: open_storage(place, hub)))
+    with source.closing():
+        kinds = Counter(tensor.dtype for tensor in source.index.tensors())
+    dtype = to_torch(kinds.most_common(1)[0][0])
+    return dtype if dtype.is_floating_point and dtype.itemsize >= 2 else None
 
 
 def require_place(directory: str) -> None:

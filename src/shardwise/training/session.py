@@ -35,6 +35,7 @@ from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
 from shardwise.training.prepare import (
     ModelRequest,
     build_model,
+    dtype_of_files,
     keep,
     load_model,
     load_tokenizer,
@@ -66,6 +67,8 @@ class Session:
     model: PreTrainedModel
     loaded: LoadReport | None
     """None where all weights come from a checkpoint."""
+    stored: torch.dtype | None
+    """The dtype of most of the model's files, where it is another than in memory."""
     steps: StepLoader
     keeper: KeptInFolders
 
@@ -109,8 +112,10 @@ class Session:
         # A checkpoint of a LoRA does not hold the base; any other one holds all that there is.
         if keeper.source is None or config.tuning.method == "lora":
             model, loaded = load_model(request)
+            stored = stored_dtype(loaded)
         else:
             model, loaded = build_model(request), None
+            stored = dtype_of_files(request)
         set_attention(model, config.model.attn_implementation)
         for found in (data, held_out):
             if found is not None:
@@ -118,7 +123,7 @@ class Session:
         layout = row_layout(config.data, attention_of(model))
         world.from_first(lambda: _write_config(config, output))
         steps = step_loader(data, options, layout)
-        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, steps, keeper)
+        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
     @property
     def output(self) -> Path:
@@ -202,16 +207,9 @@ class Session:
             self.model,
             self.tokenizer,
             str(self.output / name),
-            dtype=section.dtype or self._stored_dtype(),
+            dtype=section.dtype or self.stored,
             max_shard_size=section.max_shard_size,
         )
-
-    def _stored_dtype(self) -> torch.dtype | None:
-        """That of the model's files: as they were read, else as their config has it."""
-        if self.loaded is not None:
-            return stored_dtype(self.loaded)
-        dtype = self.model.config.dtype
-        return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _keeper(config: TrainConfig, output: Path) -> KeptInFolders:
