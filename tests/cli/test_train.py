@@ -164,6 +164,16 @@ def test_what_is_saved_may_have_another_dtype(checkpoint, chats, tmp_path) -> No
     assert "F32→BF16" in result.stdout
 
 
+def test_what_went_on_is_saved_in_the_dtype_it_began_with(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    arguments = (*needed(tmp_path / "model", chats, tmp_path), f"model.tokenizer={checkpoint}")
+    for steps in (1, 2):
+        result = run(*arguments, f"training.max_steps={steps}", "checkpoints.every=1")
+        assert result.exit_code == 0, result.stderr
+        last = load_file(tmp_path / "out" / "last" / "model.safetensors")
+        assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}, steps
+
+
 def test_a_data_file_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
     message = refusal(*needed(checkpoint, tmp_path / "none.jsonl", tmp_path))
     assert "none.jsonl: the data cannot be read" in message
@@ -183,6 +193,29 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, chats: Path) -> None:
     tiny.model().config.save_pretrained(tmp_path / "model")
     message = refusal(*needed(tmp_path / "model", chats, tmp_path))
     assert "its tokenizer has no vocabulary; is tokenizer.json missing?" in message
+
+
+def test_a_tokenizer_from_elsewhere(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path / "model")
+    arguments = (*needed(tmp_path / "model", chats, tmp_path), "training.max_steps=1", "tuning=lora", "tuning.r=2")
+    result = run(*arguments, f"model.tokenizer={checkpoint}", "sharding.precision=float16", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "Infinity" not in result.stdout
+    [rank] = json.loads(result.stdout)["ranks"]
+    assert rank["train"]["remarks"] == []
+
+
+def test_the_tokenizer_is_of_the_revision_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, object]] = []
+
+    def look(_name: str, **keywords: object) -> None:
+        asked.append(keywords)
+        raise OSError("not here")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", look)
+    message = refusal(*needed("org/name", "nothing.jsonl", tmp_path), "model.revision=v1")
+    assert "org/name: its tokenizer cannot be loaded (not here)" in message
+    assert asked == [{"revision": "v1", "trust_remote_code": False}]
 
 
 def test_a_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_a_fault_names_the_key_and_what_is_wanted(overrides: tuple[str, ...], ex
         ("- a\n- b\n", "it is a list, not keys with values"),
         ("just words", "just words: no such key"),
         ("model: ${nowhere}", "the configuration cannot be read (Interpolation key 'nowhere' not found"),
+        ("output: !!int abc", "the configuration cannot be read (invalid literal for int()"),
         (b"\xff\xfe\x00", "the configuration cannot be read ("),
     ],
 )

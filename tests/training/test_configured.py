@@ -66,6 +66,8 @@ def test_how_blocks_are_run_and_what_is_computed_in() -> None:
     found = sharding_of(config.sharding, config.options())
     assert (found.activation_checkpointing, found.compiling) == (PerBlock(), CompileBlocks())
     assert found.reshard_after_forward is False
+    second = configured("sharding.activation_checkpointing=2").sharding
+    assert sharding_of(second, TrainOptions()).activation_checkpointing == PerBlock(every=2)
     assert found.mp_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 

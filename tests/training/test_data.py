@@ -317,6 +317,22 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
             there.load_state_dict(state)
 
 
+@pytest.mark.parametrize("wrong", [{"taken": 4}, {"taken": -1}, {"step": -1}, {"epoch": -1}])
+def test_a_position_that_is_none(tmp_path: Path, wrong: dict[str, int]) -> None:
+    data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 4), tiny.tokenizer(), max_length=64)
+    there = loader(data, 2)
+    with pytest.raises(ConfigError, match="is no position in it; the checkpoint is damaged"):
+        there.load_state_dict({**there.state_dict(), **wrong})
+    assert there.state_dict() == loader(data, 2).state_dict()
+
+
+@pytest.mark.parametrize("row", [{"text": "\ud800"}, {"prompt": "a", "completion": "b\udfff"}])
+def test_half_of_a_surrogate_pair_is_named_by_its_line(tmp_path: Path, row: dict[str, str]) -> None:
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", json.dumps({"text": "a"}), json.dumps(row))
+    with pytest.raises(ConfigError, match=r"1 row cannot be used\n  line 2: .* is half of a surrogate pair"):
+        read_data(rows, tiny.tokenizer(), max_length=64)
+
+
 def test_looking_takes_every_row_once_on_any_number_of_ranks(tmp_path: Path) -> None:
     data = read_data(tiny.write_chats(tmp_path / "chats.jsonl", 5), tiny.tokenizer(), max_length=64)
     for size in (1, 2, 4):

@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ import torch
 from tests.quiet import quieten
 from tests.training import tiny
 from tests.training.keeping import MemoryKeeper
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
-from shardwise.training.checkpoints import Checkpoints
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders, Standing
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts, TrainReport
 from shardwise.training.step import StepWork
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
@@ -71,6 +74,20 @@ def test_a_training_that_stopped_goes_on_as_if_it_had_not(data: TrainData) -> No
     assert rates == [step.learning_rate for step in whole.steps]
     assert [round(step.epoch, 3) for step in rest.steps] == [2.0, 2.375, 2.75, 3.0]
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("user", [{}, {"step": 3}, {"step": "3", "evaluated_step": 0, "best_loss": None}])
+def test_a_checkpoint_of_another_loop_is_refused(data: TrainData, user: dict[str, Any]) -> None:
+    keeper = MemoryKeeper()
+    train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper, every=4))
+    keeper.kept[9]["user"] = user
+    with pytest.raises(ConfigError, match="was not kept by this training loop"):
+        train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper))
+
+
+def test_what_a_loop_keeps_of_itself_comes_back() -> None:
+    for standing in (Standing(), Standing(7, 5, 0.25)):
+        assert Standing.from_dict(json.loads(json.dumps(standing.to_dict()))) == standing
 
 
 def test_checkpoints_every_so_many_steps_and_at_the_end(data: TrainData) -> None:
@@ -142,7 +159,78 @@ def test_the_best_is_kept_and_known_again(data: TrainData) -> None:
     assert best[-1] == 9
     assert report.evaluations[0].perplexity == pytest.approx(math.exp(report.evaluations[0].loss))
     assert (dropout.count(False), dropout.count(True)) == (5, 9)
-    assert keeper.kept[9]["user"] == {"step": 9, "best_loss": report.evaluations[-1].loss}
+    assert keeper.kept[9]["user"] == {
+        "step": 9,
+        "evaluated_step": 9,
+        "best_loss": report.evaluations[-1].loss,
+    }
+
+
+def test_an_evaluation_that_a_stop_came_before_is_not_lost(data: TrainData) -> None:
+    evaluation = Evaluation(evaluation_batches(data, Padded(), 8), 3)
+    whole = train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, evaluation=evaluation)
+    keeper, stop = MemoryKeeper(), StopRequest()
+
+    def ask(facts: Facts) -> None:
+        if facts.step == 2:
+            stop.number = signal.SIGTERM
+
+    def again(on_facts: Any, stop: StopRequest | None) -> TrainReport:
+        loader = step_loader(data, OPTIONS)
+        checkpoints = Checkpoints(keeper)
+        return train(
+            tiny.model(), loader, OPTIONS, on_facts, evaluation=evaluation, checkpoints=checkpoints, stop=stop
+        )
+
+    first, rest = again(ask, stop), again(lambda facts: None, None)
+    assert (first.last_step, first.evaluations) == (3, ())
+    assert [(found.step, found.loss) for found in rest.evaluations] == [
+        (found.step, found.loss) for found in whole.evaluations
+    ]
+
+
+def test_an_evaluation_that_is_no_number_ends_the_training_and_nothing_is_saved_of_it(data: TrainData) -> None:
+    model, best, keeper = tiny.model(), [], MemoryKeeper()
+    spoilt = Evaluation(evaluation_batches(data, Padded(), 8), 3, best.append)
+
+    def spoil(facts: Facts) -> None:
+        if facts.step == 3 and isinstance(facts, StepFacts):
+            with torch.no_grad():
+                model.model.norm.weight.fill_(math.nan)
+
+    with pytest.raises(TrainingError, match="the evaluation after step 3: the loss is nan"):
+        train(
+            model,
+            step_loader(data, OPTIONS),
+            OPTIONS,
+            spoil,
+            evaluation=spoilt,
+            checkpoints=Checkpoints(keeper, every=1),
+        )
+    assert (best, list(keeper.kept), keeper.waited) == ([], [1, 2], 1)
+
+
+def test_going_on_with_more_steps_goes_on_at_the_rate_of_the_longer_schedule(data: TrainData) -> None:
+    def rates(options: TrainOptions, keeper: MemoryKeeper) -> tuple[list[float], list[float]]:
+        taken: list[float] = []
+        model = tiny.model()
+        loader, checkpoints = step_loader(data, options), Checkpoints(keeper, every=1)
+
+        def take(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            taken.append(optimizer.param_groups[0]["lr"])
+
+        handle = register_optimizer_step_pre_hook(take)
+        try:
+            report = train(model, loader, options, checkpoints=checkpoints)
+        finally:
+            handle.remove()
+        return taken, [step.learning_rate for step in report.steps]
+
+    keeper, longer = MemoryKeeper(), replace(OPTIONS, duration=Epochs(5))
+    rates(OPTIONS, keeper)
+    whole, _ = rates(longer, MemoryKeeper())
+    taken, told = rates(longer, keeper)
+    assert taken == told == pytest.approx(whole[9:])
 
 
 def test_what_a_listener_raises_ends_the_training_at_the_next_step(data: TrainData) -> None:
@@ -198,6 +286,56 @@ def stopped_and_spoilt(file: str) -> tuple[bool, int, str]:
     with pytest.raises(TrainingError) as caught:
         train(model, step_loader(data, OPTIONS), OPTIONS)
     return report.is_stopped, report.last_step, str(caught.value)
+
+
+class Mixed(torch.nn.Module):
+    """A parameter without dimensions stays whole on every rank, beside others that are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(260, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.head = torch.nn.Linear(16, 260)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.norm(self.scale * self.embedding(input_ids))))
+
+
+def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
+    """Losses of a training, on these ranks, that goes on from its folder."""
+    quieten()
+    data = read_data(file, tiny.tokenizer(), max_length=64)
+    options = replace(OPTIONS, duration=Steps(6), batch_size=4 // World.current().size)
+    model, mesh, stop = Mixed(), wrap.default_mesh(), StopRequest()
+    if mesh is not None:
+        wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=wrap.WholeModel()))
+        wrap.average_replicated_gradients(model, mesh)
+
+    def ask(facts: Facts) -> None:
+        if facts.step == last_step - 1:
+            stop.number = signal.SIGTERM
+
+    checkpointer = Checkpointer(folder)
+    source = None if checkpointer.latest() is None else checkpointer
+    checkpoints = Checkpoints(KeptInFolders(checkpointer, source))
+    return train(model, step_loader(data, options), options, ask, checkpoints=checkpoints, stop=stop).losses
+
+
+@pytest.mark.distributed
+def test_other_ranks_go_on_though_they_keep_whole_what_one_process_had_beside_the_rest(
+    worlds: Any, tmp_path: Path
+) -> None:
+    chats = str(tiny.write_chats(tmp_path / "chats.jsonl", 12))
+    whole = mixed_steps(chats, str(tmp_path / "whole"), 6)
+    there = str(tmp_path / "there")
+    first = mixed_steps(chats, there, 2)
+    second, other = worlds(2).run(mixed_steps, chats, there, 4)
+    assert second == other
+    rest = mixed_steps(chats, there, 6)
+    assert [len(part) for part in (first, second, rest)] == [2, 2, 2]
+    assert [*first, *second, *rest] == pytest.approx(whole, rel=1e-5)
 
 
 def sharded() -> Any:

@@ -137,8 +137,17 @@ def test_gradients_of_packed_rows_are_those_of_the_rows(data: TrainData) -> None
 def test_a_model_whose_rows_are_blind_is_taken(layout: Layout) -> None:
     for build in (tiny.model, mistral, gemma):
         model = build().train()
-        require_blind_rows(model, layout)
+        require_blind_rows(model, layout, TrainOptions())
         assert model.training
+
+
+def test_the_probe_computes_as_the_training_does() -> None:
+    """Alone, what is frozen stays in its dtype beside what is trained, in float32; autocast lets them meet."""
+    model = tiny.model()
+    model.model.layers[0].to(torch.bfloat16)
+    require_blind_rows(model, Packed(100), TrainOptions(dtype="bfloat16"))
+    with pytest.raises(RuntimeError, match="dtype"):
+        require_blind_rows(model, Packed(100), TrainOptions())
 
 
 class Running(nn.Module):
@@ -159,8 +168,23 @@ class Running(nn.Module):
 
 def test_a_model_whose_rows_see_each_other_is_refused() -> None:
     with pytest.raises(ConfigError, match="data.packing: Running lets rows of a pack see each other"):
-        require_blind_rows(Running(), Packed(100))  # type: ignore[arg-type]
-    require_blind_rows(Running(), Padded())  # type: ignore[arg-type]
+        require_blind_rows(Running(), Packed(100), TrainOptions())  # type: ignore[arg-type]
+    require_blind_rows(Running(), Padded(), TrainOptions())  # type: ignore[arg-type]
+
+
+class OneRow(Running):
+    """Rows are blind to each other where there is one pack in a batch, as with flash attention."""
+
+    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> SimpleNamespace:
+        if len(input_ids) > 1:
+            return super().forward(input_ids, **keywords)
+        hidden = self.embedding(input_ids).unflatten(1, (-1, input_ids.shape[1] // 2)).cumsum(2)
+        return SimpleNamespace(logits=self.head(hidden.flatten(1, 2)))
+
+
+def test_several_packs_in_a_batch_are_tried() -> None:
+    with pytest.raises(ConfigError, match="data.packing: OneRow lets rows"):
+        require_blind_rows(OneRow(), Packed(100), TrainOptions())  # type: ignore[arg-type]
 
 
 def test_packs_are_the_rows_of_steps(data: TrainData, tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def test_the_scale_goes_up_and_down():
     assert Unscaled().judge(math.nan)
 
 
+@pytest.mark.parametrize("state", [{}, {"scale": math.nan, "good_steps": 0}, {"scale": 0.0, "good_steps": 0}])
+def test_what_is_not_the_state_of_a_scaler(state):
+    scaler = GradientScaler(8.0)
+    with pytest.raises(ConfigError, match="is not the state of a gradient scaler"):
+        scaler.load_state_dict(state)
+    assert scaler.scale == 8.0
+
+
 def test_a_scaler_that_finds_no_scale_says_so():
     assert "even where the loss is scaled by 3.05176e-05; train in bfloat16" in stepping.scaler_gives_up()
 

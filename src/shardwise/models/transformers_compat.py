@@ -212,6 +212,12 @@ def is_pretrained(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
+def attention_of(model: nn.Module) -> str | None:
+    """How a model computes its attention ("sdpa", "flash_attention_2", ...), whoever chose it."""
+    found = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return found if isinstance(found, str) else None
+
+
 def saved_conversions(model: nn.Module) -> list[Any]:
     """The renames and converters to run backwards for saving: those that loading used, else the class's own.
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
-
-from shardwise.models.standing import root_of
+from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,8 @@ Accumulation: TypeAlias = WholeGradients | ShardedGradients
 
 def exchange_gradients(model: nn.Module, accumulation: Accumulation, *, is_last: bool) -> None:
     """Tell FSDP2 what to do with the gradients of the backward pass that comes next."""
-    root = root_of(model)
-    if root is not None:
-        root.set_requires_gradient_sync(is_last or isinstance(accumulation, ShardedGradients))
-        root.set_requires_all_reduce(is_last)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            is_dealt = is_last or isinstance(accumulation, ShardedGradients)
+            module.set_requires_gradient_sync(is_dealt, recurse=False)
+            module.set_requires_all_reduce(is_last, recurse=False)

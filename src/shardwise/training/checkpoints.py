@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.state import TrainState
+from shardwise.errors import ConfigError
 
 
 class Keeper(Protocol):
@@ -24,6 +26,38 @@ class Keeper(Protocol):
     def wait(self) -> object:
         """Return when what was saved counts. Collective: yes."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a training has come, as it is kept with its state.
+
+    ``evaluated_step`` is the step of the last evaluation (0: there was none), ``best_loss`` the lowest loss of all.
+    """
+
+    step: int = 0
+    evaluated_step: int = 0
+    best_loss: float = math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, which has no infinite numbers."""
+        return {**asdict(self), "best_loss": self.best_loss if self.best_loss < math.inf else None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Standing:
+        """What was kept, as it was told.
+
+        Raises:
+            ConfigError: it was kept by something else.
+        """
+        step, evaluated_step, best_loss = (values.get(name) for name in ("step", "evaluated_step", "best_loss"))
+        best_loss = math.inf if best_loss is None and "best_loss" in values else best_loss
+        if not (type(step) is int and type(evaluated_step) is int and type(best_loss) is float):
+            raise ConfigError(
+                "the checkpoint was not kept by this training loop: its user state does not say how far the "
+                "training had come (step, evaluated_step, best_loss); load the model from it, and begin anew"
+            )
+        return cls(step, evaluated_step, best_loss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,14 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model. ``name`` is a folder, an id of the hub, or a URL.
 
+    ``tokenizer`` is a folder or an id of the hub; null: the tokenizer that comes with the model.
+
     ``resize_vocab`` is how many tokens it is to have; ``tokenizer``: as many as that knows.
     """
 
     name: Words
     revision: Words | None = None
+    tokenizer: Words | None = None
     attn_implementation: Words | None = None
     trust_remote_code: bool = False
     resize_vocab: Count | Literal["tokenizer"] | None = None
@@ -188,7 +191,7 @@ class ShardingSection(Section):
     """How ranks share the work.
 
     ``precision`` is what forward and backward compute in; ``replicas`` makes as many copies of the sharded model
-    (HSDP).
+    (HSDP). ``activation_checkpointing``: true for every block, n for every n-th.
     """
 
     wrap: WrapNames | WrapSection = "automatic"
@@ -196,7 +199,7 @@ class ShardingSection(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reshard_after_forward: bool | Count = True
     offload: Literal["none", "cpu"] = "none"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Count = False
     compile: bool = False
     replicas: Count = 1
 
@@ -324,7 +327,12 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
         value = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(f"{file}: the configuration cannot be read ({error.strerror or error})") from error
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise ConfigError(f"{told}: the configuration cannot be read ({error})") from error
     return config_of(value, told)
 

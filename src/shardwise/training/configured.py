@@ -65,7 +65,7 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
             CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.offload == "cpu" else OffloadPolicy()
         ),
         reshard_after_forward=section.reshard_after_forward,
-        activation_checkpointing=PerBlock() if section.activation_checkpointing else Off(),
+        activation_checkpointing=PerBlock(int(every)) if (every := section.activation_checkpointing) else Off(),
         compiling=CompileBlocks() if section.compile else Off(),
     )
 

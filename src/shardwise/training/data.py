@@ -410,8 +410,12 @@ class StepLoader:
                 "data, tokenizer, "
                 "max_length, packing and seed, or begin anew in another output folder"
             )
-        sampler = self.sampler
-        sampler.step, sampler.epoch, sampler.taken = (state_dict[name] for name in ("step", "epoch", "taken"))
+        step, epoch, taken = (state_dict.get(name, -1) for name in ("step", "epoch", "taken"))
+        if min(step, epoch, taken) < 0 or taken >= self.sampler.row_count:
+            raise ConfigError(
+                f"{self.data.path}: {dict(state_dict)} is no position in it; the checkpoint is damaged"
+            )
+        self.sampler.step, self.sampler.epoch, self.sampler.taken = step, epoch, taken
 
     def _identity(self) -> dict[str, int]:
         return {

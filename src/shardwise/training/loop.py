@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
@@ -13,13 +14,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from shardwise.checkpoints.state import TrainState
-from shardwise.errors import ConfigError, TrainingError
+from shardwise.errors import ConfigError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
 from shardwise.training.accumulation import Accumulation, WholeGradients
-from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints
+from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, Standing
+from shardwise.training.clipping import reduced
 from shardwise.training.data import Batch
 from shardwise.training.evaluation import evaluating
 from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
@@ -29,10 +32,10 @@ from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.step import (
     StepGradient,
     StepWork,
+    computing_device,
     computing_in,
-    parameter_groups,
+    make_optimizer,
     require_finite,
-    sum_over_ranks,
 )
 from shardwise.training.stopping import StopRequest
 from shardwise.training.synchronised import require_synchronised
@@ -122,20 +125,24 @@ def train(
 
     Raises:
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step, and no
-            checkpoint was taken since.
+            checkpoint was taken since. Or the loss of an evaluation is not.
         ConfigError: nothing requires a gradient, or what does is neither sharded nor averaged; or the schedule
             cannot be made.
     """
     world = World.current()
-    require_trained(model)
+    world.together(lambda: require_trained(model))
     run = _Run(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
     run.resume()
-    require_synchronised(model, world)
+    world.together(lambda: require_synchronised(model, world))
     when_ready()
     run.prepare(loss, accumulation)
-    run.go()
+    try:
+        run.go()
+    except ShardwiseError:  # the same on every rank, so that all can see to it that what is on its way counts
+        run.wait_for_checkpoint()
+        raise
     model.train(mode)
     return TrainReport(
         rank=world.rank,
@@ -143,6 +150,7 @@ def train(
         trained_parameters=sum(parameter.numel() for parameter in trained_parameters(model)),
         steps=tuple(run.done),
         evaluations=tuple(run.evaluated),
+        remarks=tuple(run.remarks),
         is_stopped=run.is_stopped,
         last_step=run.step,
     )
@@ -187,22 +195,19 @@ class _Run:
         self.evaluation = evaluation
         self.checkpoints = checkpoints
         self.stop = stop
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(trained_parameters(model), options.weight_decay),
-            lr=options.learning_rate,
-            betas=options.betas,
-            eps=options.eps,
-        )
+        self.optimizer = make_optimizer(trained_parameters(model), options)
         self.total = len(steps)
         self.schedule = make_schedule(self.optimizer, options, self.total)
         self.scaler = GradientScaler() if options.dtype == "float16" else None
         self.step = 0
         self.best_loss = math.inf
         self.kept_step = 0
+        self.evaluated_step = 0
         self.is_stopped = False
         self.failure: Exception | None = None
         self.done: list[StepFacts] = []
         self.evaluated: list[EvaluationFacts] = []
+        self.remarks: list[str] = []
 
     def resume(self) -> None:
         """Go on from a checkpoint, where there is one to go on from. Collective: yes.
@@ -215,24 +220,23 @@ class _Run:
         restored = self.checkpoints.keeper.restore(self._state())
         if restored is None:
             return
-        self.step = self.kept_step = int(restored.user["step"])
-        best_loss = restored.user["best_loss"]
-        self.best_loss = math.inf if best_loss is None else float(best_loss)
-        if len(self.steps) != self.total:  # the steps are of another size now, and so of another number
-            self.total = len(self.steps)
-            state = self.schedule.state_dict()
-            self.schedule = make_schedule(self.optimizer, self.options, self.total)
-            self.schedule.load_state_dict(state)
+        standing = Standing.from_dict(restored.user)
+        self.step = self.kept_step = standing.step
+        self.evaluated_step = standing.evaluated_step
+        self.best_loss = standing.best_loss
+        self.total = len(self.steps)  # another number where steps are of another size now, or epochs are more
+        self.schedule = schedule_from(self.schedule, self.optimizer, self.options, self.total)
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
 
     def prepare(self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation) -> None:
         """Find out how the loss of this model is taken. Collective: yes."""
         parameters = trained_parameters(self.model)
-        self.device = parameters[0].device
+        self.device = computing_device(parameters[0])
         prepared = prepare_loss(
             self.world, self.model, loss, lambda: computing_in(self.model, self.device, self.options)
         )
         if prepared.note:
+            self.remarks.append(prepared.note)
             self._tell(Remark(self.step, prepared.note))
         self.work = StepWork(
             world=self.world,
@@ -246,8 +250,11 @@ class _Run:
 
     def go(self) -> None:
         """All steps that are left, or those until somebody asks to stop. Collective: yes."""
+        if self._is_due(self.evaluation) and self.evaluated_step < self.step:  # it was stopped before it was done
+            self._evaluate()
+        start = time.perf_counter()
         for batches in self.steps:
-            facts, is_asked = self._step(batches)
+            facts, is_asked = self._step(batches, start)
             self.is_stopped = is_asked and self.step < self.total
             self.done.append(facts)
             self._tell(facts)
@@ -257,19 +264,25 @@ class _Run:
                 self._evaluate()
             if self._is_due(self.checkpoints):
                 self._keep()
+            start = time.perf_counter()
         self._raise_failure()
         if isinstance(self.checkpoints, Checkpoints):
             if self.step > self.kept_step and (self.is_stopped or self.checkpoints.every is not None):
                 self._keep()
             self.checkpoints.keeper.wait()
 
-    def _step(self, batches: Sequence[Batch]) -> tuple[StepFacts, bool]:
+    def wait_for_checkpoint(self) -> None:
+        """Let a checkpoint that is on its way come to its end, whatever that is. Collective: yes."""
+        if isinstance(self.checkpoints, Checkpoints):
+            with contextlib.suppress(ShardwiseError):
+                self.checkpoints.keeper.wait()
+
+    def _step(self, batches: Sequence[Batch], start: float) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
-        start = time.perf_counter()
         number = self.step + 1
-        gradient = self.work.gradient(batches)
-        asked, failed = sum_over_ranks(self.world, self.device, self.stop.is_made, self.failure is not None)
-        if failed:
+        gradient = self.work.gradient(batches, lambda: (self.stop.is_made, self.failure is not None))
+        is_asked, is_failed = gradient.is_heard
+        if is_failed:
             self._raise_failure()
         self._require_finite(number, gradient, batches)
         learning_rate = self.schedule.get_last_lr()[0]
@@ -289,7 +302,7 @@ class _Run:
             memory_bytes=peak_memory(self.device),
             epoch=self.steps.epochs_done,
         )
-        return facts, asked > 0
+        return facts, is_asked
 
     def _require_finite(self, number: int, gradient: StepGradient, batches: Sequence[Batch]) -> None:
         """Stop at a step that is no number, and name its rows. A norm that overflowed is a scaler's affair."""
@@ -348,6 +361,12 @@ class _Run:
         assert isinstance(self.evaluation, Evaluation)
         start = time.perf_counter()
         loss, tokens = evaluate(self.work, self.evaluation.batches)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the evaluation after step {self.step}: the loss is {loss}; neither a checkpoint nor a model was "
+                "saved of it. Lower the learning rate, or look for rows unlike the others"
+            )
+        self.evaluated_step = self.step
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         facts = EvaluationFacts(self.step, loss, tokens, time.perf_counter() - start, is_best)
@@ -364,20 +383,18 @@ class _Run:
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 
     def _state(self) -> TrainState:
-        user = {"step": self.step, "best_loss": self.best_loss if self.best_loss < math.inf else None}
-        return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, user)
+        standing = Standing(self.step, self.evaluated_step, self.best_loss)
+        return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, standing.to_dict())
 
 
-def make_schedule(
-    optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:
     """transformers' schedule of this name.
 
     Raises:
         ConfigError: it wants other options.
     """
     try:
-        schedule: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+        schedule: LambdaLR = get_scheduler(
             "constant_with_warmup" if options.schedule == "constant" else options.schedule,
             optimizer,
             num_warmup_steps=options.warmup_steps(total_steps),
@@ -392,19 +409,36 @@ def make_schedule(
     return schedule
 
 
+def schedule_from(
+    before: LambdaLR, optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int
+) -> LambdaLR:
+    """A schedule of so many steps at the place of the one before; the optimizer has its learning rate.
+
+    What a checkpoint brings along is the rate of a schedule of as many steps as there were to be then.
+    """
+    schedule = make_schedule(optimizer, options, total_steps)
+    place, base_rates = before.last_epoch, before.base_lrs
+    rates = [base * share(place) for base, share in zip(base_rates, schedule.lr_lambdas, strict=True)]
+    schedule.load_state_dict({**before.state_dict(), "_last_lr": rates})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return schedule
+
+
 def evaluate(work: StepWork, batches: Iterable[Batch]) -> tuple[float, int]:
     """The mean loss of all supervised tokens of all ranks' batches, in nats, and how many these are.
 
     Collective: yes; every rank has as many batches.
     """
-    device = work.parameters[0].device
+    device = work.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     with evaluating(work.model), computing_in(work.model, device, work.options):
         for batch in batches:
             loss += work.loss.summed(work.model, batch.to(device))
             tokens += batch.supervised_tokens
-    total, count = sum_over_ranks(work.world, device, float(loss), tokens)
+    own = torch.stack([loss, torch.tensor(tokens, dtype=torch.float64, device=device)])
+    total, count = reduced(own, 2.0, work.world.group).tolist()
     return total / max(count, 1), int(count)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, assert_never
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, finite
 
 
 def values_of(facts: Facts) -> dict[str, Any]:
@@ -30,11 +29,7 @@ def values_of(facts: Facts) -> dict[str, Any]:
             values |= {"kind": "remark"}
         case _:
             assert_never(facts)
-    # JSON has no infinite numbers, which a skipped step of float16 has for a norm.
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return finite(values)
 
 
 class MetricsFile:

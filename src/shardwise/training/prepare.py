@@ -17,20 +17,24 @@ from shardwise.execution.world import World
 from shardwise.models.dtypes import to_torch
 from shardwise.models.wrap import Sharding
 from shardwise.report import LoadReport, SaveReport
-from shardwise.storage import HubOptions
+from shardwise.storage import HubOptions, is_url, open_storage
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data import Flattened, Layout, Padded, TrainData, flatten, pack
+from shardwise.training.evaluation import evaluating
 from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
+from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
-from shardwise.verbs.load import LoadOptions
+from shardwise.verbs.load import LoadOptions, read_index, resolve_everywhere
 from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that comes with a model.
+def load_tokenizer(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a model; ``revision`` and ``trust_remote_code`` as for the model itself.
 
     Collective: yes, over the default process group.
 
@@ -40,7 +44,9 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
     def load() -> PreTrainedTokenizerBase:
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name_or_path, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{name_or_path}: its tokenizer cannot be loaded ({error})") from error
         # transformers makes one of nothing where a model comes without its tokenizer's files.
@@ -162,43 +168,44 @@ def set_attention(model: PreTrainedModel, implementation: str | None) -> None:
     World.current().together(choose)
 
 
-@torch.no_grad()
-def require_blind_rows(model: PreTrainedModel, layout: Layout) -> None:
+def require_blind_rows(model: PreTrainedModel, layout: Layout, options: TrainOptions) -> None:
     """Refuse packing for a model in which what stands in one row of a pack is felt in the next.
 
     It is tried: two rows in a pack, and again with another first row. What the model says of the second must not
     change, or by less than a tenth of what a change within the second does to it (experts are computed in other
     batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.packing`.
 
-    Collective: yes, over the model's ranks: three forward passes of sixteen tokens.
+    Collective: yes, over the default process group: three forward passes of two packs of sixteen tokens.
 
     Raises:
         ConfigError: the rows see each other.
     """
     if isinstance(layout, Padded):
         return
-    mode = model.training
-    model.eval()
     embeddings: Any = model.get_input_embeddings()
     device = this_device()
 
     def said(first: int, second: int) -> torch.Tensor:
         members = [_row(first, embeddings.num_embeddings), _row(second, embeddings.num_embeddings)]
-        batch = flatten(members, 0) if isinstance(layout, Flattened) else pack([members], 0)
+        # Two packs in a batch: what flash attention makes of positions depends on there being one.
+        batch = flatten([*members, *members], 0) if isinstance(layout, Flattened) else pack([members, members], 0)
         logits: torch.Tensor = model(**batch.to(device).inputs(), use_cache=False).logits
-        return logits[0, _PROBE_TOKENS:].float()
+        return logits[0, _PROBE_TOKENS : 2 * _PROBE_TOKENS].float()
 
-    usual = said(1, 2)
-    leak = float((said(3, 2) - usual).abs().max())
-    effect = float((said(1, 4) - usual)[1:].abs().max())
-    model.train(mode)
-    if leak > 0.1 * effect:
-        raise ConfigError(
-            f"data.packing: {type(model).__name__} lets rows of a pack see each other (a change in "
-            "one moved the next by "
-            f"{leak:.2g}, one within it by {effect:.2g}), so that it would learn from what is not there; set "
-            "data.packing=false, or another model.attn_implementation"
-        )
+    with evaluating(model), computing_in(model, device, options):
+        usual = said(1, 2)
+        leak = float((said(3, 2) - usual).abs().max())
+        effect = float((said(1, 4) - usual)[1:].abs().max())
+
+    def judge() -> None:
+        if leak > 0.1 * effect:
+            raise ConfigError(
+                f"data.packing: {type(model).__name__} lets rows of a pack see each other (a change in one moved "
+                f"the next by {leak:.2g}, one within it by {effect:.2g}), so that it would learn from what is not "
+                "there; set data.packing=false, or another model.attn_implementation"
+            )
+
+    World.current().together(judge)
 
 
 _PROBE_TOKENS = 8
@@ -217,6 +224,24 @@ def stored_dtype(report: LoadReport) -> torch.dtype | None:
     label, count = kinds.most_common(1)[0] if kinds else ("", 0)
     dtype = dtype_named(label)
     return to_torch(dtype) if dtype is not None and count > report.loaded / 2 else None
+
+
+def dtype_of_files(request: ModelRequest) -> torch.dtype | None:
+    """The dtype in which most of a model's tensors are stored; None where that is none to compute in.
+
+    Collective: yes, over the default process group. Reads headers alone.
+
+    Raises:
+        ShardwiseError: they cannot be read.
+    """
+    world = World.current()
+    name, hub = request.name_or_path, HubOptions(revision=request.revision)
+    place = name if is_url(name) else resolve_everywhere(world, name, hub)
+    source = read_index(world, world.together(lambda: open_storage(place, hub)))
+    with source.closing():
+        kinds = Counter(tensor.dtype for tensor in source.index.tensors())
+    dtype = to_torch(kinds.most_common(1)[0][0])
+    return dtype if dtype.is_floating_point and dtype.itemsize >= 2 else None
 
 
 def require_place(directory: str) -> None:

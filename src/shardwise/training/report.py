@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -86,6 +87,8 @@ class TrainReport:
     steps: tuple[StepFacts, ...]
     """Those of this run; where it went on from a checkpoint, the earlier ones are not among them."""
     evaluations: tuple[EvaluationFacts, ...] = ()
+    remarks: tuple[str, ...] = ()
+    """What is worth knowing about how it was done: why the loss was taken from whole logits, say."""
     is_stopped: bool = False
     """Whether it was asked to stop before its end."""
     last_step: int = 0
@@ -127,8 +130,17 @@ class TrainReport:
             "tokens_per_second": self.tokens_per_second,
             "is_stopped": self.is_stopped,
             "last_step": self.last_step,
-            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "remarks": list(self.remarks),
+            "steps": [finite(dataclasses.asdict(step)) for step in self.steps],
             "evaluations": [
-                {**dataclasses.asdict(found), "perplexity": found.perplexity} for found in self.evaluations
+                finite({**dataclasses.asdict(found), "perplexity": found.perplexity}) for found in self.evaluations
             ],
         }
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Null for numbers that JSON has not: the norm of a step that float16 skipped, for one, is infinite."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }

@@ -177,6 +177,10 @@ def _string(value: Mapping[str, object], name: str) -> str:
     found = value[name]
     if not isinstance(found, str):
         raise RowError(f"{name!r} is a JSON {_json_type(found)}, not a string")
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:  # JSON can escape one half of a pair that is one character
+        raise RowError(f"{name!r} is no text: character {error.start} is half of a surrogate pair") from error
     return found
 
 

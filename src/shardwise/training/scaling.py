@@ -69,7 +69,15 @@ class GradientScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        """Go on as it was.
+
+        Raises:
+            ConfigError: that is not the state of a scaler.
+        """
+        scale, good_steps = state.get("scale", 0.0), state.get("good_steps", -1)
+        if not (0 < scale < math.inf and good_steps >= 0):
+            raise ConfigError(f"{state} is not the state of a gradient scaler: a scale, and good steps up to now")
+        self.scale, self.good_steps = float(scale), int(good_steps)
 
 
 _SMALLEST = 2.0**-14

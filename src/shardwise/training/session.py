@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.models.transformers_compat import attention_of
 from shardwise.report import LoadReport, SaveReport
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config import TrainConfig
@@ -33,6 +35,7 @@ from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
 from shardwise.training.prepare import (
     ModelRequest,
     build_model,
+    dtype_of_files,
     keep,
     load_model,
     load_tokenizer,
@@ -64,6 +67,8 @@ class Session:
     model: PreTrainedModel
     loaded: LoadReport | None
     """None where all weights come from a checkpoint."""
+    stored: torch.dtype | None
+    """The dtype of most of the model's files, where it is another than in memory."""
     steps: StepLoader
     keeper: KeptInFolders
 
@@ -83,7 +88,11 @@ class Session:
         keeper = _keeper(config, output)
         tuning = world.together(lambda: tuning_of(config.tuning))
         sharding = sharding_of(config.sharding, options)
-        tokenizer = load_tokenizer(config.model.name)
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.name,
+            revision=None if config.model.tokenizer else config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
         name = DataName(config.data.train, config.data.split, config.data.subset)
         malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
         data = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
@@ -103,16 +112,18 @@ class Session:
         # A checkpoint of a LoRA does not hold the base; any other one holds all that there is.
         if keeper.source is None or config.tuning.method == "lora":
             model, loaded = load_model(request)
+            stored = stored_dtype(loaded)
         else:
             model, loaded = build_model(request), None
+            stored = dtype_of_files(request)
         set_attention(model, config.model.attn_implementation)
         for found in (data, held_out):
             if found is not None:
                 require_embeddings(model, found)
-        layout = row_layout(config.data, config.model.attn_implementation)
+        layout = row_layout(config.data, attention_of(model))
         world.from_first(lambda: _write_config(config, output))
         steps = step_loader(data, options, layout)
-        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, steps, keeper)
+        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
     @property
     def output(self) -> Path:
@@ -132,22 +143,29 @@ class Session:
             for listener in listeners:
                 listener.tell(facts)
 
+        def close() -> None:
+            for listener in listeners:
+                listener.close()
+
         try:
-            return train(
+            trained = train(
                 self.model,
                 self.steps,
                 self.config.options(),
                 tell,
                 loss=loss_of(self.config.training),
                 accumulation=accumulation_of(self.config.training),
-                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout),
+                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout, self.config.options()),
                 evaluation=self._evaluation(),
                 checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
                 stop=stop,
             )
-        finally:
-            for listener in listeners:
-                listener.close()
+        except BaseException:  # which other ranks may know nothing of
+            with contextlib.suppress(Exception):
+                close()
+            raise
+        World.current().together(close)
+        return trained
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
         if self.rank != 0:
@@ -189,16 +207,9 @@ class Session:
             self.model,
             self.tokenizer,
             str(self.output / name),
-            dtype=section.dtype or self._stored_dtype(),
+            dtype=section.dtype or self.stored,
             max_shard_size=section.max_shard_size,
         )
-
-    def _stored_dtype(self) -> torch.dtype | None:
-        """That of the model's files: as they were read, else as their config has it."""
-        if self.loaded is not None:
-            return stored_dtype(self.loaded)
-        dtype = self.model.config.dtype
-        return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _keeper(config: TrainConfig, output: Path) -> KeptInFolders:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,8 @@ class StepGradient:
     """Of the whole gradient, without the scale of the loss, before it was clipped."""
     tokens: int
     supervised_tokens: int
+    is_heard: tuple[bool, ...] = ()
+    """Of each thing that ranks were asked to tell, whether one of them did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,12 @@ class StepWork:
     scaling: Scaling = field(default_factory=Unscaled)
     norm_type: float = 2.0
 
-    def gradient(self, batches: Sequence[Batch]) -> StepGradient:
+    @property
+    def device(self) -> torch.device:
+        """Where forward and backward passes compute."""
+        return computing_device(self.parameters[0])
+
+    def gradient(self, batches: Sequence[Batch], tell: Callable[[], Sequence[bool]] = lambda: ()) -> StepGradient:
         """Compute the gradient of all micro-batches, on all ranks, and clip it.
 
         The loss is that of all supervised tokens divided by their number on all ranks and in all micro-batches, so
@@ -69,8 +76,12 @@ class StepWork:
 
         Collective: yes. Beside what FSDP2 exchanges, a few numbers twice: tokens are counted while the first
         forward pass goes on, loss and norm are summed after the last backward pass. Then the host waits.
+
+        Args:
+            batches: the micro-batches of this rank, as many on every one.
+            tell: what else this rank has to say to all, asked for after the last backward pass.
         """
-        device = self.parameters[0].device
+        device = self.device
         counts = _Counts(self.world, batches)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
@@ -80,19 +91,20 @@ class StepWork:
             # FSDP2 averages gradients over the ranks; as their sum is meant, the number of ranks is a factor.
             (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
             total += loss.detach()
-        loss_sum, grad_norm = self._summed(total)
+        loss_sum, grad_norm, is_heard = self._summed(total, tell())
         scale_gradients(self.parameters, clip_factor(grad_norm, self.options.max_grad_norm) / self.scaling.scale)
         tokens, supervised_tokens = counts.read()
-        return StepGradient(loss_sum / max(supervised_tokens, 1), grad_norm, tokens, supervised_tokens)
+        return StepGradient(loss_sum / max(supervised_tokens, 1), grad_norm, tokens, supervised_tokens, is_heard)
 
-    def _summed(self, loss: torch.Tensor) -> tuple[float, float]:
-        """The loss of all ranks, and the norm of their gradient."""
+    def _summed(self, loss: torch.Tensor, told: Sequence[bool]) -> tuple[float, float, tuple[bool, ...]]:
+        """The loss of all ranks, the norm of their gradient, and whether any of them told something."""
         share = norm_share(self.parameters, self.norm_type, self.world.size).to(loss.device)
         if self.norm_type == math.inf:
             share = reduced(share, self.norm_type, self.world.group).to(loss.device) / self.world.size
-        both = reduced(torch.stack([loss, share]), 2.0, self.world.group)
-        loss_sum, total = both.tolist()
-        return loss_sum, norm_of(total, self.norm_type) / self.scaling.scale
+        own = torch.cat([torch.stack([loss, share]), torch.tensor(told, dtype=torch.float64, device=loss.device)])
+        loss_sum, total, *heard = reduced(own, 2.0, self.world.group).tolist()
+        is_heard = tuple(count > 0 for count in heard)
+        return loss_sum, norm_of(total, self.norm_type) / self.scaling.scale, is_heard
 
 
 class _Counts:
@@ -124,18 +136,36 @@ class _Counts:
 
 
 def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters by what AdamW does to them.
+    """Parameters by what AdamW does to them: matrices decay, norms and biases do not.
 
-    Matrices decay, norms and biases do not. Sharded parameters and whole ones are apart, since torch's fused loops
-    take no mixture of them.
+    The groups are the same whatever is sharded, so that any number of ranks can go on with them.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[bool, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+        groups.setdefault(parameter.ndim >= 2, []).append(parameter)
     return [
-        {"params": members, "weight_decay": weight_decay if decays else 0.0}
-        for (decays, _), members in groups.items()
+        {"params": members, "weight_decay": weight_decay if decays else 0.0} for decays, members in groups.items()
     ]
+
+
+def make_optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> torch.optim.AdamW:
+    """AdamW for these parameters. torch's loops over many tensors at once take no mixture of sharded and whole."""
+    is_mixed = len({isinstance(parameter, DTensor) for parameter in parameters}) > 1
+    return torch.optim.AdamW(
+        parameter_groups(parameters, options.weight_decay),
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.eps,
+        foreach=False if is_mixed else None,
+    )
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Where is computed with a parameter; it may be offloaded to the host meanwhile."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
 
 
 def computing_in(model: nn.Module, device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
@@ -153,12 +183,3 @@ def require_finite(step: int, loss: float, grad_norm: float) -> None:
                 f"step {step}: the {name} is {value}; the parameters are still those of step {step - 1}. Lower the "
                 "learning rate, or look for rows unlike the others"
             )
-
-
-def sum_over_ranks(world: World, device: torch.device, *values: float) -> list[float]:
-    """Each value's sum over all ranks. Collective: yes."""
-    if world.size == 1:
-        return list(values)
-    sums = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(sums, group=world.group)
-    return [float(value) for value in sums.tolist()]
