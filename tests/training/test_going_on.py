@@ -8,7 +8,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.quiet import quieten
 from tests.training import tiny
 from tests.training.keeping import MemoryKeeper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
@@ -299,8 +299,8 @@ class Mixed(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
         self.head = torch.nn.Linear(16, 260)
 
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.norm(self.scale * self.embedding(input_ids))))
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.head(self.norm(self.scale * self.embedding(input_ids))))
 
 
 def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
@@ -317,10 +317,19 @@ def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
         if facts.step == last_step - 1:
             stop.number = signal.SIGTERM
 
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # Loops over many tensors at once take no mixture, whatever was restored of another number of ranks.
+        assert {group["foreach"] for group in optimizer.param_groups} == {None if mesh is None else False}
+        assert all(member.grad is not None for group in optimizer.param_groups for member in group["params"])
+
+    handle = register_optimizer_step_pre_hook(check)
     checkpointer = Checkpointer(folder)
     source = None if checkpointer.latest() is None else checkpointer
     checkpoints = Checkpoints(KeptInFolders(checkpointer, source))
-    return train(model, step_loader(data, options), options, ask, checkpoints=checkpoints, stop=stop).losses
+    try:
+        return train(model, step_loader(data, options), options, ask, checkpoints=checkpoints, stop=stop).losses
+    finally:
+        handle.remove()
 
 
 @pytest.mark.distributed

@@ -224,6 +224,8 @@ class _Run:
         self.step = self.kept_step = standing.step
         self.evaluated_step = standing.evaluated_step
         self.best_loss = standing.best_loss
+        for group in self.optimizer.param_groups:  # how it computes depends on these ranks, not on those that saved
+            group["foreach"] = self.optimizer.defaults["foreach"]
         self.total = len(self.steps)  # another number where steps are of another size now, or epochs are more
         self.schedule = schedule_from(self.schedule, self.optimizer, self.options, self.total)
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
