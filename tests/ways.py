@@ -33,6 +33,7 @@ from shardwise.report import LoadReport
 from shardwise.storage import LocalReader, MemoryReader, StorageReader
 from shardwise.verbs.outline import config_of, outline
 from shardwise.verbs.plan import _plan as plan_of_all_ranks
+from shardwise.verbs.tuned import made_ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +287,8 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
     tied = {name for names in expected["ties"] if len(names) > 1 for name in names}
     twice = {name for name, _ in built.ties_stored_twice()}
     built.equal_ties = frozenset(twice & tied)
-    built.tie(twice - tied)
-    world, plan = plan_of_all_ranks(built, index, MeshShape.flat(ranks), Automatic(), 256 << 20, {})
+    tuned = made_ready(built, twice - tied, {}, adapter=None, casts_to=None)
+    world, plan = plan_of_all_ranks(tuned, index, MeshShape.flat(ranks), Automatic(), 256 << 20, {})
     faults: list[str] = []
     held = {name: torch.zeros(plan.layout.by_name[name].shape, dtype=torch.uint8) for name in plan.reads()}
     for rank in range(ranks):
