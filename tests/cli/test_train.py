@@ -248,7 +248,7 @@ TUNINGS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("tuning", ["full", "lora", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_training_that_was_killed_goes_on_on_other_ranks(
     checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
 ) -> None:
