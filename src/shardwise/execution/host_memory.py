@@ -3,9 +3,8 @@
 [Note: First touch] Most of the time of a load from a warm page cache goes into the first touch of fresh memory,
 page by page. A huge page is one fault instead of 512. But shards are small, many of them smaller than a huge page,
 so they are laid side by side in blocks. Every tensor still has a storage of its own, of its own size, at its place
-in the
-block: saving one, or asking for its bytes, sees nothing of its neighbours. A block is given back when the last of
-its tensors is gone.
+in the block: saving one, or asking for its bytes, sees nothing of its neighbours. A block is given back when the
+last of its tensors is gone.
 """
 
 from __future__ import annotations
