@@ -2,7 +2,7 @@
 
 A server on this machine (:class:`shardwise.testing.http_store.HttpStoreProcess`) sends no more than a given number
 of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
-of shards and as two replicas of two, into memory that exists (see :func:`benchmarks.meter.back_memory`). Part of
+of shards and as two replicas of two, into memory that exists (see :class:`benchmarks.meter.Ballast`). Part of
 ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
 """
 
@@ -24,6 +24,7 @@ from shardwise.testing.http_store import HttpStoreProcess
 BYTES_PER_S = 200e6
 LATENCY_S = 0.02
 MOST = 1.15
+_BESIDE_SHARDS_BYTES = 300 << 20
 
 
 def measure(folder: Path, warm_up: Path, ranks: int, repeats: int, timeout_s: float) -> dict[str, Any]:
@@ -51,7 +52,8 @@ def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: flo
         HttpStoreProcess(folder, latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S) as store,
         LocalRanks(ranks, timeout_s=timeout_s) as world,
     ):
-        told = world.run(load_from, store.url, tiny.url, replicas)
+        shards = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * replicas // ranks
+        told = world.run(load_from, store.url, tiny.url, replicas, shards)
         counters = store.counters
     seconds = max(one["seconds"] for one in told)
     nbytes = told[0]["checkpoint_bytes"]
@@ -67,8 +69,8 @@ def _once(folder: Path, warm_up: Path, ranks: int, replicas: int, timeout_s: flo
     }
 
 
-def load_from(url: str, warm_up: str, replicas: int) -> dict[str, Any]:
-    """One rank: load from the server, warmed on the tiny model."""
+def load_from(url: str, warm_up: str, replicas: int, nbytes: int) -> dict[str, Any]:
+    """One rank: load from the server, warmed on the tiny model; ``nbytes`` of shards come into being."""
     import torch
     import torch.distributed as dist
     from benchmarks import meter
@@ -81,11 +83,12 @@ def load_from(url: str, warm_up: str, replicas: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     sharding = shardwise.Sharding(mesh=mesh["shard"] if replicas == 1 else mesh)
     shardwise.from_pretrained(warm_up, sharding=sharding)
-    meter.back_memory(meter.free_bytes() // 4 // dist.get_world_size(), dist.barrier)
+    held = meter.Ballast(nbytes, _BESIDE_SHARDS_BYTES)
     dist.barrier()
-    began = time.perf_counter()
-    model, report = shardwise.from_pretrained(url, sharding=sharding, output_loading_info=True)
-    seconds = time.perf_counter() - began
+    with held:
+        began = time.perf_counter()
+        model, report = shardwise.from_pretrained(url, sharding=sharding, output_loading_info=True)
+        seconds = time.perf_counter() - began
     del model
     return {
         "seconds": seconds,

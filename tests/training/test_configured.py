@@ -103,7 +103,7 @@ def test_a_lora_is_pefts() -> None:
     plain = tuning_of(configured("tuning=lora").tuning)
     assert isinstance(plain, Lora)
     assert plain.config.to_dict() == LoraConfig(task_type="CAUSAL_LM").to_dict()
-    with pytest.raises(ConfigError, match=r"tuning: PEFT refuses the LoRA \(.*rr"):
+    with pytest.raises(ConfigError, match=r"tuning: PEFT takes no such LoRA: .*rr"):
         tuning_of(configured("tuning=lora", "tuning.options.rr=1").tuning)
 
 

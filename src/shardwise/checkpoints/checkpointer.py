@@ -35,6 +35,7 @@ from shardwise.checkpoints.plan import Chunk, TensorsPlan, key_of, plan_tensors
 from shardwise.checkpoints.stage import InPlace, Staging, places_of, views_of
 from shardwise.checkpoints.state import (
     Contents,
+    Keys,
     Looked,
     TrainState,
     adapter_settings,
@@ -42,9 +43,8 @@ from shardwise.checkpoints.state import (
     in_words,
     look,
 )
-from shardwise.checkpoints.state import Path as Keys
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution.handover import facts
+from shardwise.execution.handover import facts_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
@@ -152,43 +152,13 @@ class Checkpointer:
                 agreed = self._agree(world, step, contents, layout)
             with clock.phase("plan"):
                 planned = self._planned = self._plan(world, contents, layout, agreed)
-                plan = planned.plan
                 values = world.together(lambda: _packed(contents, agreed, world.rank))
-                token = world.from_first(lambda: secrets.token_hex(4))
-                # Who writes in the background is known to be there before anybody relies on it.
-                beside = None if isinstance(self._mode, Synchronous) else undo.enter_context(self._world(_BESIDE))
-                world.from_first(lambda: write.begin(self._root, step, token, self._newest))
-                if world.rank == 0:
-                    undo.callback(write.undo, self._root, step, token)
+                token, beside = self._begin(world, step, undo)
             with clock.phase("stage"):
-                source: write.Source = world.together(
-                    lambda: (
-                        InPlace(views_of(planned.places, own), self._options.budget_bytes)
-                        if beside is None
-                        else self._staging.copy(views_of(planned.places, own))
-                    )
-                )
-            about = Facts(
-                step=step,
-                world_size=world.size,
-                holds=in_words(self._only),
-                adapter=adapter_settings(looked.model, self._only),
-                others=looked.others,
-                alike=agreed.alike,
-                data=agreed.data,
-                user=contents.user,
-            )
-            job = write.Job(self._root, step, token, self._keep, plan, source, values, about)
-            report = CheckpointReport(
-                rank=world.rank,
-                world_size=world.size,
-                directory=str(job.folder),
-                step=step,
-                is_complete=False,
-                tensors=len(plan.tensors),
-                state_bytes=plan.state_bytes,
-                written_bytes=plan.nbytes(world.rank) + sum(map(len, values.values())),
-            )
+                source = world.together(lambda: self._source(planned, own))
+            about = self._about(step, world.size, looked, contents, agreed)
+            job = write.Job(self._root, step, token, self._keep, planned.plan, source, values, about)
+            report = _promised(world, job)
             if beside is None:
                 with clock.phase("write"):
                     report = _completed(report, write.carry_out(world, job))
@@ -304,6 +274,38 @@ class Checkpointer:
         refuse_meta({key_of(path): tensor for path, tensor in contents.tensors.items()}, "the state")
         return looked, contents
 
+    def _begin(self, world: World, step: int, undo: ExitStack) -> tuple[str, World | None]:
+        """Mark the folder: the mark's token, and the ranks' meetings in the background, where that is who writes.
+
+        Collective: yes. ``undo`` takes what there is to be undone.
+        """
+        token = world.from_first(lambda: secrets.token_hex(4))
+        # Who writes in the background is known to be there before anybody relies on it.
+        beside = None if isinstance(self._mode, Synchronous) else undo.enter_context(self._world(_BESIDE))
+        world.from_first(lambda: write.begin(self._root, step, token, self._newest))
+        if world.rank == 0:
+            undo.callback(write.undo, self._root, step, token)
+        return token, beside
+
+    def _source(self, planned: _Planned, own: Mapping[str, torch.Tensor]) -> write.Source:
+        """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
+        views = views_of(planned.places, own)
+        if isinstance(self._mode, Synchronous):
+            return InPlace(views, self._options.budget_bytes)
+        return self._staging.copy(views)
+
+    def _about(self, step: int, world_size: int, looked: Looked, contents: Contents, agreed: _Agreed) -> Facts:
+        return Facts(
+            step=step,
+            world_size=world_size,
+            holds=in_words(self._only),
+            adapter=adapter_settings(looked.model, self._only),
+            others=looked.others,
+            alike=agreed.alike,
+            data=agreed.data,
+            user=contents.user,
+        )
+
     def _agree(self, world: World, step: int, contents: Contents, layout: _Layout) -> _Agreed:
         """What all ranks have in common, and whether the plan of the last checkpoint still holds."""
         call = repr((step, self._keep, self._mode, self._only))
@@ -327,7 +329,7 @@ class Checkpointer:
         if agreed.is_planned and self._planned is not None:
             return self._planned
         tensors = {key_of(path): tensor for path, tensor in contents.tensors.items()}
-        told = world.each(lambda: {key: facts(tensor, key) for key, tensor in tensors.items()})
+        told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in contents.tensors.items()}
         plan = world.together(lambda: plan_tensors(shapes, told))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
@@ -387,6 +389,20 @@ def _layout(contents: Contents, own: Mapping[str, torch.Tensor]) -> _Layout:
         )
         for path, tensor in contents.tensors.items()
     }
+
+
+def _promised(world: World, job: write.Job) -> CheckpointReport:
+    """The report of a checkpoint that is not complete yet."""
+    return CheckpointReport(
+        rank=world.rank,
+        world_size=world.size,
+        directory=str(job.folder),
+        step=job.step,
+        is_complete=False,
+        tensors=len(job.plan.tensors),
+        state_bytes=job.plan.state_bytes,
+        written_bytes=job.plan.nbytes(world.rank) + sum(map(len, job.values.values())),
+    )
 
 
 def _completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:

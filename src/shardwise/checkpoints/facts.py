@@ -12,7 +12,8 @@ from shardwise.errors import ConfigError, FormatError
 FACTS: Final = "shardwise.checkpoint.json"
 _KIND: Final = "shardwise training checkpoint"
 _VERSION: Final = 1
-_MAX_BYTES: Final = 64 << 20
+MAX_FACTS_BYTES: Final = 64 << 20
+"""What is longer is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Facts:
     def from_bytes(cls, content: bytes, what: str) -> Facts:
         """Raises :class:`FormatError` for what is not the facts of a checkpoint; ``what`` names the file."""
         try:
-            found = json.loads(content) if len(content) <= _MAX_BYTES else None
+            found = json.loads(content) if len(content) <= MAX_FACTS_BYTES else None
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or found.get("kind") != _KIND:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoints.archive import envelope
 from shardwise.checkpoints.folder import data_file
-from shardwise.checkpoints.state import Path
+from shardwise.checkpoints.state import Keys
 from shardwise.errors import PlacementError
 from shardwise.execution.garbage import collected_later
-from shardwise.execution.handover import Facts, require_same_tensors
+from shardwise.execution.handover import TensorFacts, require_same_tensors
 from shardwise.models._torch_private import stored_at
 from shardwise.planning.giving import Boxes, shares_by_rank
 from shardwise.report import collapse
@@ -64,7 +64,7 @@ class Chunk:
 class TensorsPlan:
     """The tensors of a checkpoint, and the chunks of each rank's file, in their order there."""
 
-    tensors: Mapping[str, tuple[Path, tuple[int, ...], torch.dtype]]
+    tensors: Mapping[str, tuple[Keys, tuple[int, ...], torch.dtype]]
     by_rank: tuple[tuple[Chunk, ...], ...]
 
     @property
@@ -80,7 +80,7 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[Path, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, Facts]]
+    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, TensorFacts]]
 ) -> TensorsPlan:
     """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
 
@@ -92,7 +92,7 @@ def plan_tensors(
     ends = [0] * len(told)
     files: list[list[Chunk]] = [[] for _ in told]
     lacking: list[str] = []
-    found: dict[str, tuple[Path, tuple[int, ...], torch.dtype]] = {}
+    found: dict[str, tuple[Keys, tuple[int, ...], torch.dtype]] = {}
     for number, (path, (shape, dtype)) in enumerate(tensors.items()):
         key = key_of(path)
         found[key] = path, shape, dtype
@@ -123,13 +123,13 @@ def _lay_out(
             files[rank].append(chunk)
 
 
-def key_of(path: Path) -> str:
+def key_of(path: Keys) -> str:
     """The name that torch gives to what lies at the end of this path."""
     return ".".join(path)
 
 
 @collected_later()
-def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Path, int]]) -> bytes:
+def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> bytes:
     """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from shardwise.models.rebind import Bound, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, look_inside, without_compile
 
-Path = tuple[str, ...]
+Keys: TypeAlias = tuple[str, ...]
+"""What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "exp_avg")``."""
 
 KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
 
@@ -160,9 +161,9 @@ class Contents:
         user: JSON.
     """
 
-    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
-    common: dict[Path, Any] = field(default_factory=dict)
-    own: dict[Path, Any] = field(default_factory=dict)
+    tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
+    common: dict[Keys, Any] = field(default_factory=dict)
+    own: dict[Keys, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
     user: dict[str, Any] = field(default_factory=dict)

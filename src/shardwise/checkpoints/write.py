@@ -19,7 +19,7 @@ from shardwise.checkpoints.facts import FACTS, Facts
 from shardwise.checkpoints.folder import data_file
 from shardwise.checkpoints.modes import Keep, KeepLast
 from shardwise.checkpoints.plan import Chunk, TensorsPlan, metadata_of
-from shardwise.checkpoints.state import Path as Keys
+from shardwise.checkpoints.state import Keys
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.execution.saving_lock import Renewal, release_lock, require_lock, take_lock

@@ -99,7 +99,7 @@ def gather(
         DisagreementError: ranks have different tensors.
         PlacementError: ranks do not have, together, all of a tensor.
     """
-    told = world.each(lambda: {name: facts(tensor, name) for name, tensor in tensors.items()})
+    told = world.each(lambda: {name: facts_of(tensor, name) for name, tensor in tensors.items()})
     held = world.together(lambda: held_by_rank(tensors, told))
     receivers = form.receivers(world.size)
 
@@ -122,7 +122,7 @@ def gather(
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TensorFacts:
     """What one rank tells of a tensor: all but the boxes is the same on every rank."""
 
     shape: tuple[int, ...]
@@ -130,9 +130,9 @@ class Facts:
     boxes: tuple[Box, ...]
 
 
-def facts(tensor: torch.Tensor, name: str) -> Facts:
+def facts_of(tensor: torch.Tensor, name: str) -> TensorFacts:
     """What this rank tells of a tensor."""
-    return Facts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype), boxes_of(tensor, name))
 
 
 def boxes_of(tensor: torch.Tensor, name: str) -> tuple[Box, ...]:
@@ -140,7 +140,7 @@ def boxes_of(tensor: torch.Tensor, name: str) -> tuple[Box, ...]:
     return tuple(item.box for item in local_boxes(tensor, name))
 
 
-def require_same_tensors(told: Sequence[Mapping[str, Facts]]) -> None:
+def require_same_tensors(told: Sequence[Mapping[str, TensorFacts]]) -> None:
     """Raise when what ranks tell is not of the same tensors.
 
     Raises:
@@ -159,7 +159,7 @@ def require_same_tensors(told: Sequence[Mapping[str, Facts]]) -> None:
 
 
 def held_by_rank(
-    tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, Facts]]
+    tensors: Mapping[str, torch.Tensor], told: Sequence[Mapping[str, TensorFacts]]
 ) -> dict[str, tuple[tuple[Box, ...], ...]]:
     """The boxes of every tensor by rank, when all ranks have the same tensors and all elements of each.
 

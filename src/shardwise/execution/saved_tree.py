@@ -12,15 +12,13 @@ import torch
 from shardwise.errors import FormatError
 from shardwise.execution.rank_files import load_plain
 from shardwise.execution.stored_values import StoredValues
-from shardwise.execution.torch_out import loaded, nested
+from shardwise.execution.torch_out import Levels, loaded, nested
 from shardwise.formats import CheckpointIndex, open_state
 from shardwise.formats.distributed import read_metadata
 from shardwise.models.dtypes import to_torch
 from shardwise.planning import stored_tensors
 from shardwise.storage import StorageReader
 from shardwise.storage.names import shown
-
-Levels = tuple[str | int, ...]
 
 MAX_OBJECT_BYTES = 100_000_000
 """The longest value that is read and is no tensor."""

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, CoverageError, PlacementError
 from shardwise.execution.exchange import Traffic
 from shardwise.execution.handover import (
-    Facts,
     Handover,
+    TensorFacts,
     boxes_of,
-    facts,
+    facts_of,
     hand_over,
     landing,
     require_same_tensors,
@@ -206,7 +206,7 @@ def bring(
     Raises:
         DisagreementError: ranks have different targets.
     """
-    told = world.each(lambda: {name: facts(target, name) for name, target in targets.items()})
+    told = world.each(lambda: {name: facts_of(target, name) for name, target in targets.items()})
     world.together(lambda: require_same_tensors(told))
     items = world.together(lambda: [_handover(item, told, tensors, targets) for item in match.taken])
     return hand_over(world, items, budget_bytes=budget_bytes, device=device)
@@ -214,7 +214,7 @@ def bring(
 
 def _handover(
     item: Taken,
-    told: Sequence[Mapping[str, Facts]],
+    told: Sequence[Mapping[str, TensorFacts]],
     tensors: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
 ) -> Handover:

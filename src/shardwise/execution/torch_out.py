@@ -7,7 +7,7 @@ import io
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +23,11 @@ from shardwise.storage import INCOMPLETE, LocalReader, LocalWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, row_blocks
 
-Nest = Mapping[tuple[str | int, ...], object]
-"""Values by the keys that lead to them, through dicts and (by numbers) lists."""
+Levels: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to a value, through dicts and (by numbers) lists."""
+
+Nest: TypeAlias = Mapping[Levels, object]
+"""Values of nested dicts and lists, by the way to each."""
 
 
 class RoomyFile:
@@ -38,7 +41,7 @@ class RoomyFile:
         self._name = name
         self._token = f"model.{secrets.token_hex(4)}{INCOMPLETE}"
 
-    def begin(self, tensors: Mapping[tuple[str | int, ...], Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
+    def begin(self, tensors: Mapping[Levels, Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
         """Write all but the bytes of the tensors; where these belong, each once, in the order of the file.
 
         ``tensors`` are key, dtype and shape, by where they are in the object that is saved (:func:`nested`); those
@@ -90,7 +93,7 @@ class RoomyFile:
 def stream_torch_file(
     writer: LocalWriter,
     name: str,
-    tensors: Mapping[tuple[str | int, ...], Saved],
+    tensors: Mapping[Levels, Saved],
     objects: Nest,
     values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
     *,
@@ -155,7 +158,7 @@ def loaded(content: bytes, what: str) -> Any:
         raise FormatError(f"{what}: cannot be read as plain data: {str(error).splitlines()[0]}") from error
 
 
-def fingerprints_in(folder: Path, name: str, tensors: Mapping[tuple[str | int, ...], Saved]) -> dict[str, int]:
+def fingerprints_in(folder: Path, name: str, tensors: Mapping[Levels, Saved]) -> dict[str, int]:
     """Of the tensors of such a file, read again."""
     keys = {".".join(map(str, path)): saved for path, saved in tensors.items()}
     found = Streamed({key: 0 for key, _, _ in tensors.values()})

@@ -10,17 +10,14 @@ import torch
 
 from shardwise.errors import PlacementError
 from shardwise.execution.distribute import Landing
-from shardwise.execution.handover import Handover, facts, hand_over, held_by_rank, landing
-from shardwise.execution.torch_out import Nest, RoomyFile
+from shardwise.execution.handover import Handover, facts_of, hand_over, held_by_rank, landing
+from shardwise.execution.torch_out import Levels, Nest, RoomyFile
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.planning.save_plan import Saved
 from shardwise.storage import LocalWriter
 from shardwise.tensors import Box, ByteRange, Strided, row_blocks
-
-Levels = tuple[str | int, ...]
-"""The keys that lead to a value, through dicts and (by numbers) lists."""
 
 
 def write_whole_file(
@@ -49,7 +46,7 @@ def write_whole_file(
     key_of = {at: keys.setdefault(id(tensor), ".".join(map(str, at))) for at, tensor in tensors.items()}
     world.together(lambda: _require_apart(key_of, tensors))
     once = {key_of[at]: tensors[at] for at in sorted(tensors, key=lambda at: key_of[at])}
-    told = world.each(lambda: {key: facts(tensor, key) for key, tensor in once.items()})
+    told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in once.items()})
     held = world.together(lambda: held_by_rank(once, told))
     saved = world.together(
         lambda: {

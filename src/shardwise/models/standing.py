@@ -1,4 +1,4 @@
-"""Whether a model is sharded already, and what of it cannot be."""
+"""Whether a model is sharded already, where it computes, and what of it cannot be sharded."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ def root_of(model: nn.Module) -> FSDPModule | None:
     That is the model, or the model of transformers inside of PEFT's.
     """
     return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Where is computed with a parameter; it may be offloaded to the host meanwhile."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
 
 
 def refuse_unmovable(held: Sequence[Held]) -> None:

@@ -547,9 +547,9 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give whole parameters of a sharded model the mean gradient of all ranks, as sharded ones have it.
 
     To be called once the parameters are materialised (the hooks belong to the parameter objects); again does no
-    harm. Afterwards
-    every backward pass is a collective for each of them that is trained, except where FSDP2 has been told not to
-    exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then, until it does.
+    harm. Afterwards every backward pass is a collective for each of them that is trained, except where FSDP2 has
+    been told not to exchange gradients (``set_requires_gradient_sync(False)``): they add up on each rank then,
+    until it does.
     """
     average = Averaging(mesh, _torch_private.exchanges_gradients(model))
     for parameter in model.parameters():

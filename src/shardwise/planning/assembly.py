@@ -115,18 +115,6 @@ class Round:
         """Of one rank's part where parts have one size."""
         return max(self.lanes.values(), default=0)
 
-    def sent_bytes(self, rank: int) -> int:
-        """The size of the buffer from which a rank sends; none where all travels in one buffer that all have."""
-        return 0 if self.is_for_all else sum(size for (giver, _), size in self.lanes.items() if giver == rank)
-
-    def received_bytes(self, rank: int) -> int:
-        """The size of the buffer in which a rank gets what others send."""
-        if self.is_padded:
-            return self.part_bytes * self._ranks
-        if self.is_for_all:
-            return sum(self.lanes.values())
-        return sum(size for (_, receiver), size in self.lanes.items() if receiver == rank)
-
 
 def plan_assembly(
     streams: Sequence[Sequence[Wanted]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,8 @@ from shardwise.training.data import Flattened, Layout, Packed, Padded
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
+from shardwise.tuning import peft_compat
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 
 def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
@@ -129,33 +127,23 @@ def tuning_of(section: FullTuning | FreezeTuning | LoraTuning) -> Tuning:
             adapters = Replicated() if section.placement == "replicated" else InBlocks()
             if section.adapter is not None:
                 return ExistingLora(section.adapter, adapters=adapters)
-            return Lora(_lora_config(section), adapters=adapters)
+            settings = {
+                "task_type": "CAUSAL_LM",
+                "r": section.r,
+                "lora_alpha": section.lora_alpha,
+                "lora_dropout": section.lora_dropout,
+                "target_modules": section.target_modules,
+                "target_parameters": section.target_parameters,
+                "modules_to_save": section.modules_to_save,
+                "use_rslora": section.use_rslora,
+                "use_dora": section.use_dora,
+            }
+            try:
+                return Lora(peft_compat.lora_config(**settings, **section.options), adapters=adapters)
+            except ConfigError as error:
+                raise ConfigError(f"tuning: {error}") from error
         case _:
             assert_never(section)
-
-
-def _lora_config(section: LoraTuning) -> LoraConfig:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError(
-            "tuning.method='lora': LoRAs are PEFT's, which is not installed; pip install 'shardwise[peft]'"
-        ) from error
-    try:
-        return LoraConfig(
-            task_type="CAUSAL_LM",
-            r=section.r,
-            lora_alpha=section.lora_alpha,
-            lora_dropout=section.lora_dropout,
-            target_modules=section.target_modules,
-            target_parameters=section.target_parameters,
-            modules_to_save=section.modules_to_save,
-            use_rslora=section.use_rslora,
-            use_dora=section.use_dora,
-            **section.options,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"tuning: PEFT refuses the LoRA ({error})") from error
 
 
 def loss_of(section: TrainingSection) -> WholeLogits | ChunkedLogits:

@@ -20,6 +20,7 @@ from transformers import get_scheduler
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
+from shardwise.models.standing import computing_device
 from shardwise.training.accumulation import Accumulation, WholeGradients
 from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, Standing
 from shardwise.training.clipping import reduced
@@ -32,7 +33,6 @@ from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.step import (
     StepGradient,
     StepWork,
-    computing_device,
     computing_in,
     make_optimizer,
     require_finite,
@@ -107,9 +107,8 @@ def train(
     micro-batches, so that the numbers of ranks and of micro-batches do not change the result.
 
     Collective: yes, over the default process group, which must be the ranks of the model's mesh.
-    Memory: gradients and two moments for each trained parameter, sharded as it is. With several micro-batches on
-    several ranks also one unsharded gradient of the model until the last of them, which spares the ranks an
-    exchange for each of the others.
+    Memory: gradients and two moments for each trained parameter, sharded as it is; between micro-batches what
+    ``accumulation`` says.
 
     Args:
         model: a causal language model, sharded or not; returned to the mode (train, eval) it came in.

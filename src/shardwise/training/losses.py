@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
+from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
@@ -108,7 +108,7 @@ def prepare_loss(
 def _why_not(model: nn.Module, head: Head, computing: Callable[[], AbstractContextManager[object]]) -> str:
     """Why a model's loss cannot be taken in chunks; nothing where it can."""
     words = min(_TRIED_TOKENS, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    device = next(model.parameters()).device
+    device = computing_device(next(model.parameters()))
     tokens = (torch.arange(_TRIED_TOKENS, device=device) % words).unsqueeze(0)
     batch = Batch(tokens, torch.ones_like(tokens), tokens, _TRIED_TOKENS)
     with evaluating(model), computing():
@@ -149,7 +149,7 @@ class LossInChunks:
     refused: list[str] | None = field(default=None, compare=False)
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        root = next((module for module in model.modules() if isinstance(module, FSDPModule)), model)
+        root = cast(nn.Module, root_of(model) or model)
         own: Callable[..., Any] = root.forward
 
         def forward(*args: Any, **keywords: Any) -> torch.Tensor:

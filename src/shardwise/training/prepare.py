@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.dtypes import to_torch
+from shardwise.models.selection import has_adapters
 from shardwise.models.wrap import Sharding
 from shardwise.report import LoadReport, SaveReport
 from shardwise.storage import HubOptions, is_url, open_storage
@@ -253,11 +254,6 @@ def require_place(directory: str) -> None:
     World.current().from_first(lambda: require_writable(directory))
 
 
-def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether a LoRA is what is trained, so that the base need not be saved."""
-    return hasattr(model, "peft_config")
-
-
 def keep(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -276,7 +272,7 @@ def keep(
         ShardwiseError: as :func:`~shardwise.verbs.save.save` and :func:`~shardwise.verbs.reopen.verify`.
     """
     compared, quiet = CompareWithMemory(), SaveOptions(progress=False)
-    if has_adapter(model):
+    if has_adapters(model):
         return save_adapter(model, directory, verify=compared, options=quiet)
     report = save(
         model,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import TrainingError
 from shardwise.execution.world import World
 from shardwise.models import _torch_private
-from shardwise.models.standing import root_of
+from shardwise.models.standing import computing_device, root_of
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
 from shardwise.training.data import Batch
@@ -158,14 +158,6 @@ def make_optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) ->
         eps=options.eps,
         foreach=False if is_mixed else None,
     )
-
-
-def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Where is computed with a parameter; it may be offloaded to the host meanwhile."""
-    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-    return parameter.device
 
 
 def computing_in(model: nn.Module, device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:

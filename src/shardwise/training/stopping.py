@@ -11,7 +11,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """Whether somebody has asked this rank to stop. The ranks agree on it before each step."""
+    """Whether somebody has asked this rank to stop. The ranks agree on it in each step."""
 
     def __init__(self) -> None:
         self.number: int | None = None

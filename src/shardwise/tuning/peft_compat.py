@@ -66,9 +66,15 @@ def config_in(directory: str) -> LoraConfig:
 
 
 def lora_config(**settings: Any) -> LoraConfig:
-    """A config of a LoRA, from PEFT's own settings."""
-    from peft import LoraConfig
+    """A config of a LoRA, from PEFT's own settings.
 
+    Raises:
+        ConfigError: PEFT is not installed, or refuses them.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("LoRAs are PEFT's, which is not installed; pip install 'shardwise[peft]'") from error
     try:
         return LoraConfig(**settings)
     except (TypeError, ValueError) as error:

@@ -29,7 +29,8 @@ from shardwise.execution.states import (
 )
 from shardwise.execution.stored_values import StoredValues
 from shardwise.execution.supply import require_alike_models
-from shardwise.execution.whole_file import Levels, write_whole_file
+from shardwise.execution.torch_out import Levels
+from shardwise.execution.whole_file import write_whole_file
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Distributed, Kind, OfRanks, WholeFile, find

@@ -19,7 +19,7 @@ from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.stored import StoredTensors
 from shardwise.execution.stream_out import Streamed
-from shardwise.execution.torch_out import fingerprints_in, loaded, stream_torch_file
+from shardwise.execution.torch_out import Levels, fingerprints_in, loaded, stream_torch_file
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, holds_optimizer, open_checkpoint, open_state
 from shardwise.formats.distributed import METADATA, read_metadata
@@ -76,9 +76,6 @@ class TorchFile:
 
 
 Format: TypeAlias = Safetensors | TorchFile
-
-Levels: TypeAlias = tuple[str | int, ...]
-"""The keys, and numbers in lists, that lead to a value in nested dicts and lists."""
 
 _OPTIMIZER_FILE = "optimizer.bin"
 _MAX_OBJECT_BYTES = 64 << 20

@@ -1,0 +1,162 @@
+"""What of a checkpoint goes where, all but the state of optimizers; every fault is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoints.opened import Opened
+from shardwise.checkpoints.state import Keys, Looked, Stateful, TrainState, adapter_settings, in_words
+from shardwise.errors import CoverageError
+from shardwise.execution.garbage import collected_later
+from shardwise.models.dtypes import in_memory
+from shardwise.models.selection import Selection
+from shardwise.planning.matching import Tolerance
+from shardwise.planning.matching import in_words as faults_in_words
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """What of a checkpoint goes where. ``model`` has keys by FQN; ``parts`` are those to restore."""
+
+    model: Mapping[str, str]
+    parts: frozenset[str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+@collected_later()
+def compare(
+    opened: Opened,
+    looked: Looked,
+    state: TrainState,
+    only: Selection,
+    common: Mapping[Keys, Any],
+    world_size: int,
+    tolerance: Tolerance,
+) -> Fits:
+    """Compare all but the optimizers' state with what there is.
+
+    Raises:
+        CoverageError: the checkpoint is of another kind of tuning, or does not fit; all faults at once.
+    """
+    _require_same_tuning(opened, looked, only)
+    faults = _Faults(tolerance)
+    model = _compare_model(opened, looked, faults)
+    wanted = {"rng"}
+    wanted |= {"optimizers"} if state.all_optimizers else set()
+    wanted |= {"schedulers"} if state.all_schedulers else set()
+    wanted |= {"scaler"} if state.scaler is not None else set()
+    wanted |= {"data"} if state.data is not None else set()
+    for part in sorted(wanted - opened.parts):
+        faults.missing(part, part)
+    for part in sorted(opened.parts - wanted):
+        faults.unexpected(part, part)
+    kept = wanted & opened.parts
+    if "schedulers" in kept and (why := _unlike(state.all_schedulers, common["schedulers",])):
+        faults.mismatched("schedulers", f"schedulers: {why}")
+        kept.discard("schedulers")
+    if "data" in kept and opened.facts.data == "each" and opened.facts.world_size != world_size:
+        saved = opened.facts.world_size
+        faults.mismatched("data", f"data: a position for each of {saved} ranks, and now there are {world_size}")
+        kept.discard("data")
+    faults.check(f"{opened.folder} does not fit:")
+    return Fits(
+        model,
+        frozenset({"model", *kept}),
+        tuple(faults.told["missing"]),
+        tuple(faults.told["unexpected"]),
+        tuple(faults.told["mismatched"]),
+    )
+
+
+class _Faults:
+    """What does not fit, told or not tolerated."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self.told: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
+        self._refused: dict[str, list[str]] = {"mismatched": [], "missing": [], "unexpected": []}
+
+    def missing(self, name: str, sentence: str) -> None:
+        self._add("missing", name, sentence, is_tolerated=self._tolerance.missing.covers(name))
+
+    def unexpected(self, name: str, sentence: str) -> None:
+        self._add("unexpected", name, sentence, is_tolerated=self._tolerance.unexpected.covers(name))
+
+    def mismatched(self, name: str, sentence: str) -> None:
+        self._add("mismatched", name, sentence, is_tolerated=self._tolerance.mismatched.covers(name))
+
+    def _add(self, kind: str, name: str, sentence: str, *, is_tolerated: bool) -> None:
+        self.told[kind].append(name)
+        if not is_tolerated:
+            self._refused[kind].append(sentence)
+
+    def check(self, head: str) -> None:
+        if any(self._refused.values()):
+            raise CoverageError(faults_in_words(head, self._refused))
+
+
+def _require_same_tuning(opened: Opened, looked: Looked, only: Selection) -> None:
+    facts, here = opened.facts, in_words(only)
+    if facts.holds != here:
+        raise CoverageError(
+            f"{opened.folder}: holds {facts.holds}, and this run checkpoints {here}; give the checkpointer the "
+            "`only` with which it was saved, and tune the model alike"
+        )
+    settings = adapter_settings(looked.model, only)
+    if settings is not None and facts.adapter is not None and settings != facts.adapter:
+        names = sorted(
+            name for name in {*settings, *facts.adapter} if settings.get(name) != facts.adapter.get(name)
+        )
+        shown = "; ".join(f"{name} was {facts.adapter.get(name)!r}, is {settings.get(name)!r}" for name in names)
+        raise CoverageError(
+            f"{opened.folder}: holds an adapter of another config: {shown}; make the adapter as it was made before"
+        )
+    if here != "everything" and facts.others != looked.others:
+        raise CoverageError(
+            f"{opened.folder}: belongs to another base model: names or shapes of what is not stored (the base) are "
+            "not those of this model; load the base that the adapter was trained on"
+        )
+
+
+def _compare_model(opened: Opened, looked: Looked, faults: _Faults) -> dict[str, str]:
+    """The key of every tensor that gets values, by FQN."""
+    keys = opened.model
+    stored = {item.key: item for item in opened.index.tensors()}
+    found: dict[str, str] = {}
+    known: set[str] = set()
+    for fqn, item in looked.stored.items():
+        known.update(item.names)
+        name = next((name for name in item.names if name in keys), None)
+        if name is None:
+            faults.missing(fqn, fqn)
+            continue
+        tensor = stored[keys[name]]
+        if tensor.shape != tuple(item.tensor.shape) or tensor.dtype is not in_memory(item.tensor.dtype):
+            here = f"{tuple(item.tensor.shape)} {in_memory(item.tensor.dtype).label}"
+            faults.mismatched(fqn, f"{fqn}: stored {tensor.shape} {tensor.dtype.label}, the model has {here}")
+            continue
+        found[fqn] = keys[name]
+    for name in keys:
+        if name not in known:
+            faults.unexpected(name, name)
+    several = {fqn: [name for name in item.names if name in keys] for fqn, item in looked.stored.items()}
+    for fqn, names in several.items():
+        if len(names) > 1:
+            faults.mismatched(fqn, f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}")
+            found.pop(fqn, None)
+    return found
+
+
+def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:
+    """Why states are not those of such schedulers."""
+    if not isinstance(stored, list) or len(stored) != len(schedulers):
+        return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"
+    for scheduler, told in zip(schedulers, stored, strict=True):
+        here = scheduler.state_dict()
+        if not isinstance(told, dict) or told.keys() != here.keys():
+            return f"what is stored is not of a {type(scheduler).__name__}"
+    return None
