@@ -75,6 +75,11 @@ class MemoryWatch:
         return self.highest - self.before
 
     def __enter__(self) -> Self:
+        assert self._watch.stdin is not None
+        assert self._watch.stdout is not None
+        self._watch.stdin.write(b"begin\n")
+        self._watch.stdin.flush()
+        self._watch.stdout.readline()  # what was before is forgotten
         self.before = self.highest = anonymous_bytes()
         return self
 
@@ -97,7 +102,12 @@ import os, select, sys
 status = os.open(f"/proc/{sys.argv[1]}/status", os.O_RDONLY)
 highest = samples = 0
 print("ready", flush=True)
-while not select.select([0], [], [], float(sys.argv[2]))[0]:
+while True:
+    if select.select([0], [], [], float(sys.argv[2]))[0]:
+        if os.read(0, 64) != b"begin\\n":
+            break
+        highest = samples = 0
+        print("begun", flush=True)
     text = os.pread(status, 4096, 0)
     if b"RssAnon:" not in text:
         break  # the process has ended

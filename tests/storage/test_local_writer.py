@@ -17,6 +17,7 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage import (
+    DISK_WRITES,
     LOCAL_WRITES,
     NETWORK_FILE_SYSTEM_WRITES,
     OBJECT_STORE_WRITES,
@@ -85,7 +86,7 @@ def test_one_call_never_brings_more_than_linux_takes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(vectored, "CALL_BYTES", 1000)
     monkeypatch.setattr(vectored, "CALL_BUFFERS", 8)
     parts = [CONTENT[3 * n : 3 * n + 3] for n in range(500)] + [CONTENT[1500:6500]]
-    with LocalWriter(tmp_path) as writer:
+    with LocalWriter(tmp_path, policy=LOCAL_WRITES) as writer:
         writer.create("a", 6500)
         writer.write("a", 0, [memoryview(part) for part in parts])
         writer.sync("a")
@@ -230,7 +231,7 @@ def test_what_the_system_refuses_names_file_cause_and_fix(
         "rename": lambda writer: writer.replace("a", b"1"),
         "unlink": lambda writer: writer.remove("a"),
     }
-    with LocalWriter(tmp_path) as writer:
+    with LocalWriter(tmp_path, policy=LOCAL_WRITES) as writer:
         writer.create("a", 1)
         monkeypatch.setattr(os, call, raising(code))
         with pytest.raises(StorageError, match=rf"[ab] in .* failed, {words}") as caught:
@@ -381,7 +382,9 @@ def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in "ab"] == [0o640, 0o640]
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("nfs4", NETWORK_FILE_SYSTEM_WRITES), ("ext4", LOCAL_WRITES)])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("nfs4", NETWORK_FILE_SYSTEM_WRITES), ("ext4", DISK_WRITES), ("tmpfs", LOCAL_WRITES)]
+)
 def test_a_folder_is_written_as_its_file_system_likes(
     kind: str, policy: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,12 +42,17 @@ class Emitter:
     def write(self, requests: Sequence[Request]) -> None:
         """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
 
+        Where writes wait for the disk, fingerprints are added up meanwhile; else :meth:`finish` does, while a sync
+        waits for it.
+
         Raises:
             StorageError: bytes could not be written.
         """
 
         def carry_out(request: Request, desk: _Desk) -> None:
             buffers = self._buffers(request, desk)
+            if self.writer.policy.is_direct:
+                self._add(request, buffers)
             self.writer.write(request.file, request.bytes.start, buffers)
             with self._lock:
                 done = self.written_bytes.get(request.file, 0)
@@ -57,7 +62,7 @@ class Emitter:
         Workers(carry_out, self._desks(), self.world.check).run(requests)
 
     def finish(self, requests: Sequence[Request], created: Collection[str] = ()) -> None:
-        """Make what these requests wrote durable, and meanwhile add up the fingerprints of it.
+        """Make what these requests wrote durable; all fingerprints of it are added up then.
 
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
         """
@@ -67,8 +72,12 @@ class Emitter:
             for file in files:
                 self.writer.sync(file)
 
+        def add(request: Request, desk: _Desk) -> None:
+            self._add(request, self._buffers(request, desk))
+
         synced = Ahead(sync)
-        Workers(self._add, self._desks(), self.world.check).run(requests)
+        if not self.writer.policy.is_direct:
+            Workers(add, self._desks(), self.world.check).run(requests)
         synced.value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[Request]) -> list[str]:
@@ -107,9 +116,9 @@ class Emitter:
             buffers.append(buffer)
         return buffers
 
-    def _add(self, request: Request, desk: _Desk) -> None:
+    def _add(self, request: Request, buffers: Sequence[memoryview]) -> None:
         found: list[tuple[str, int]] = []
-        for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
+        for segment, buffer in zip(request.segments, buffers, strict=True):
             assert isinstance(segment.copy.leaf, Stored)
             key = segment.copy.leaf.key
             found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))

@@ -16,6 +16,7 @@ from shardwise.storage.reader import CannotListError, PageCache, StorageReader
 from shardwise.storage.retries import Retries
 from shardwise.storage.urls import is_url
 from shardwise.storage.writer import (
+    DISK_WRITES,
     INCOMPLETE,
     LOCAL_WRITES,
     NETWORK_FILE_SYSTEM_WRITES,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.storage.remote import RemoteReader
 
 __all__ = [
+    "DISK_WRITES",
     "INCOMPLETE",
     "LOCAL",
     "LOCAL_WRITES",

@@ -12,16 +12,32 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
 from shardwise.errors import StorageError
 from shardwise.report.sizes import in_bytes
-from shardwise.storage.mounts import is_on_network
+from shardwise.storage.around_cache import (
+    BLOCK_BYTES,
+    FILE_SYSTEMS,
+    LEAST_BYTES,
+    MOST_KEPT_BYTES,
+    Blocks,
+    open_around,
+    put_together,
+    whole_blocks,
+)
+from shardwise.storage.mounts import is_network, type_at
 from shardwise.storage.names import shown, why_not_plain
 from shardwise.storage.vectored import advance, one_call
-from shardwise.storage.writer import INCOMPLETE, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, WritePolicy
+from shardwise.storage.writer import (
+    DISK_WRITES,
+    INCOMPLETE,
+    LOCAL_WRITES,
+    NETWORK_FILE_SYSTEM_WRITES,
+    WritePolicy,
+)
 
 _MODE = 0o666
 """Permissions of what is created, less the umask."""
@@ -42,12 +58,37 @@ _CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 @dataclass(slots=True, eq=False)
 class _OpenFile:
-    """A descriptor, how many calls are using it right now, and how much happened through it."""
+    """A descriptor, how many calls are using it right now, and how much happened through it.
+
+    ``around`` is one that writes around the page cache, from the first write on that could use it; ``kept`` are the
+    places and bytes of what waits for the sync meanwhile.
+    """
 
     descriptor: int
     nbytes: int
     users: int = 0
     writes: int = 0
+    around: int | None = None
+    kept: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def take_way_around(self, descriptor: int) -> None:
+        """Write around the page cache by this descriptor from now on, unless there is one. The lock is held."""
+        if self.around is None:
+            self.around = descriptor
+        else:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close what is open.
+
+        Raises:
+            OSError: what the system had still to tell.
+        """
+        if self.around is not None:
+            with contextlib.suppress(OSError):  # whatever it wrote is in the file, or was an error
+                os.close(self.around)
+            self.around = None
+        os.close(self.descriptor)
 
 
 class LocalWriter:
@@ -58,8 +99,10 @@ class LocalWriter:
     Symbolic links in the root are never written through: a link is refused by :meth:`write`, and it is the link
     that is renamed, replaced or removed, not the file it leads to. The root itself may be one.
 
-    The policy is that of a local disk, or of a network file system where the mount table says that ``root`` lies on
-    one; ``policy`` replaces it. A file keeps a descriptor open until it is synced.
+    The policy is that of a disk (ext4, xfs), of a network file system, or of another local one, as the mount table
+    says of ``root``; ``policy`` replaces it. By a policy that ``is_direct``, large writes go around the page cache
+    (see [Note: Around the page cache]), where that can be done, and small ones may wait for the sync. A file keeps
+    its descriptors open until it is synced.
 
     ``bytes_written`` and ``writes`` (system calls) count what has been done so far.
 
@@ -71,8 +114,9 @@ class LocalWriter:
         self._root = os.path.abspath(os.fspath(root))
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise StorageError(f"{shown(self._root)}: is there and is no folder; pass a folder to write to")
-        network = is_on_network(self._root)
-        self._policy = policy or (NETWORK_FILE_SYSTEM_WRITES if network else LOCAL_WRITES)
+        self._policy = policy or _policy_of(type_at(self._root))
+        self._goes_around = self._policy.is_direct
+        self._blocks = Blocks()
         self._open_files: dict[str, _OpenFile] = {}
         self._given_up: set[str] = set()
         self._lock = threading.Lock()
@@ -142,18 +186,24 @@ class LocalWriter:
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         pending = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        position, stop = start, start + sum(buffer.nbytes for buffer in pending)
-        first = 0
+        stop = start + sum(buffer.nbytes for buffer in pending)
         with self._using(file) as opened:
             if not 0 <= start <= stop <= opened.nbytes:
                 raise StorageError(
                     f"{shown(file)} in {self._root}: bytes {start}..{stop} are to be written, but it was created "
                     f"with {opened.nbytes} bytes; create it with the size it will have"
                 )
-            while first < len(pending):
-                count = self._write_some(file, opened, one_call(pending, first), position)
-                position += count
-                first = advance(pending, first, count)
+            first, last = whole_blocks(start, stop)
+            if not self._goes_around:
+                self._write_all(file, opened.descriptor, pending, start)
+            elif last - first < LEAST_BYTES:
+                self._keep(file, opened, [(start, pending)])
+            elif self._has_way_around(file, opened):
+                head, middle, tail = _cut(pending, [first - start, last - start])
+                self._write_around(file, opened, middle, first)
+                self._keep(file, opened, [(start, head), (last, tail)])
+            else:
+                self._write_all(file, opened.descriptor, pending, start)
 
     def sync(self, file: str) -> None:
         self._path(file)
@@ -164,8 +214,14 @@ class LocalWriter:
                 return
             opened.users += 1
             writes = opened.writes
+            kept, opened.kept = opened.kept, []
         try:
+            self._write_kept(file, opened, kept)
             os.fdatasync(opened.descriptor)
+        except StorageError:
+            with self._lock:
+                self._given_up.add(file)
+            raise
         except OSError as error:
             with self._lock:
                 self._given_up.add(file)
@@ -174,7 +230,7 @@ class LocalWriter:
             is_last = self._leave(file, opened, synced_writes=writes)
         if is_last:
             try:
-                os.close(opened.descriptor)
+                opened.close()
             except OSError as error:  # a server may refuse what it is sent at last
                 with self._lock:
                     self._given_up.add(file)
@@ -218,7 +274,7 @@ class LocalWriter:
             is_idle = opened is not None and not opened.users
         if opened is not None and is_idle:
             with contextlib.suppress(OSError):  # what could not be written is not wanted any more
-                os.close(opened.descriptor)
+                opened.close()
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -239,7 +295,8 @@ class LocalWriter:
                 del self._open_files[file]
         for opened in idle.values():
             with contextlib.suppress(OSError):
-                os.close(opened.descriptor)
+                opened.close()
+        self._blocks.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -252,11 +309,63 @@ class LocalWriter:
     ) -> None:
         self.close()
 
-    def _write_some(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> int:
+    def _has_way_around(self, file: str, opened: _OpenFile) -> bool:
+        """Whether the file can be written to around the page cache, with a descriptor for it if so."""
+        if opened.around is not None:
+            return True
+        try:
+            around = open_around(self._path(file))
+        except OSError as error:
+            raise self._failed(file, "opening it for writing", error) from error
+        with self._lock:
+            if around is None:
+                self._goes_around = False
+                return False
+            opened.take_way_around(around)
+        return True
+
+    def _write_around(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> None:
+        """Whole blocks, around the page cache as far as the file system takes them so."""
+        assert opened.around is not None
+        with self._blocks.lent() as block:
+            for whole in put_together(buffers, block):
+                done = 0
+                while self._goes_around and done < whole.nbytes and done % BLOCK_BYTES == 0:
+                    try:
+                        done += self._write_some(file, opened.around, [whole[done:]], position + done)
+                    except StorageError as error:
+                        if not _is_refused(error.__cause__):
+                            raise
+                        self._goes_around = False
+                self._write_all(file, opened.descriptor, [whole[done:]], position + done)
+                position += whole.nbytes
+
+    def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        """Put aside what does not go around the page cache until the sync, unless that is much."""
+        many: list[tuple[int, bytes]] = []
+        with self._lock:
+            opened.kept.extend((position, b"".join(buffers)) for position, buffers in small if buffers)
+            if sum(len(content) for _, content in opened.kept) > MOST_KEPT_BYTES:
+                many, opened.kept = opened.kept, []
+        self._write_kept(file, opened, many)
+
+    def _write_kept(self, file: str, opened: _OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
+        for position, content in kept:
+            self._write_all(file, opened.descriptor, [memoryview(content)], position)
+
+    def _write_all(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(pending):
+            count = self._write_some(file, descriptor, one_call(pending, first), position)
+            position += count
+            first = advance(pending, first, count)
+
+    def _write_some(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
         """One system call; the number of bytes it took, at least 1."""
         while True:
             try:
-                count = os.pwritev(opened.descriptor, buffers, position)
+                count = os.pwritev(descriptor, buffers, position)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -281,7 +390,7 @@ class LocalWriter:
         finally:
             if self._leave(file, opened):
                 with contextlib.suppress(OSError):
-                    os.close(opened.descriptor)
+                    opened.close()
 
     def _reuse(self, file: str) -> _OpenFile | None:
         with self._lock:
@@ -322,7 +431,7 @@ class LocalWriter:
             if opened.users:
                 return False
             is_kept = self._open_files.get(file) is opened
-            if is_kept and not self._closed and opened.writes != synced_writes:
+            if is_kept and not self._closed and (opened.writes != synced_writes or opened.kept):
                 return False
             if is_kept:
                 del self._open_files[file]
@@ -427,6 +536,33 @@ _CAUSES: Final = {
     errno.ELOOP: ("it is a symbolic link, which is not written through", "remove the link, or save elsewhere"),
     errno.ENAMETOOLONG: ("the name is too long", "take a shorter one"),
 }
+
+
+def _policy_of(file_system: str | None) -> WritePolicy:
+    if is_network(file_system):
+        return NETWORK_FILE_SYSTEM_WRITES
+    return DISK_WRITES if file_system in FILE_SYSTEMS else LOCAL_WRITES
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether a file system says that it takes nothing around the page cache after all."""
+    return isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def _cut(buffers: Sequence[memoryview], places: Sequence[int]) -> list[list[memoryview]]:
+    """Buffers that follow each other, cut at these places, counted in bytes from their beginning, in order."""
+    parts: list[list[memoryview]] = [[]]
+    ahead = list(places)
+    position = 0
+    for buffer in buffers:
+        while ahead and ahead[0] <= position + buffer.nbytes:
+            cut = ahead.pop(0) - position
+            parts[-1].append(buffer[:cut])
+            parts.append([])
+            buffer, position = buffer[cut:], position + cut
+        parts[-1].append(buffer)
+        position += buffer.nbytes
+    return parts
 
 
 def _set_aside(descriptor: int, nbytes: int) -> None:

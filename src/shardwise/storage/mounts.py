@@ -47,11 +47,16 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 def is_on_network(path: str) -> bool:
     """Whether a path, which need not exist, lies on a network file system; False where nobody tells."""
+    return is_network(type_at(path))
+
+
+def type_at(path: str) -> str | None:
+    """The type of the file system that a path, which need not exist, lies on; None where nobody tells."""
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape") as table:
-            return is_network(file_system_type(os.path.realpath(path), table.read()))
+            return file_system_type(os.path.realpath(path), table.read())
     except OSError:  # not Linux, or no /proc
-        return False
+        return None
 
 
 def file_system_type(path: str, mountinfo: str) -> str | None:

@@ -25,6 +25,8 @@ class WritePolicy:
             itself; 1 where nothing is lost.
         request_bytes: the most one write brings.
         concurrency: writes one rank keeps in flight.
+        is_direct: large writes go around the system's page cache, so that a write waits for the disk, and a sync
+            hardly does.
 
     Raises:
         ConfigError: for a number that is out of bounds.
@@ -35,6 +37,7 @@ class WritePolicy:
     block_bytes: int
     request_bytes: int
     concurrency: int
+    is_direct: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_bytes", "request_bytes", "concurrency"):
@@ -51,7 +54,18 @@ class WritePolicy:
 LOCAL_WRITES: Final = WritePolicy(
     has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
 )
-"""A disk of this machine."""
+"""A file system of this machine."""
+
+DISK_WRITES: Final = WritePolicy(
+    has_random_writes=True,
+    can_rename=True,
+    block_bytes=1,
+    request_bytes=16 * _MIB,
+    concurrency=2,
+    is_direct=True,
+)
+"""A disk of this machine that can be written to around the page cache: while one write waits for it, the next is
+put together."""
 
 NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(
     has_random_writes=True, can_rename=True, block_bytes=_MIB, request_bytes=16 * _MIB, concurrency=4

@@ -24,20 +24,32 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     """Of these bytes, which lie at byte ``start`` of the tensor. Memory: two blocks of 128 KiB."""
     total = 0
     for block, first, words in _words(data, start):
-        lanes = _lane_weights()[first : first + len(words)]
-        total += _block_weight(block) * int(np.sum(words * lanes, dtype=np.uint64))
+        if words.ndim == 2:
+            weights = [_block_weight(block + number) for number in range(len(words))]
+            sums = np.einsum("ij,j->i", words, _lane_weights()).tolist()
+            total += sum(weight * found for weight, found in zip(weights, sums, strict=True))
+        else:
+            lanes = _lane_weights()[first : first + len(words)]
+            total += _block_weight(block) * int(np.einsum("i,i->", words, lanes))
     return total % MODULUS
 
 
 def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
-    """(block, place in it, words) that cover the bytes, from word to word, block by block."""
+    """(block, place in it, words) that cover the bytes, from word to word; whole blocks are rows of words."""
     span = _WORD * _LANES
     flat = np.frombuffer(data, dtype=np.uint8)
     place, stop = start, start + len(flat)
     while place < stop:
         block = place // span
-        edge = min(stop, (block + 1) * span)
+        whole = (stop - place) // span if place % span == 0 else 0
+        edge = place + whole * span if whole else min(stop, (block + 1) * span)
         part = flat[place - start : edge - start]
+        if whole and part.ctypes.data % _WORD == 0:
+            yield block, 0, part.view("<u8").reshape(whole, _LANES)
+            place = edge
+            continue
+        edge = min(edge, (block + 1) * span)
+        part = part[: edge - place]
         head = place % _WORD
         if head or len(part) % _WORD or (part.ctypes.data % _WORD):
             padded = np.zeros(-(-(head + len(part)) // _WORD) * _WORD, dtype=np.uint8)
