@@ -74,6 +74,18 @@ class Model(nn.Module):
         self.register_buffer("table", torch.zeros(3), persistent=False)
 
 
+def test_temporary_buffers_have_an_order_that_their_registration_does_not_change():
+    def made(names: list[str]) -> nn.Module:
+        model = nn.Linear(2, 2)
+        for name in names:
+            model.register_buffer(name, torch.zeros(1), persistent=name.startswith("kept"))
+        return model
+
+    names = [item.fqn for item in look_inside(made(["kept_z", "b", "kept_a", "a"]))]
+    assert names == ["weight", "bias", "kept_z", "kept_a", "a", "b"]
+    assert names == [item.fqn for item in look_inside(made(["a", "kept_z", "b", "kept_a"]))]
+
+
 def test_every_tensor_is_seen_once_with_all_its_names():
     found = look_inside(Model())
     layout = layout_of(found, lambda item: Origin.NOWHERE)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -31,7 +32,7 @@ from shardwise.checkpoints.modes import (
     Which,
 )
 from shardwise.checkpoints.plain import packed
-from shardwise.checkpoints.plan import Chunk, TensorsPlan, key_of, plan_tensors
+from shardwise.checkpoints.plan import Chunk, TensorsPlan, plan_tensors
 from shardwise.checkpoints.stage import InPlace, Staging, places_of, views_of
 from shardwise.checkpoints.state import (
     Contents,
@@ -41,6 +42,7 @@ from shardwise.checkpoints.state import (
     adapter_settings,
     contents_of,
     in_words,
+    key_of,
     look,
 )
 from shardwise.errors import ConfigError, DisagreementError
@@ -48,7 +50,6 @@ from shardwise.execution.handover import facts_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
-from shardwise.models.view import local_tensor
 from shardwise.planning.consent import Refuse
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import CheckpointReport, RestoreReport
@@ -146,16 +147,14 @@ class Checkpointer:
             self.wait()
         with self._world() as world, ExitStack() as undo:
             with clock.phase("look"):
-                looked, contents = world.together(lambda: self._take_down(step, state, world.rank))
-                own = {key_of(path): local_tensor(tensor) for path, tensor in contents.tensors.items()}
-                layout = _layout(contents, own)
-                agreed = self._agree(world, step, contents, layout)
+                looked, contents, agreed = self._agree(world, step, state)
             with clock.phase("plan"):
-                planned = self._planned = self._plan(world, contents, layout, agreed)
-                values = world.together(lambda: _packed(contents, agreed, world.rank))
+                planned = self._planned = self._plan(world, looked, agreed)
                 token, beside = self._begin(world, step, undo)
             with clock.phase("stage"):
-                source = world.together(lambda: self._source(planned, own))
+                source, values = world.together(
+                    lambda: (self._source(planned), _packed(contents, agreed, world.rank))
+                )
             about = self._about(step, world.size, looked, contents, agreed)
             job = write.Job(self._root, step, token, self._keep, planned.plan, source, values, about)
             report = _promised(world, job)
@@ -269,30 +268,33 @@ class Checkpointer:
     def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
-        looked = self._looked = look(state, self._only, self._looked)
-        contents = contents_of(looked, state, rank)
-        refuse_meta({key_of(path): tensor for path, tensor in contents.tensors.items()}, "the state")
-        return looked, contents
+        looked = look(state, self._only, self._looked)
+        if looked is not self._looked:
+            refuse_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
+        self._looked = looked
+        return looked, contents_of(looked, state, rank)
 
     def _begin(self, world: World, step: int, undo: ExitStack) -> tuple[str, World | None]:
         """Mark the folder: the mark's token, and the ranks' meetings in the background, where that is who writes.
 
         Collective: yes. ``undo`` takes what there is to be undone.
         """
-        token = world.from_first(lambda: secrets.token_hex(4))
         # Who writes in the background is known to be there before anybody relies on it.
         beside = None if isinstance(self._mode, Synchronous) else undo.enter_context(self._world(_BESIDE))
-        world.from_first(lambda: write.begin(self._root, step, token, self._newest))
-        if world.rank == 0:
-            undo.callback(write.undo, self._root, step, token)
-        return token, beside
 
-    def _source(self, planned: _Planned, own: Mapping[str, torch.Tensor]) -> write.Source:
+        def begin() -> str:
+            token = secrets.token_hex(4)
+            write.begin(self._root, step, token, self._newest)
+            undo.callback(write.undo, self._root, step, token)
+            return token
+
+        return world.from_first(begin), beside
+
+    def _source(self, planned: _Planned) -> write.Source:
         """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
-        views = views_of(planned.places, own)
         if isinstance(self._mode, Synchronous):
-            return InPlace(views, self._options.budget_bytes)
-        return self._staging.copy(views)
+            return InPlace(planned.views, self._options.budget_bytes)
+        return self._staging.copy(planned.views)
 
     def _about(self, step: int, world_size: int, looked: Looked, contents: Contents, agreed: _Agreed) -> Facts:
         return Facts(
@@ -306,11 +308,20 @@ class Checkpointer:
             user=contents.user,
         )
 
-    def _agree(self, world: World, step: int, contents: Contents, layout: _Layout) -> _Agreed:
-        """What all ranks have in common, and whether the plan of the last checkpoint still holds."""
+    def _agree(self, world: World, step: int, state: TrainState) -> tuple[Looked, Contents, _Agreed]:
+        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
         call = repr((step, self._keep, self._mode, self._only))
-        is_planned = self._planned is not None and self._planned.layout == layout
-        told = world.each(lambda: _Told(call, is_planned, contents.data, dict(contents.random)))
+        taken: list[tuple[Looked, Contents]] = []
+
+        def tell() -> _Told:
+            looked, contents = self._take_down(step, state, world.rank)
+            taken.append((looked, contents))
+            planned = self._planned
+            is_planned = planned is not None and (planned.looked is looked or planned.layout == _layout(looked))
+            return _Told(call, is_planned, contents.data, dict(contents.random))
+
+        told = world.each(tell)
+        [(looked, contents)] = taken
         if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
             raise DisagreementError(
                 f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
@@ -322,31 +333,38 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        return _Agreed(all(item.is_planned for item in told), alike, data)
+        return looked, contents, _Agreed(all(item.is_planned for item in told), alike, data)
 
-    def _plan(self, world: World, contents: Contents, layout: _Layout, agreed: _Agreed) -> _Planned:
+    def _plan(self, world: World, looked: Looked, agreed: _Agreed) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
-        if agreed.is_planned and self._planned is not None:
-            return self._planned
-        tensors = {key_of(path): tensor for path, tensor in contents.tensors.items()}
+        before = self._planned
+        if agreed.is_planned and before is not None:
+            return before if before.looked is looked else replace(before, looked=looked)
+        tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
-        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in contents.tensors.items()}
+        shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
         plan = world.together(lambda: plan_tensors(shapes, told))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
-        return _Planned(layout, plan, places)
+        return _Planned(looked, _layout(looked), plan, places)
 
 
 _Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
 """What tells whether a tensor lies as it did before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Planned:
     """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
 
+    looked: Looked
     layout: _Layout
     plan: TensorsPlan
     places: Mapping[Chunk, Strided]
+
+    @cached_property
+    def views(self) -> Mapping[Chunk, torch.Tensor]:
+        """The elements of each of this rank's chunks."""
+        return views_of(self.places, self.looked.local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,15 +397,15 @@ def _packed(contents: Contents, agreed: _Agreed, rank: int) -> dict[Keys, bytes]
     return {path: packed(value, key_of(path)) for path, value in values.items()}
 
 
-def _layout(contents: Contents, own: Mapping[str, torch.Tensor]) -> _Layout:
+def _layout(looked: Looked) -> _Layout:
     return {
         path: (
             tensor.shape,
             tensor.dtype,
-            own[key_of(path)].stride(),
+            looked.local[key_of(path)].stride(),
             (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
         )
-        for path, tensor in contents.tensors.items()
+        for path, tensor in looked.tensors.items()
     }
 
 

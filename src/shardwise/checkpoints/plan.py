@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoints.archive import envelope
 from shardwise.checkpoints.folder import data_file
-from shardwise.checkpoints.state import Keys
+from shardwise.checkpoints.state import Keys, key_of
 from shardwise.errors import PlacementError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import TensorFacts, require_same_tensors
@@ -121,11 +121,6 @@ def _lay_out(
             chunk = Chunk(key, box, dtype, -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT)
             ends[rank] = chunk.stop
             files[rank].append(chunk)
-
-
-def key_of(path: Keys) -> str:
-    """The name that torch gives to what lies at the end of this path."""
-    return ".".join(path)
 
 
 @collected_later()

@@ -48,27 +48,37 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._places: dict[Chunk, tuple[int, int]] = {}
+        self._views: Mapping[Chunk, torch.Tensor] = {}
+        self._targets: list[torch.Tensor] = []
 
     def copy(self, views: Mapping[Chunk, torch.Tensor]) -> Staged:
-        """Copy the chunks; the tensors may change as soon as this returns."""
+        """Copy the chunks; the tensors may change as soon as this returns. These very views may be copied again."""
+        devices = {view.device for view in views.values() if view.device.type != "cpu"}
+        if views is not self._views:
+            self._make_room(views, is_pinned=bool(devices))
+        for target, view in zip(self._targets, views.values(), strict=True):
+            target.copy_(view, non_blocking=True)
+        for device in devices:
+            torch.get_device_module(device).synchronize(device)
+        return Staged(self._memory, self._places)
+
+    def _make_room(self, views: Mapping[Chunk, torch.Tensor], *, is_pinned: bool) -> None:
         places: dict[Chunk, tuple[int, int]] = {}
         total = 0
         for chunk, view in views.items():
             places[chunk] = total, total + view.nbytes
             total += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-        devices = {view.device for view in views.values() if view.device.type != "cpu"}
-        if self._memory.nbytes < total or (devices and not self._memory.is_pinned()):
+        if self._memory.nbytes < total or (is_pinned and not self._memory.is_pinned()):
             self._memory = (
                 torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
-                if devices
+                if is_pinned
                 else HostMemory([total]).take((total,), torch.uint8)
             )
-        for chunk, view in views.items():
-            target = self._memory[slice(*places[chunk])].view(view.dtype).view(view.shape)
-            target.copy_(view, non_blocking=True)
-        for device in devices:
-            torch.get_device_module(device).synchronize(device)
-        return Staged(self._memory, places)
+        self._places, self._views = places, views
+        self._targets = [
+            self._memory[slice(*places[chunk])].view(view.dtype).view(view.shape) for chunk, view in views.items()
+        ]
 
 
 class Staged:

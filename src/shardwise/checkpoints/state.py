@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,10 +19,17 @@ from shardwise.errors import ConfigError
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
-from shardwise.models.view import Held, look_inside, without_compile
+from shardwise.models.unchanged import Snapshot
+from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 
 Keys: TypeAlias = tuple[str, ...]
 """What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "exp_avg")``."""
+
+
+def key_of(path: Keys) -> str:
+    """The name that torch gives to what lies at the end of this path."""
+    return ".".join(path)
+
 
 KEEP_IT_APART = "save what the optimizer's own state_dict() has, rank by rank"
 
@@ -64,7 +72,7 @@ class TrainState:
         return tuple(self.schedulers) if isinstance(self.schedulers, Sequence) else (self.schedulers,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Looked:
     """The model and its optimizers as they are now on this rank."""
 
@@ -73,10 +81,14 @@ class Looked:
     bounds: list[Bound]
     stored: dict[str, Held]
     """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
+    tensors: dict[Keys, torch.Tensor]
+    """All that a checkpoint holds, the model's and the optimizers' own."""
     facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
     """Names, shape and whether it is trained, of each of the model's tensors."""
+    snapshot: Snapshot | None
+    """By which it can be told that all of this still holds; None: by no such thing."""
 
-    @property
+    @cached_property
     def others(self) -> str:
         """A digest of names and shapes of those that it does not hold."""
         others = [
@@ -86,17 +98,24 @@ class Looked:
         ]
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
+    @cached_property
+    def local(self) -> dict[str, torch.Tensor]:
+        """This rank's own of them, by :func:`key_of`."""
+        return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}
+
 
 def look(state: TrainState, only: Selection, before: Looked | None = None) -> Looked:
     """Find out what there is. FSDP2 groups that are gathered are resharded.
 
-    What PEFT decided ``before`` still holds for a model with the same tensors.
+    ``before`` is returned if it still holds; what PEFT decided then still holds for a model with the same tensors.
 
     Raises:
         ConfigError: the model has no such adapter.
         PlacementError: parameters of the optimizers are not the model's, or their state has no shards that follow.
     """
     model = without_compile(state.model)
+    if before is not None and before.snapshot is not None and before.snapshot.shows(model, state.all_optimizers):
+        return before
     held = look_inside(model)
     names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
     bounds = look_at(state.all_optimizers, names, KEEP_IT_APART)
@@ -105,7 +124,22 @@ def look(state: TrainState, only: Selection, before: Looked | None = None) -> Lo
         chosen = set(before.stored)
     else:
         chosen = chosen_names(model, held, only)
-    return Looked(model, held, bounds, {item.fqn: item for item in held if item.fqn in chosen}, facts)
+    stored = {item.fqn: item for item in held if item.fqn in chosen}
+    tensors = _tensors(stored, bounds)
+    values = [value for bound in bounds for value in bound.scalars.values()]
+    snapshot = None
+    if all(isinstance(value, torch.Tensor) for value in values):  # an optimizer replaces what is no tensor
+        snapshot = Snapshot(model, state.all_optimizers, [*(item.tensor for item in held), *tensors.values()])
+    return Looked(model, held, bounds, stored, tensors, facts, snapshot)
+
+
+def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[Keys, torch.Tensor]:
+    found: dict[Keys, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
+    for bound in bounds:
+        for key, value in [*bound.tensors.items(), *bound.scalars.items()]:
+            if isinstance(value, torch.Tensor):
+                found["optimizer", "state", key.parameter, key.entry] = value
+    return found
 
 
 def chosen_names(model: nn.Module, held: Sequence[Held], only: Selection) -> set[str]:
@@ -161,7 +195,7 @@ class Contents:
         user: JSON.
     """
 
-    tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[Keys, torch.Tensor]
     common: dict[Keys, Any] = field(default_factory=dict)
     own: dict[Keys, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
@@ -175,18 +209,11 @@ def contents_of(looked: Looked, state: TrainState, rank: int) -> Contents:
     Raises:
         ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
     """
-    found = Contents(user=as_json(state.user))
-    for fqn, item in looked.stored.items():
-        found.tensors["model", fqn] = item.tensor
+    found = Contents(looked.tensors, user=as_json(state.user))
     for bound in looked.bounds:
-        for key, tensor in bound.tensors.items():
-            found.tensors["optimizer", "state", key.parameter, key.entry] = tensor
         for key, value in bound.scalars.items():
-            path = ("optimizer", "state", key.parameter, key.entry)
-            if isinstance(value, torch.Tensor):
-                found.tensors[path] = value
-            else:
-                found.common[path] = value
+            if not isinstance(value, torch.Tensor):
+                found.common["optimizer", "state", key.parameter, key.entry] = value
     if looked.bounds:
         nothing = dict.fromkeys(labelled(looked.bounds))
         found.common["optimizer", "param_groups"] = written_out(looked.bounds, nothing)["param_groups"]

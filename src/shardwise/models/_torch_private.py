@@ -44,6 +44,16 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return registry
 
 
+def registries_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """All registries of a module."""
+    return module._modules, module._parameters, module._buffers
+
+
+def local_address(tensor: torch.Tensor) -> int:
+    """Where a tensor's elements, or those that a DTensor has on this rank, begin; without a call of autograd's."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
 def is_temporary(module: nn.Module, name: str) -> bool:
     """Whether a buffer was registered with ``persistent=False``."""
     return name in module._non_persistent_buffers_set

@@ -102,6 +102,9 @@ def strided_view(tensor: torch.Tensor, view: Strided) -> torch.Tensor:
 def look_inside(model: nn.Module) -> list[Held]:
     """All parameters and buffers, shared ones once, in the order of the modules.
 
+    A module's temporary buffers are in the order of their names: some models register them in that of a set, which
+    differs from process to process.
+
     FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
     """
     for module in model.modules():
@@ -129,10 +132,13 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, Kind.PARAMETER, prefix
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None:
-                temporary = is_temporary(module, name)
-                yield module, buffer, name, Kind.BUFFER if temporary else Kind.PERSISTENT_BUFFER, prefix
+        buffers = {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
+        temporary = sorted(name for name in buffers if is_temporary(module, name))
+        for name, buffer in buffers.items():
+            if name not in temporary:
+                yield module, buffer, name, Kind.PERSISTENT_BUFFER, prefix
+        for name in temporary:
+            yield module, buffers[name], name, Kind.BUFFER, prefix
 
 
 def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:
