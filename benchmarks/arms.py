@@ -36,11 +36,10 @@ class Loaded:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def with_shardwise(request: Request) -> Loaded:
+def with_shardwise(request: Request, **keywords: Any) -> Loaded:
     """shardwise, options left at their defaults."""
     import shardwise
 
-    keywords: dict[str, Any] = {}
     if request.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -60,6 +59,15 @@ def with_shardwise(request: Request) -> Loaded:
         "checkpoint_bytes": report.checkpoint_bytes,
     }
     return Loaded(model, facts)
+
+
+def with_shardwise_lora(request: Request) -> Loaded:
+    """shardwise, with an adapter on all linear layers. (The others would put theirs on after the load.)"""
+    from peft import LoraConfig
+
+    import shardwise
+
+    return with_shardwise(request, tuning=shardwise.Lora(LoraConfig(r=16, target_modules="all-linear")))
 
 
 def with_transformers(request: Request) -> Loaded:
@@ -148,6 +156,7 @@ def _wrapped(model: Any) -> Any:
 
 ARMS: dict[str, Callable[[Request], Loaded]] = {
     "shardwise": with_shardwise,
+    "shardwise_lora": with_shardwise_lora,
     "transformers": with_transformers,
     "accelerate": with_accelerate,
     "set_model_state_dict": with_set_model_state_dict,

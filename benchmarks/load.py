@@ -82,7 +82,7 @@ def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[
         elif shape.stores_head:
             add(f"{model} warm", shape, ours)
         else:
-            add(f"{model} warm", shape, ("shardwise", *PEERS, *roof.VARIANTS))
+            add(f"{model} warm", shape, ("shardwise", "shardwise_lora", *PEERS, *roof.VARIANTS))
     if not quick:
         dense = [SHAPES[model] for model in models if not SHAPES[model].is_moe and not SHAPES[model].stores_head]
         for shape in dense[:1]:
@@ -330,30 +330,9 @@ def limits_of(results: Mapping[str, Any]) -> list[Limit]:
     """Every promise with what was measured."""
     limits: list[Limit] = []
     for row in results["rows"]:
-        arms, name = row["arms"], row["name"]
-        ours = arms.get("shardwise")
-        if ours is None:
-            continue
-        shape = SHAPES[row["shape"]]
-        if row["cold"]:
-            wanted = {"transformers": COLD_RATIO}
-        elif row["dtype"] == "float32":
-            wanted = {"transformers": CAST_RATIO}
-        elif shape.is_moe:
-            wanted = {"transformers": MOE_RATIO}
-        else:
-            wanted = RATIOS
-        for arm, most in wanted.items():
-            if arm in arms:
-                value = ours["wall_s"]["median"] / arms[arm]["wall_s"]["median"]
-                limits.append(Limit(f"{name}: time / {arm}", value, most))
-        roofs = [arms[arm]["wall_s"]["median"] for arm in roof.VARIANTS if arm in arms]
-        if roofs and not row["cold"]:
-            value = ours["read_phase_s"] / min(roofs)
-            limits.append(Limit(f"{name}: read phase / roof", value, ROOF_RATIO))
-        most = (STAGING_BYTES + SLACK_BYTES) / (1 << 20)
-        limits.append(Limit(f"{name}: memory over the shards, MiB", ours["excess_bytes"] / (1 << 20), most))
-        limits.append(Limit(f"{name}: read / checkpoint", ours["read_fraction"], READ_RATIO))
+        for own in ("shardwise", "shardwise_lora"):
+            if own in row["arms"]:
+                limits += _limits_of_row(row, own)
     if "replicated" in results:
         limits.append(Limit("2x2: read / checkpoint", results["replicated"]["read_fraction"], READ_RATIO))
     for name, found in results.get("remote", {}).get("meshes", {}).items():
@@ -361,6 +340,33 @@ def limits_of(results: Mapping[str, Any]) -> list[Limit]:
         limits.append(Limit(f"over HTTP, {name}: read / checkpoint", found["read_fraction"], READ_RATIO))
     if "planning" in results:
         limits.append(Limit("planning, s", results["planning"]["total_s"]["median"], planning.MOST_S))
+    return limits
+
+
+def _limits_of_row(row: Mapping[str, Any], own: str) -> list[Limit]:
+    """What is promised of a row, of one of the arms that are shardwise's."""
+    limits: list[Limit] = []
+    arms, ours, shape = row["arms"], row["arms"][own], SHAPES[row["shape"]]
+    name = row["name"] if own == "shardwise" else f"{row['name']}, with a LoRA"
+    if row["cold"]:
+        wanted = {"transformers": COLD_RATIO}
+    elif row["dtype"] == "float32":
+        wanted = {"transformers": CAST_RATIO}
+    elif shape.is_moe:
+        wanted = {"transformers": MOE_RATIO}
+    else:
+        wanted = RATIOS
+    for arm, most in wanted.items():
+        if arm in arms:
+            value = ours["wall_s"]["median"] / arms[arm]["wall_s"]["median"]
+            limits.append(Limit(f"{name}: time / {arm}", value, most))
+    roofs = [arms[arm]["wall_s"]["median"] for arm in roof.VARIANTS if arm in arms]
+    if roofs and not row["cold"]:
+        value = ours["read_phase_s"] / min(roofs)
+        limits.append(Limit(f"{name}: read phase / roof", value, ROOF_RATIO))
+    most = (STAGING_BYTES + SLACK_BYTES) / (1 << 20)
+    limits.append(Limit(f"{name}: memory over the shards, MiB", ours["excess_bytes"] / (1 << 20), most))
+    limits.append(Limit(f"{name}: read / checkpoint", ours["read_fraction"], READ_RATIO))
     return limits
 
 

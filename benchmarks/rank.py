@@ -153,7 +153,10 @@ def sums(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
     The checksums of one copy, summed over the ranks, do not depend on the sharding.
     """
     found: dict[str, tuple[str, str, int, int]] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for called, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if ".lora_" in called:  # in one arm only
+            continue
+        name = called.removeprefix("base_model.model.").replace(".base_layer.", ".")
         data = tensor.detach()
         what, shape = f"{tuple(data.shape)} {data.dtype}", tuple(data.shape)
         if not isinstance(data, DTensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,13 @@ from tests import truth
 from tests.tuning import reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise
+
+SLOWLY = 1e-3
+"""A rate at which fifty steps do not make of the last bits whatever they like."""
 
 
 def attempt(function: Any, *args: Any) -> tuple[str, str]:
@@ -252,3 +257,44 @@ def accumulated(
         named = model.named_parameters()
         found.append({name: truth.whole(p.grad).clone() for name, p in named if p.grad is not None})
     return found[0], found[1]
+
+
+def train_long(
+    directory: str, keywords: dict[str, Any], steps: int, rows: int, *, by_hand: bool = False
+) -> tuple[list[float], list[str]]:
+    """Losses of this rank's rows, and after every step a digest of all that a LoRA adds, whole, on this rank."""
+    model = bring_up(directory, keywords)
+    values = reference.unsettle(whole_values(model))
+    if by_hand:
+        model = _sharded_by_hand(directory, keywords["tuning"], whole_values(model), model)
+    set_values(model, values)
+    digests: list[str] = []
+
+    def after() -> None:
+        digests.append(_digest(model))
+
+    losses = reference.train(model, steps, rows, *place(), learning_rate=SLOWLY, after=after)
+    return losses, digests
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            found.update(whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _sharded_by_hand(directory: str, tuning: Any, values: Mapping[str, torch.Tensor], like: nn.Module) -> nn.Module:
+    """The model that transformers and PEFT bring up on every rank, with these values, sharded by torch alone."""
+    model = reference.stock(directory, getattr(tuning, "config", None))
+    trained = {name for name, parameter in like.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+            parameter.requires_grad_(name in trained)
+    for module in model.modules():
+        if type(module).__name__.endswith("DecoderLayer"):
+            fully_shard(module)
+    return fully_shard(model).train(like.training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,36 @@ def batch(rows: int, seed: int, vocabulary: int = 61) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, 10), generator=torch.Generator().manual_seed(seed))
 
 
-def train(model: nn.Module, steps: int, rows: int, rank: int = 0, world: int = 1) -> list[float]:
-    """Steps of AdamW, each rank with its part of the rows; the mean loss of this rank's rows, step by step."""
+def train(
+    model: nn.Module,
+    steps: int,
+    rows: int,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    parts: int = 1,
+    learning_rate: float = 1e-2,
+    after: Callable[[], object] = int,
+) -> list[float]:
+    """Steps of AdamW, each rank with its part of the rows; the mean loss of this rank's rows, step by step.
+
+    The rows of a step go through the model in so many ``parts`` of one size.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, foreach=False)
     share = rows // world
     losses: list[float] = []
     for step in range(steps):
         tokens = batch(rows, step)[rank * share : (rank + 1) * share]
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        mean = 0.0
+        for part in tokens.chunk(parts):
+            loss = model(input_ids=part, labels=part, use_cache=False).loss / parts
+            loss.backward()
+            mean += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        after()
+        losses.append(mean)
     return losses
 
 
