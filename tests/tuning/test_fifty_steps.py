@@ -1,7 +1,7 @@
 """Fifty steps in float32 on one, two and four ranks, against transformers and PEFT in one process.
 
 Sums in another order differ in their last bits, and fifty steps make more of it. How much is not guessed: one
-process that cuts its batch into parts of another size differs from itself, and ranks may differ three times as much.
+process that cuts its batch into parts of another size differs from itself; ranks may differ three times as much.
 """
 
 from __future__ import annotations
