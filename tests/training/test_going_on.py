@@ -27,7 +27,7 @@ from shardwise.training.data import Padded, TrainData, evaluation_batches, read_
 from shardwise.training.loop import Evaluation, evaluate, train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, StepFacts, TrainReport
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, TrainReport
 from shardwise.training.step import StepWork
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
@@ -74,6 +74,25 @@ def test_a_training_that_stopped_goes_on_as_if_it_had_not(data: TrainData) -> No
     assert rates == [step.learning_rate for step in whole.steps]
     assert [round(step.epoch, 3) for step in rest.steps] == [2.0, 2.375, 2.75, 3.0]
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
+
+
+def test_what_is_asked_for_now_and_overruled_by_the_checkpoint_is_told(data: TrainData) -> None:
+    keeper, stop = MemoryKeeper(), StopRequest()
+    stop.number = signal.SIGTERM
+    train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper), stop=stop)
+    for options, wanted in (
+        (OPTIONS, None),
+        (replace(OPTIONS, learning_rate=2e-3), "learning_rate 0.001 (asked for now: 0.002); a new run"),
+        (replace(OPTIONS, weight_decay=0.5), "weight_decay 0 (asked for now: 0.5); a new run"),
+    ):
+        told: list[Facts] = []
+        report = train(
+            tiny.model(), step_loader(data, options), options, told.append, checkpoints=Checkpoints(keeper)
+        )
+        remarks = [fact.text for fact in told if isinstance(fact, Remark)]
+        assert len(remarks) == (wanted is not None)
+        assert all(str(wanted) in remark for remark in remarks)
+        assert report.steps[0].learning_rate != 0.002
 
 
 @pytest.mark.parametrize("user", [{}, {"step": 3}, {"step": "3", "evaluated_step": 0, "best_loss": None}])

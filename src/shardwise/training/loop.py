@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
@@ -216,6 +216,7 @@ class _Run:
         if isinstance(self.checkpoints, NoCheckpoints):
             return
         start = time.perf_counter()
+        asked = [dict(group) for group in self.optimizer.param_groups]
         restored = self.checkpoints.keeper.restore(self._state())
         if restored is None:
             return
@@ -228,6 +229,9 @@ class _Run:
         self.total = len(self.steps)  # another number where steps are of another size now, or epochs are more
         self.schedule = schedule_from(self.schedule, self.optimizer, self.options, self.total)
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
+        if note := overruled(asked, self.optimizer.param_groups):
+            self.remarks.append(note)
+            self._tell(Remark(self.step, note))
 
     def prepare(self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation) -> None:
         """Find out how the loss of this model is taken. Collective: yes."""
@@ -408,6 +412,29 @@ def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total
             f"{dict(options.schedule_options)} ({error})"
         ) from error
     return schedule
+
+
+_SETTINGS = {"initial_lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+"""Of an optimizer's groups, what is asked for by these names."""
+
+
+def overruled(asked: Sequence[Mapping[str, Any]], restored: Sequence[Mapping[str, Any]]) -> str:
+    """What a checkpoint's optimizer goes on with although something else is asked for now; "" for nothing."""
+    differing = {
+        f"{name} {_shown(after[key])} (asked for now: {_shown(before[key])})": None
+        for before, after in zip(asked, restored, strict=True)
+        for key, name in _SETTINGS.items()
+        if key in before and key in after and _shown(before[key]) != _shown(after[key])
+    }
+    if not differing:
+        return ""
+    return f"the optimizer goes on with the checkpoint's {', '.join(differing)}; a new run begins with new settings"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def schedule_from(
