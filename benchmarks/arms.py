@@ -80,12 +80,12 @@ def with_transformers(request: Request) -> Loaded:
     return Loaded(model)
 
 
-def with_accelerate(request: Request) -> Loaded:
+def with_accelerate(request: Request, adapt: Callable[[Any], Any] = lambda model: model) -> Loaded:
     """accelerate's FSDP2 with ``cpu_ram_efficient_loading``: rank 0 loads, then each tensor is sent to all.
 
     ``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it; ``Accelerator`` itself offers FSDP on
     accelerators only. Ranks other than the first start from a model on meta and read nothing. (transformers makes
-    them read too; that is not held against accelerate.)
+    them read too; that is not held against accelerate.) ``adapt`` is what is done to the model before.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -106,7 +106,7 @@ def with_accelerate(request: Request) -> Loaded:
         is_main_process=dist.get_rank() == 0,
         device=torch.device("cpu"),
     )
-    return Loaded(fsdp2_prepare_model(accelerator, model))
+    return Loaded(fsdp2_prepare_model(accelerator, adapt(model)))
 
 
 def with_set_model_state_dict(request: Request) -> Loaded:

@@ -67,6 +67,7 @@ class Job:
     tokens: int
     words: int
     dtype: str = "float32"
+    lora: bool = False
 
 
 def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
@@ -89,7 +90,8 @@ def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
 def bring_up_by_shardwise(job: Job) -> Any:
     import shardwise
 
-    return shardwise.from_pretrained(job.folder, dtype=job.dtype)
+    keywords: dict[str, Any] = {"tuning": shardwise.Lora(adapter_config())} if job.lora else {}
+    return shardwise.from_pretrained(job.folder, dtype=job.dtype, **keywords)
 
 
 def bring_up_by_hand(job: Job) -> Any:
@@ -105,7 +107,18 @@ def bring_up_by_hand(job: Job) -> Any:
 def bring_up_by_accelerate(job: Job) -> Any:
     from benchmarks.arms import Request, with_accelerate
 
-    return with_accelerate(Request(Path(job.folder), dtype=job.dtype)).model
+    def adapt(model: Any) -> Any:
+        from peft import get_peft_model
+
+        return get_peft_model(model, adapter_config(), autocast_adapter_dtype=False) if job.lora else model
+
+    return with_accelerate(Request(Path(job.folder), dtype=job.dtype), adapt).model
+
+
+def adapter_config() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:
@@ -126,7 +139,8 @@ def train_by_hand(model: Any, steps: Sequence[Sequence[Any]]) -> None:
     import torch
 
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     for [batch] in steps:
         step_by_hand(model, optimizer, batch)
 
