@@ -46,6 +46,7 @@ from shardwise.checkpoints.state import (
     look,
 )
 from shardwise.errors import ConfigError, DisagreementError
+from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
@@ -119,6 +120,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     @torch.no_grad()
+    @collected_later()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
         """Save a checkpoint; in the background with ``Asynchronous()``, after waiting for the one before.
 

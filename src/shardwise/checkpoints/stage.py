@@ -11,6 +11,7 @@ from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import memory_of
 from shardwise.execution.place import bytes_of
 from shardwise.execution.sharing import place_of
+from shardwise.models._torch_private import copy_all
 from shardwise.models.view import local_boxes, strided_view
 from shardwise.tensors import Strided, row_blocks
 
@@ -57,8 +58,7 @@ class Staging:
         devices = {view.device for view in views.values() if view.device.type != "cpu"}
         if views is not self._views:
             self._make_room(views, is_pinned=bool(devices))
-        for target, view in zip(self._targets, views.values(), strict=True):
-            target.copy_(view, non_blocking=True)
+        copy_all(self._targets, list(views.values()))
         for device in devices:
             torch.get_device_module(device).synchronize(device)
         return Staged(self._memory, self._places)

@@ -54,6 +54,12 @@ def local_address(tensor: torch.Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``copy_`` of each, by one call; copies from accelerators may be under way when this returns."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
 def is_temporary(module: nn.Module, name: str) -> bool:
     """Whether a buffer was registered with ``persistent=False``."""
     return name in module._non_persistent_buffers_set

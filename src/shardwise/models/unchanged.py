@@ -6,7 +6,7 @@ second where an adapter has a thousand small ones. A step changes values, and re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -25,35 +25,27 @@ class Snapshot:
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Collection[torch.Tensor]
     ) -> None:
         self._registries = [registry for module in model.modules() for registry in registries_of(module)]
-        self._objects = [list(objects) for objects in self._all(model, optimizers)]  # kept, so that ids are theirs
-        self._ids = [_ids(objects) for objects in self._objects]
+        found = self._all(model, optimizers)
+        self._objects = [item for objects in found for item in objects]  # kept, so that ids stay theirs
+        self._ids, self._counts = _ids(found)
         self._tensors = [(tensor, local_address(tensor), tensor.requires_grad) for tensor in tensors]
 
     def shows(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a snapshot of these would be the same."""
-        found = 0
-        for objects, ids in zip(self._all(model, optimizers), self._ids, strict=False):
-            if _ids(objects) != ids:
-                return False
-            found += 1
-        return found == len(self._ids) and all(
+        return _ids(self._all(model, optimizers)) == (self._ids, self._counts) and all(
             local_address(tensor) == address and tensor.requires_grad == requires_grad
             for tensor, address, requires_grad in self._tensors
         )
 
-    def _all(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Iterable[object]]:
-        """Everything, in an order in which what is different shows before it is gone into."""
-        yield (model, *optimizers)
-        for registry in self._registries:
-            yield registry.values()
+    def _all(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Collection[object]]:
+        found: list[Collection[object]] = [(model, *optimizers)]
+        found += [registry.values() for registry in self._registries]
         for optimizer in optimizers:
-            yield optimizer.param_groups
-            for group in optimizer.param_groups:
-                yield group["params"]
-            yield optimizer.state
-            for entries in optimizer.state.values():
-                yield entries.values()
+            found += [optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
+            found += [optimizer.state, *(entries.values() for entries in optimizer.state.values())]
+        return found
 
 
-def _ids(objects: Iterable[object]) -> list[int]:
-    return list(map(id, objects))
+def _ids(found: Sequence[Collection[object]]) -> tuple[list[int], list[int]]:
+    """Who they are, and how many there are in each."""
+    return [id(item) for objects in found for item in objects], [len(objects) for objects in found]
