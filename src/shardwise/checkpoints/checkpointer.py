@@ -120,7 +120,6 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     @torch.no_grad()
-    @collected_later()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
         """Save a checkpoint; in the background with ``Asynchronous()``, after waiting for the one before.
 
@@ -267,6 +266,7 @@ class Checkpointer:
     def _world(self, purpose: str = "") -> World:
         return World.current(self._options.process_group, self._options.patience, purpose=purpose)
 
+    @collected_later()
     def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
@@ -292,6 +292,7 @@ class Checkpointer:
 
         return world.from_first(begin), beside
 
+    @collected_later()
     def _source(self, planned: _Planned) -> write.Source:
         """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
         if isinstance(self._mode, Synchronous):
