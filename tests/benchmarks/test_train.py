@@ -42,7 +42,7 @@ def test_the_page_and_the_verdict() -> None:
     found = {
         "turns": [{"shardwise": step, "by hand": hand}] * 2,
         "memory": {"shardwise": [held, held], "by hand": [held, held]},
-        "starts": {"shardwise": [3.0, 1.0, 2.0], "by hand": [3.0], "accelerate": [5.0, 4.0, 3.0]},
+        "starts": {"shardwise": [3.0, 1.0, 2.0], "accelerate": [5.0, 4.0, 3.0]},
     }
     made = train.summary(found)
     assert made["step_ratio"] == 3.0
@@ -59,6 +59,8 @@ def test_the_page_and_the_verdict() -> None:
         "machine": machine(),
         "ranks": 2,
         "model": "tiny",
+        "start_model": "larger",
+        "start_by_lora": True,
         "rows": 1,
         "tokens": 8,
         "summary": made,
@@ -66,5 +68,6 @@ def test_the_page_and_the_verdict() -> None:
     }
     text = "\n".join(train.lines(results))
     assert "| step time / by hand | 3.000 | 1.03 | FAIL |" in text
+    assert "The start is that of larger, as it is stored, with 8 tokens on each rank, by a LoRA." in text
     assert "| accelerate | - | 4.00 | - | - | - | - |" in text
     json.dumps(results)
