@@ -20,6 +20,10 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 HARD_LIMIT := -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
 FAST := -m "not slow and not gpu" $(HARD_LIMIT)
 
+# Ranks wait for each other more than they compute, so two test files at a time take half as long on two cores.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
+
 # More arguments for pytest or the sweep: make test ARGS="-k tied -x"
 ARGS ?=
 
@@ -34,7 +38,7 @@ demo: $(VENV)/project ## shardwise on a small model, on this machine, in a minut
 	$(VENV)/bin/shardwise demo
 
 test: $(VENV)/project ## everything a machine without a GPU can prove
-	$(VENV)/bin/python -m pytest $(FAST) $(ARGS)
+	$(VENV)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
 check: $(VENV)/project ## format, lint, types and imports; takes seconds
 	$(VENV)/bin/ruff format --check --quiet .
@@ -50,7 +54,7 @@ sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes l
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
 
 test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported
-	$(OLDEST)/bin/python -m pytest $(FAST) $(ARGS)
+	$(OLDEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
 test-gpu: $(VENV)/project ## what only a GPU can prove
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
