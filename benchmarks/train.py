@@ -7,8 +7,9 @@ Three questions, each on gloo ranks of this machine:
 - *memory*: in fresh processes, what is in tensors while the optimizer takes its step, over weights, gradients and
   AdamW's two moments; beside it how far the memory of the process grows. (During the passes FSDP2 holds gathered
   groups and their gradients, and libc what has been freed: with shardwise as by hand.)
-- *start*: in fresh interpreters, from the start of the process until the first optimizer step has been done on
-  every rank, imports included; against accelerate. Of a LoRA of a larger model, as it is stored, and a few tokens.
+- *start*: from the start of the process until the first optimizer step has been done on every rank, imports
+  included, against accelerate (see ``benchmarks/start.py``). Of a small model trained whole, and of a LoRA of a
+  larger one, as they are stored, with a few tokens.
 """
 
 from __future__ import annotations
@@ -16,171 +17,37 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks import meter
-from benchmarks.checkpoints import SHAPES, write
+from benchmarks.checkpoints import write
 from benchmarks.load import Limit, commit, machine
+from benchmarks.start import ACCELERATE, ARMS, FIRST_TOKENS, OURS, start_once
+from benchmarks.training import (
+    BRING_UP,
+    LEARNING_RATE,
+    MODELS,
+    SMALL,
+    TRAIN,
+    Job,
+    batches,
+    bring_up_by_hand,
+    bring_up_by_shardwise,
+    quieten,
+    step_by_hand,
+    train_by_shardwise,
+)
 
 from shardwise.execution.local_ranks import LocalRanks
 
-SMALL = replace(
-    SHAPES["qwen3-0.6b"],
-    name="qwen3-36m",
-    config={
-        **SHAPES["qwen3-0.6b"].config,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "num_hidden_layers": 8,
-        "max_window_layers": 8,
-        "vocab_size": 16384,
-    },
-)
-MODELS = {SMALL.name: SMALL, "qwen3-0.6b": SHAPES["qwen3-0.6b"], "qwen3-1.7b": SHAPES["qwen3-1.7b"]}
-LEARNING_RATE = 1e-6
-MAX_NORM = 1.0
-FIRST_TOKENS = 8
 STEP_LIMIT, MEMORY_LIMIT, START_LIMIT = 1.03, 1.03, 0.6
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model's folder, and how much to do: rows and tokens for each rank and step."""
-
-    folder: str
-    steps: int
-    rows: int
-    tokens: int
-    words: int
-    dtype: str = "float32"
-    lora: bool = False
-
-
-def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
-    """A batch for each step, another on every rank; every token is learned."""
-    import torch
-
-    from shardwise.training.data import Batch
-
-    made: list[list[Any]] = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        ids = torch.randint(0, job.words, (job.rows, job.tokens), generator=generator)
-        made.append([Batch(ids, torch.ones_like(ids), ids, ids.numel())])
-    return made
-
-
-# ── the arms ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def bring_up_by_shardwise(job: Job) -> Any:
-    import shardwise
-
-    keywords: dict[str, Any] = {"tuning": shardwise.Lora(adapter_config())} if job.lora else {}
-    return shardwise.from_pretrained(job.folder, dtype=job.dtype, **keywords)
-
-
-def bring_up_by_hand(job: Job) -> Any:
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def bring_up_by_accelerate(job: Job) -> Any:
-    from benchmarks.arms import Request, with_accelerate
-
-    def adapt(model: Any) -> Any:
-        from peft import get_peft_model
-
-        return get_peft_model(model, adapter_config(), autocast_adapter_dtype=False) if job.lora else model
-
-    return with_accelerate(Request(Path(job.folder), dtype=job.dtype), adapt).model
-
-
-def adapter_config() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:
-    """A step as one writes it: forward, loss, backward, clip, update."""
-    import torch.nn.functional as F
-    from torch.nn.utils import clip_grad_norm_
-
-    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten())
-    loss.backward()
-    clip_grad_norm_(model.parameters(), MAX_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def train_by_hand(model: Any, steps: Sequence[Sequence[Any]]) -> None:
-    import torch
-
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    for [batch] in steps:
-        step_by_hand(model, optimizer, batch)
-
-
-class Turns(list[Sequence[Any]]):
-    """Steps as the loop takes them; nothing here goes on from a position."""
-
-    epochs_done = 0.0
-
-    def name_rows(self, lines: Sequence[int]) -> str:
-        return f"rows {list(lines)}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """There is nothing to take up."""
-
-
-def train_by_shardwise(model: Any, steps: Sequence[Sequence[Any]], on_step: Callable[[Any], None] = id) -> Any:
-    from shardwise.training.loop import train
-    from shardwise.training.options import TrainOptions
-
-    options = TrainOptions(learning_rate=LEARNING_RATE, schedule="constant", max_grad_norm=MAX_NORM)
-    return train(model, Turns(steps), options, on_step)
-
-
-BRING_UP = {
-    "shardwise": bring_up_by_shardwise,
-    "by hand": bring_up_by_hand,
-    "accelerate": bring_up_by_accelerate,
-}
-TRAIN: dict[str, Callable[[Any, Sequence[Sequence[Any]]], Any]] = {
-    "shardwise": train_by_shardwise,
-    "by hand": train_by_hand,
-    "accelerate": train_by_hand,
-}
-
-
-# ── on each rank ──────────────────────────────────────────────────────────────────────────────────
 
 
 def take_turns(job: Job) -> dict[str, Any]:
@@ -266,76 +133,21 @@ def bytes_in_tensors() -> int:
     return sum(storages.values())
 
 
-def quieten() -> None:
-    import torch
-    import transformers
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-
-
-def first_step(arm: str, job: Job, rank: int, ranks: int, store: str) -> None:
-    """One rank of a training of one step, in an interpreter of its own; prints when it is done."""
-    import torch.distributed as dist
-
-    if arm == "accelerate":
-        import accelerate  # noqa: F401 - what its users import
-    elif arm == "shardwise":
-        import shardwise  # noqa: F401
-    quieten()
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    TRAIN[arm](BRING_UP[arm](job), batches(job, 1, rank))
-    print(meter.timestamp(), flush=True)
-    dist.destroy_process_group()
-
-
-# ── running ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
-    """Seconds from the start of the first process until every rank has done its first step."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder:
-        began = meter.timestamp()
-        processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.train",
-                    "--child",
-                    json.dumps(
-                        {"arm": arm, "job": vars(job), "rank": rank, "ranks": ranks, "store": f"{folder}/store"}
-                    ),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            told = [process.communicate(timeout=timeout_s)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{arm}: a rank failed")
-    return max(float(text.split()[-1]) for text in told) - began
-
-
-def measure(job: Job, warm_up: Job, first: Job, ranks: int, repeats: int, timeout_s: float) -> dict[str, Any]:
+def measure(
+    job: Job, warm_up: Job, firsts: Mapping[str, Job], ranks: int, repeats: int, timeout_s: float
+) -> dict[str, Any]:
+    """What each rank found, and how long each model took to its first step."""
     with LocalRanks(ranks, timeout_s=timeout_s) as world:
         turns = world.run(take_turns, job)
     memory: dict[str, list[dict[str, int]]] = {}
     for arm in ("shardwise", "by hand"):
         with LocalRanks(ranks, timeout_s=timeout_s) as world:
             memory[arm] = world.run(remember, arm, job, warm_up)
-    starts: dict[str, list[float]] = {arm: [] for arm in ("shardwise", "accelerate")}
-    for _ in range(min(repeats, 2) if first.lora else repeats):  # minutes each
-        for arm, found in starts.items():
-            found.append(start_once(arm, first, ranks, timeout_s))
+    starts: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in firsts}
+    for name, first in firsts.items():
+        for _ in range(min(repeats, 2) if first.lora else repeats):  # minutes each
+            for arm, found in starts[name].items():
+                found.append(start_once(arm, first, ranks, timeout_s))
     return {"turns": turns, "memory": memory, "starts": starts}
 
 
@@ -363,12 +175,14 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
             }
             for arm, rank in worst.items()
         },
-        "start_s": {arm: statistics.median(seconds) for arm, seconds in starts.items()},
+        "start_s": {
+            name: {arm: statistics.median(seconds) for arm, seconds in arms.items()}
+            for name, arms in starts.items()
+        },
     }
 
 
 def limits(made: Mapping[str, Any]) -> list[Limit]:
-    start = made["start_s"]
     return [
         Limit("step time / by hand", made["step_ratio"], STEP_LIMIT),
         Limit(
@@ -376,7 +190,10 @@ def limits(made: Mapping[str, Any]) -> list[Limit]:
             made["memory_ratio"]["shardwise"]["steady"],
             MEMORY_LIMIT,
         ),
-        Limit("process start to first step / accelerate", start["shardwise"] / start["accelerate"], START_LIMIT),
+        *(
+            Limit(f"{name}: process start to first step / accelerate", found[OURS] / found[ACCELERATE], START_LIMIT)
+            for name, found in made["start_s"].items()
+        ),
     ]
 
 
@@ -393,8 +210,7 @@ def lines(results: Mapping[str, Any]) -> list[str]:
         f"Linux {host['kernel']}, Python {host['python']}, {versions}.",
         f"{results['ranks']} gloo ranks train {results['model']} in float32, full, by AdamW.",
         f"Each has {results['rows']} rows of {results['tokens']} tokens for a step.",
-        f"The start is that of {results['start_model']}, as it is stored, with {FIRST_TOKENS} tokens on each rank"
-        + (", by a LoRA." if results["start_by_lora"] else "."),
+        f"The starts are those of models as they are stored, with {FIRST_TOKENS} tokens on each rank.",
         f"Greatest difference of a step's loss: {made['loss_difference']:.1e} of it.",
         "",
         "| promise | measured | at most | |",
@@ -404,19 +220,20 @@ def lines(results: Mapping[str, Any]) -> list[str]:
             for one in results["limits"]
         ),
         "",
-        "| arm | step s | start to first step s | weights MiB | brought up MiB | steady MiB | peak MiB |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| arm | step s | weights MiB | brought up MiB | steady MiB | peak MiB |",
+        "|---|--:|--:|--:|--:|--:|",
         *(
-            f"| {arm} | "
-            + (f"{made['step_s'][arm]:.4f}" if arm in made["step_s"] else "-")
-            + f" | {'-' if arm not in made['start_s'] else format(made['start_s'][arm], '.2f')} | "
-            + (
-                " | ".join(f"{mib[arm][name]:.0f}" for name in ("weights", "brought_up", "steady", "peak"))
-                if arm in mib
-                else "- | - | - | -"
-            )
+            f"| {arm} | {made['step_s'][arm]:.4f} | "
+            + " | ".join(f"{rank[name]:.0f}" for name in ("weights", "brought_up", "steady", "peak"))
             + " |"
-            for arm in BRING_UP
+            for arm, rank in mib.items()
+        ),
+        "",
+        f"| start to first step s | {' | '.join(ARMS)} |",
+        f"|---|{'--:|' * len(ARMS)}",
+        *(
+            f"| {results['firsts'][name]} | {' | '.join(f'{found[arm]:.2f}' for arm in ARMS)} |"
+            for name, found in made["start_s"].items()
         ),
         "",
         f"Step time, median of pairs: {made['step_ratio_paired']:.3f}. Largest group: "
@@ -431,9 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{SMALL.name} on two ranks, a minute or two")
     parser.add_argument("--model", default=None, choices=sorted(MODELS))
-    parser.add_argument(
-        "--start-model", default=None, choices=sorted(MODELS), help="of which the start is measured"
-    )
+    parser.add_argument("--start-models", nargs="*", choices=sorted(MODELS), help="of which the start is measured")
     parser.add_argument("--ranks", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None, help="of each arm")
     parser.add_argument("--repeats", type=int, default=None, help="of each start")
@@ -442,12 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one measurement")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.child:
-        told = json.loads(given.child)
-        first_step(told["arm"], Job(**told["job"]), told["rank"], told["ranks"], told["store"])
-        return 0
     began = time.perf_counter()
     shape = MODELS[given.model or (SMALL.name if given.quick else "qwen3-0.6b")]
     ranks = given.ranks or (2 if given.quick else 4)
@@ -455,10 +265,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, tiny = write(shape, given.dir), write(shape.tiny(), given.dir)
     job = Job(str(folder), steps, given.rows, given.tokens, shape.config["vocab_size"])
     warm_up = Job(str(tiny), 1, 1, 16, shape.tiny().config["vocab_size"])
-    larger = MODELS[given.start_model or (SMALL.name if given.quick else "qwen3-1.7b")]
-    place = str(write(larger, given.dir))
-    first = Job(place, 1, 1, FIRST_TOKENS, larger.config["vocab_size"], "auto", lora=larger is not SMALL)
-    found = measure(job, warm_up, first, ranks, given.repeats or (2 if given.quick else 5), given.timeout)
+    firsts = {}
+    for name in given.start_models or ([SMALL.name] if given.quick else [SMALL.name, "qwen3-1.7b"]):
+        place, words = write(MODELS[name], given.dir), MODELS[name].config["vocab_size"]
+        firsts[name] = Job(str(place), 1, 1, FIRST_TOKENS, words, "auto", lora=name != SMALL.name)
+    found = measure(job, warm_up, firsts, ranks, given.repeats or (2 if given.quick else 5), given.timeout)
     made = summary(found)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -466,8 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "model": shape.name,
-        "start_model": larger.name,
-        "start_by_lora": first.lora,
+        "firsts": {name: f"{name}, {'a LoRA' if first.lora else 'whole'}" for name, first in firsts.items()},
         "ranks": ranks,
         "rows": given.rows,
         "tokens": given.tokens,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks import train
 from benchmarks.load import machine
+from benchmarks.start import ARMS, OURS_BY_TORCHRUN, start_once
 from tests.conftest import Worlds
 
 pytestmark = pytest.mark.distributed
@@ -35,6 +36,12 @@ def test_what_is_in_tensors_is_what_is_held(worlds: Worlds, job: train.Job) -> N
         assert one["largest_group"] == other["largest_group"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_comes_to_its_first_step(job: train.Job, arm: str) -> None:
+    assert 1 < start_once(arm, job, 2, timeout_s=100) < 100
+
+
 def test_the_page_and_the_verdict() -> None:
     step = {"seconds": [9.0, 2.0, 4.0, 3.0], "losses": [1.0, 1.0, 1.0, 1.0]}
     hand = {"seconds": [1.0, 1.0, 1.0, 2.0], "losses": [1.0, 1.0, 1.0, 1.001]}
@@ -42,7 +49,7 @@ def test_the_page_and_the_verdict() -> None:
     found = {
         "turns": [{"shardwise": step, "by hand": hand}] * 2,
         "memory": {"shardwise": [held, held], "by hand": [held, held]},
-        "starts": {"shardwise": [3.0, 1.0, 2.0], "accelerate": [5.0, 4.0, 3.0]},
+        "starts": {"tiny": {"shardwise": [3.0, 1.0, 2.0], OURS_BY_TORCHRUN: [3.0], "accelerate": [5.0, 4.0, 3.0]}},
     }
     made = train.summary(found)
     assert made["step_ratio"] == 3.0
@@ -59,8 +66,7 @@ def test_the_page_and_the_verdict() -> None:
         "machine": machine(),
         "ranks": 2,
         "model": "tiny",
-        "start_model": "larger",
-        "start_by_lora": True,
+        "firsts": {"tiny": "tiny, a LoRA"},
         "rows": 1,
         "tokens": 8,
         "summary": made,
@@ -68,6 +74,6 @@ def test_the_page_and_the_verdict() -> None:
     }
     text = "\n".join(train.lines(results))
     assert "| step time / by hand | 3.000 | 1.03 | FAIL |" in text
-    assert "The start is that of larger, as it is stored, with 8 tokens on each rank, by a LoRA." in text
-    assert "| accelerate | - | 4.00 | - | - | - | - |" in text
+    assert "| tiny: process start to first step / accelerate | 0.500 | 0.6 | pass |" in text
+    assert "| tiny, a LoRA | 2.00 | 3.00 | 4.00 |" in text
     json.dumps(results)

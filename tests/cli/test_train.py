@@ -51,6 +51,12 @@ def run(*arguments: object) -> Result:
     return RUNNER.invoke(train_command, [str(argument) for argument in arguments])
 
 
+def command(*arguments: object) -> list[str]:
+    """``shardwise train`` as a process of its own: so it is where the output of its ranks matters."""
+    program = "from shardwise.cli.train import train_command; train_command()"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
 def needed(model: object, data: object, output: Path) -> tuple[str, str, str]:
     return f"model={model}", f"data={data}", f"output={output / 'out'}"
 
@@ -63,17 +69,16 @@ def refusal(*arguments: object) -> str:
 
 
 @pytest.mark.distributed
-def test_training_on_two_ranks(
-    checkpoint: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_on_two_ranks(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {checkpoint}\ndata: {chats}\noutput: {out}\nevaluation: {{data: {chats}, every: 10}}\n"
     )
-    result = run(config, *FAST, "--nproc-per-node", 2, "--json")
-    told = capfd.readouterr().err
-    assert result.exit_code == 0, result.stderr + told
+    start = command(config, *FAST, "--nproc-per-node", 2, "--json")
+    result = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True)
+    told = result.stderr
+    assert result.returncode == 0, told
     ranks = json.loads(result.stdout)["ranks"]
     assert [rank["load"]["rank"] for rank in ranks] == [0, 1]
     assert [rank["train"]["world_size"] for rank in ranks] == [2, 2]
@@ -321,10 +326,9 @@ def test_another_trainings_checkpoint_is_gone_on_from(checkpoint: Path, chats: P
 def test_a_training_that_is_asked_to_stop_says_so(
     checkpoint: Path, chats: Path, tmp_path: Path, ranks: int, number: signal.Signals
 ) -> None:
-    program = "from shardwise.cli.train import train_command; train_command()"
     arguments = [*needed(checkpoint, chats, tmp_path), "training.epochs=10000", "log.every=1"]
-    command = [sys.executable, "-c", program, *arguments, f"--nproc-per-node={ranks}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    start = command(*arguments, f"--nproc-per-node={ranks}")
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert any(line.startswith("step") for line in process.stdout)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

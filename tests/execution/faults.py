@@ -88,3 +88,15 @@ def raise_here(rank: int) -> int:
 
 def add(one: int, other: int) -> int:
     return one + other + dist.get_rank()
+
+
+def no_seat_for_one(rank: int, _size: int) -> str:
+    """A seating that fails on rank 1."""
+    if rank == 1:
+        raise StorageError("no seat")
+    return "gloo"
+
+
+def gone_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise StorageError("gone")

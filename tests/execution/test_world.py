@@ -64,6 +64,14 @@ def test_a_rank_that_raises_is_shown_with_its_traceback():
         assert not ranks.is_alive
 
 
+def test_a_rank_that_cannot_take_its_seat_says_so():
+    for preloaded in ((), ("torch",)):
+        with LocalRanks(2, timeout_s=100, seat=faults.no_seat_for_one, preloaded=preloaded) as ranks:
+            with pytest.raises(RankError, match=r"\[rank 1\] .*StorageError: no seat"):
+                ranks.run(faults.add, 1, 2)
+            assert not ranks.is_alive
+
+
 def test_a_rank_that_dies_ends_the_others():
     start = time.monotonic()
     with LocalRanks(2, timeout_s=100) as ranks, pytest.raises(RankError, match=r"\[rank 1\] .*exit code 7"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.launch import Launched, fail, read_launch, run_ranks
+from shardwise.cli.launch import TRAINING, Launched, fail, read_launch, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Ratio, Steps, TrainOptions
 from shardwise.training.report import StepFacts
@@ -141,7 +141,7 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
         started=time.time(),
         saved=str(out / "trained"),
     )
-    return run_ranks(nproc_per_node, demo_on_rank, request)
+    return run_ranks(nproc_per_node, demo_on_rank, request, preloaded=TRAINING)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def run_lesson(out: Path) -> LessonOutcome:
     part = Part(7, f"Teach it a LoRA on 2 processes, and kill one of them after step {_KILLED_AT}")
     killed = ""
     try:
-        run_ranks(2, lesson.learn, request)
+        run_ranks(2, lesson.learn, request, preloaded=TRAINING)
     except ShardwiseError as error:
         killed = str(error).splitlines()[-1]
     part.end(f"it ended: {killed}", f"checkpoints of the adapter are in {request.checkpoints}")

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, assert_never
 
 import click
 
 from shardwise.errors import ConfigError, ShardwiseError
+
+TRAINING = ("shardwise.training.session", "transformers.models.auto.modeling_auto")
+"""What every training imports, whatever the model: seconds."""
+
+_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,17 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any, asks_first: bool = False) -> list[Any]:
+def run_ranks(
+    nproc_per_node: int,
+    function: Callable[..., Any],
+    *args: Any,
+    asks_first: bool = False,
+    preloaded: Sequence[str] = ("torch", "transformers"),
+) -> list[Any]:
     """Call ``function(*args)`` on every rank.
 
     When this process is interrupted or terminated, the ranks it started are ended at once; or, with ``asks_first``,
-    sent SIGTERM, and ended on a second signal.
+    sent SIGTERM, and ended on a second signal. Those ranks are forked from a process that imports ``preloaded``.
 
     Returns the values of all ranks, in order, where the result is to be shown; and an empty list in the other
     processes of a launcher. The function belongs to an importable module, and values can be pickled.
@@ -86,19 +98,40 @@ def run_ranks(nproc_per_node: int, function: Callable[..., Any], *args: Any, ask
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
-    launch = read_launch(os.environ, nproc_per_node)
-    from shardwise.execution import ranks
-
-    match launch:
+    match read_launch(os.environ, nproc_per_node):
         case Alone():
-            return ranks.run_alone(function, *args)
+            from shardwise.execution.ranks import run_alone
+
+            return run_alone(function, *args)
         case Spawned(size):
-            ending = ranks.AskFirst() if asks_first else ranks.EndAtOnce()
-            return ranks.run_spawned(size, function, *args, ending=ending)
+            from shardwise.execution.spawned import AskFirst, EndAtOnce, run_spawned
+
+            ending = AskFirst() if asks_first else EndAtOnce()
+            with _looking_for_gpus_from_afar():
+                return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
         case Launched(rank, size, local_rank):
-            return ranks.run_seated(ranks.Seat(rank, size, local_rank), function, *args)
-        case _:
-            assert_never(launch)
+            from shardwise.execution.ranks import Seat, run_seated
+
+            return run_seated(Seat(rank, size, local_rank), function, *args)
+        case other:
+            assert_never(other)
+
+
+@contextmanager
+def _looking_for_gpus_from_afar() -> Iterator[None]:
+    """A process begins no use of CUDA when a library it imports asks whether there are GPUs: ranks can be forked.
+
+    The variable is of torch's notes on CUDA; processes that are started meanwhile inherit it.
+    """
+    before = os.environ.get(_CUDA_CHECK)
+    os.environ[_CUDA_CHECK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_CUDA_CHECK]
+        else:
+            os.environ[_CUDA_CHECK] = before
 
 
 def this_place() -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from shardwise.cli.launch import fail, run_ranks
+from shardwise.cli.launch import TRAINING, fail, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
@@ -78,7 +78,7 @@ def train_command(arguments: Sequence[str], *, nproc_per_node: int, as_json: boo
     """
     try:
         request = TrainRequest(read_arguments(arguments), "stderr" if as_json else "stdout")
-        outcomes = run_ranks(nproc_per_node, train_on_rank, request, asks_first=True)
+        outcomes = run_ranks(nproc_per_node, train_on_rank, request, asks_first=True, preloaded=TRAINING)
     except ShardwiseError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -16,12 +17,21 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from shardwise.errors import ShardwiseError
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one has failed, to fail by themselves."""
+
+
+Seating: TypeAlias = Callable[[int, int], str]
+"""Called on each rank, with its number and how many there are, before they meet: the backend of their group."""
+
+
+def on_cpu(_rank: int, _size: int) -> str:
+    """Every rank computes on the CPU."""
+    return "gloo"
 
 
 class RankError(ShardwiseError):
@@ -35,7 +45,7 @@ class RankError(ShardwiseError):
 
 
 class LocalRanks:
-    """``size`` fresh processes with a gloo process group, kept for any number of calls.
+    """``size`` fresh processes with a process group, kept for any number of calls.
 
     Functions and arguments are pickled, so functions belong to importable modules. Nothing listens on a port: the
     ranks meet through a ``FileStore``. After a failure or a timeout the processes are gone.
@@ -43,13 +53,13 @@ class LocalRanks:
     Args:
         size: number of ranks.
         timeout_s: hard limit of each call; None for no limit.
-        backend: of the process group.
+        seat: where each rank computes; belongs to an importable module.
         preloaded: modules that one process imports, once for all ranks of this and later calls, which are forked
             from it; with none, each rank is spawned and imports what it needs, which takes it seconds.
     """
 
     def __init__(
-        self, size: int, *, timeout_s: float | None = None, backend: str = "gloo", preloaded: Sequence[str] = ()
+        self, size: int, *, timeout_s: float | None = None, seat: Seating = on_cpu, preloaded: Sequence[str] = ()
     ) -> None:
         self.size = size
         self.timeout_s = timeout_s
@@ -63,7 +73,7 @@ class LocalRanks:
         store = str(Path(self._folder.name) / "store")
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, backend, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, seat, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -165,31 +175,50 @@ class LocalRanks:
         self.close()
 
 
-def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) -> None:
     """The life of a worker: calls from the pipe until it closes."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    dist.init_process_group(backend, store=_file_store(store, size), rank=rank, world_size=size)
+    gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
+    failure = _failure_of(lambda: _join(rank, size, store, seat))
     while True:
         try:
             message = pipe.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             break
-        try:
-            function, args = pickle.loads(message)
-            outcome: tuple[str, Any] = ("value", function(*args))
-            answer = pickle.dumps(outcome)
-        except BaseException as error:
-            answer = pickle.dumps(("failure", (traceback.format_exc(), _portable(error))))
-        pipe.send_bytes(answer)
+        pipe.send_bytes(failure or _answer(message))
     # gloo's threads sometimes abort a process that leaves in order. So it leaves at once, with what multiprocessing
     # and the streams hold given back first.
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _join(rank: int, size: int, store: str, seat: Seating) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    dist.init_process_group(seat(rank, size), store=_file_store(store, size), rank=rank, world_size=size)
+
+
+def _answer(message: bytes) -> bytes:
+    """Make the call, and pickle what comes of it."""
+    answers: list[bytes] = []
+
+    def call() -> None:
+        function, args = pickle.loads(message)
+        answers.append(pickle.dumps(("value", function(*args))))
+
+    return _failure_of(call) or answers[0]
+
+
+def _failure_of(action: Callable[[], None]) -> bytes | None:
+    """Act; what went wrong, pickled."""
+    try:
+        action()
+    except BaseException as error:
+        return pickle.dumps(("failure", (traceback.format_exc(), _portable(error))))
+    return None
 
 
 def _file_store(path: str, size: int) -> Any:

@@ -1,0 +1,160 @@
+"""A training by shardwise, by hand and by accelerate: what the benchmarks of training put side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import SHAPES
+
+SMALL = replace(
+    SHAPES["qwen3-0.6b"],
+    name="qwen3-36m",
+    config={
+        **SHAPES["qwen3-0.6b"].config,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 8,
+        "max_window_layers": 8,
+        "vocab_size": 16384,
+    },
+)
+MODELS = {SMALL.name: SMALL, "qwen3-0.6b": SHAPES["qwen3-0.6b"], "qwen3-1.7b": SHAPES["qwen3-1.7b"]}
+LEARNING_RATE = 1e-6
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model's folder, and how much to do: rows and tokens for each rank and step."""
+
+    folder: str
+    steps: int
+    rows: int
+    tokens: int
+    words: int
+    dtype: str = "float32"
+    lora: bool = False
+
+
+def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
+    """A batch for each step, another on every rank; every token is learned."""
+    import torch
+
+    from shardwise.training.data import Batch
+
+    made: list[list[Any]] = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        ids = torch.randint(0, job.words, (job.rows, job.tokens), generator=generator)
+        made.append([Batch(ids, torch.ones_like(ids), ids, ids.numel())])
+    return made
+
+
+def bring_up_by_shardwise(job: Job) -> Any:
+    import shardwise
+
+    keywords: dict[str, Any] = {"tuning": shardwise.Lora(adapter_config())} if job.lora else {}
+    return shardwise.from_pretrained(job.folder, dtype=job.dtype, **keywords)
+
+
+def bring_up_by_hand(job: Job) -> Any:
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def bring_up_by_accelerate(job: Job) -> Any:
+    from benchmarks.arms import Request, with_accelerate
+
+    def adapt(model: Any) -> Any:
+        from peft import get_peft_model
+
+        return get_peft_model(model, adapter_config(), autocast_adapter_dtype=False) if job.lora else model
+
+    return with_accelerate(Request(Path(job.folder), dtype=job.dtype), adapt).model
+
+
+def adapter_config() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:
+    """A step as one writes it: forward, loss, backward, clip, update."""
+    import torch.nn.functional as F
+    from torch.nn.utils import clip_grad_norm_
+
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten())
+    loss.backward()
+    clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def train_by_hand(model: Any, steps: Sequence[Sequence[Any]]) -> None:
+    import torch
+
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+    for [batch] in steps:
+        step_by_hand(model, optimizer, batch)
+
+
+class Turns(list[Sequence[Any]]):
+    """Steps as the loop takes them; nothing here goes on from a position."""
+
+    epochs_done = 0.0
+
+    def name_rows(self, lines: Sequence[int]) -> str:
+        return f"rows {list(lines)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """There is nothing to take up."""
+
+
+def train_by_shardwise(model: Any, steps: Sequence[Sequence[Any]], on_step: Callable[[Any], None] = id) -> Any:
+    from shardwise.training.loop import train
+    from shardwise.training.options import TrainOptions
+
+    options = TrainOptions(learning_rate=LEARNING_RATE, schedule="constant", max_grad_norm=MAX_NORM)
+    return train(model, Turns(steps), options, on_step)
+
+
+BRING_UP = {
+    "shardwise": bring_up_by_shardwise,
+    "by hand": bring_up_by_hand,
+    "accelerate": bring_up_by_accelerate,
+}
+TRAIN: dict[str, Callable[[Any, Sequence[Sequence[Any]]], Any]] = {
+    "shardwise": train_by_shardwise,
+    "by hand": train_by_hand,
+    "accelerate": train_by_hand,
+}
+
+
+def quieten() -> None:
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
