@@ -26,8 +26,9 @@ from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
 from shardwise.layout import MeshShape
 from shardwise.models.dtypes import to_torch
+from shardwise.models.groups import group_parameters
+from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside, strided_view
-from shardwise.models.wrap import Automatic, group_parameters
 from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport
 from shardwise.storage import LocalReader, MemoryReader, StorageReader

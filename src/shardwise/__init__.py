@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from shardwise.models.blocks import CompileBlocks, Off, PerBlock
     from shardwise.models.lora import MergedAdapter
     from shardwise.models.optimizer_state import ByName, ByPosition
-    from shardwise.models.selection import AdapterOnly, Everything
-    from shardwise.models.trained import AsItIs, Upcast
-    from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
-    from shardwise.models.wrap import (
+    from shardwise.models.policies import (
         Automatic,
         Classes,
         MinSize,
         ModelPlan,
         ModuleListBlocks,
         NoSplitModules,
-        Sharding,
         WholeModel,
     )
+    from shardwise.models.selection import AdapterOnly, Everything
+    from shardwise.models.trained import AsItIs, Upcast
+    from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
+    from shardwise.models.wrap import Sharding
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
@@ -105,14 +105,14 @@ _HOMES = {
     "AsItIs": "shardwise.models.trained",
     "Asynchronous": "shardwise.checkpoints.modes",
     "AtStep": "shardwise.checkpoints.modes",
-    "Automatic": "shardwise.models.wrap",
+    "Automatic": "shardwise.models.policies",
     "ByName": "shardwise.models.optimizer_state",
     "ByPosition": "shardwise.models.optimizer_state",
     "CheckpointError": "shardwise.errors",
     "CheckpointReport": "shardwise.report",
     "Checkpointer": "shardwise.checkpoints.checkpointer",
     "CheckpointerOptions": "shardwise.checkpoints.modes",
-    "Classes": "shardwise.models.wrap",
+    "Classes": "shardwise.models.policies",
     "CompareWithMemory": "shardwise.verbs.save",
     "CompileBlocks": "shardwise.models.blocks",
     "ConfigError": "shardwise.errors",
@@ -149,10 +149,10 @@ _HOMES = {
     "Lora": "shardwise.tuning.modes",
     "MeanOfRows": "shardwise.models.vocabulary",
     "MergedAdapter": "shardwise.models.lora",
-    "MinSize": "shardwise.models.wrap",
-    "ModelPlan": "shardwise.models.wrap",
-    "ModuleListBlocks": "shardwise.models.wrap",
-    "NoSplitModules": "shardwise.models.wrap",
+    "MinSize": "shardwise.models.policies",
+    "ModelPlan": "shardwise.models.policies",
+    "ModuleListBlocks": "shardwise.models.policies",
+    "NoSplitModules": "shardwise.models.policies",
     "Off": "shardwise.models.blocks",
     "OncePerGroup": "shardwise.planning.sharing",
     "OneFile": "shardwise.planning.forms",
@@ -190,7 +190,7 @@ _HOMES = {
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
-    "WholeModel": "shardwise.models.wrap",
+    "WholeModel": "shardwise.models.policies",
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
     "load": "shardwise.verbs.load",

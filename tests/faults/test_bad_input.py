@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import PlacementError
-from shardwise.models.wrap import ModuleListBlocks, Sharding, wrap
+from shardwise.models.policies import ModuleListBlocks
+from shardwise.models.wrap import Sharding, wrap
 from shardwise.planning.sharing import InIntervals, OncePerGroup
 
 

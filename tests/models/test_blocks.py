@@ -13,7 +13,8 @@ from torch import nn
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.models import wrap
 from shardwise.models.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.wrap import Sharding, repeated_blocks
+from shardwise.models.policies import repeated_blocks
+from shardwise.models.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
 

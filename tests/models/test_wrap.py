@@ -5,79 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models.on_fake_ranks import fake_rank
+from tests.models.small import qwen3
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.wrap import (
-    Automatic,
-    Classes,
-    MinSize,
-    ModelPlan,
-    ModuleListBlocks,
-    NoSplitModules,
-    Sharding,
-    WholeModel,
-    select_blocks,
-    shard_dim,
-    wrap,
-)
-
-
-def qwen3(**changes):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    with torch.device("meta"):
-        return Qwen3ForCausalLM(Qwen3Config(**sizes | heads | changes))
-
-
-def gpt2():
-    with torch.device("meta"):
-        return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32))
-
-
-def group_names(model):
-    return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
-
+from shardwise.models.policies import Classes, ModuleListBlocks, NoSplitModules, WholeModel
+from shardwise.models.wrap import Sharding, wrap
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (ModelPlan(), ["model.embed_tokens", *LAYERS]),
-        (NoSplitModules(), LAYERS),
-        (ModuleListBlocks(), LAYERS),
-        (Classes(("Qwen3MLP",)), ["model.layers.0.mlp", "model.layers.1.mlp"]),
-        (Classes(("Embedding", "Qwen3DecoderLayer")), ["model.embed_tokens", *LAYERS]),
-        (MinSize(1900), LAYERS),
-        (MinSize(1152), ["model", "model.layers.0.mlp", "model.layers.1.mlp"]),
-        (MinSize(1024), ["model", "model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp", "lm_head"]),
-        (WholeModel(), []),
-    ],
-)
-def test_policies_name_modules(policy, expected):
-    assert select_blocks(qwen3(tie_word_embeddings=False), policy) == expected
-
-
-def test_automatic_uses_what_names_the_blocks():
-    assert select_blocks(gpt2(), Automatic()) == ["transformer.h.0", "transformer.h.1"]
-
-
-@pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), NoSplitModules()])
-def test_a_policy_that_matches_nothing_is_an_error(policy):
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(PlacementError, match="matches nothing in Sequential"):
-        select_blocks(model, policy)
-
-
-def test_automatic_without_any_blocks_is_an_error():
-    with pytest.raises(PlacementError, match="WholeModel"):
-        select_blocks(nn.Linear(2, 2), Automatic())
+def group_names(model):
+    return [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
 
 
 def wrapped(model, *, size=2, **sharding):
@@ -114,36 +55,6 @@ def test_a_block_that_is_registered_twice_is_one_block(policy):
     with fake_rank(0, 2):
         wrapped(model, wrap=policy)
         assert group_names(model) == ["layers.0", "layers.1"]
-
-
-def test_parts_that_are_never_called_are_no_groups():
-    """torch's attention reads the weights of its output projection itself; lists have no forward."""
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.MultiheadAttention(8, 2) for _ in range(2)])
-    attention = sum(parameter.numel() for parameter in model.layers[0].parameters())
-    assert select_blocks(model, MinSize(attention)) == ["layers.0", "layers.1"]
-    assert select_blocks(model, MinSize(8)) == ["layers.0", "layers.1"]
-
-
-def test_what_is_shared_counts_once():
-    model = nn.Module()
-    model.first, model.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    model.second.weight = model.first.weight
-    assert select_blocks(model, MinSize(16)) == ["first"]
-
-
-def test_a_size_that_nothing_has():
-    with pytest.raises(
-        PlacementError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
-    ):
-        select_blocks(nn.Linear(2, 2), MinSize(5000))
-    with pytest.raises(ConfigError, match="numel=0 must be 1 element or more"):
-        MinSize(0)
-
-
-def test_names_of_classes_are_a_tuple():
-    with pytest.raises(ConfigError, match="tuple of class names"):
-        Classes("Linear")
 
 
 def test_float32_islands_become_groups():
@@ -198,22 +109,3 @@ def test_stacked_experts_are_sharded_where_no_rank_stays_empty(shape, size, expe
     with fake_rank(0, size):
         wrapped(model, size=size, wrap=WholeModel())
         assert tuple(model.layers[0].experts.to_local().shape) == expected
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks", "expected"),
-    [
-        ((128, 3072, 4096), 128, 0),
-        ((128, 3072, 4096), 64, 0),
-        ((128, 3072, 4096), 1024, 1),
-        ((128, 3072, 4096), 96, 1),  # two experts on 64 ranks and none on 32, by FSDP2's own way
-        ((128, 4096, 1536), 96, 0),  # only the last dimension is even: pieces of 16 columns
-        ((60, 2816, 2048), 48, 0),  # the same, but no other dimension is even
-        ((60, 2816, 2048), 8, 0),  # 7.5 a rank, padded to 8: near enough
-        ((128, 100, 4096), 1024, 2),
-        ((512, 4096), 1024, 0),
-        ((10,), 16, 0),
-    ],
-)
-def test_the_dimension_that_is_dealt(shape, ranks, expected):
-    assert shard_dim(shape, ranks) == expected

@@ -23,7 +23,9 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.models.blocks import CompileBlocks, PerBlock
-from shardwise.models.wrap import MinSize, ModelPlan, Sharding
+from shardwise.models.policies import MinSize, ModelPlan
+from shardwise.models.replicated import average_replicated_gradients
+from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import ShardedGradients, WholeGradients
 from shardwise.training.clipping import clip_gradients
 from shardwise.training.data import Batch
@@ -118,7 +120,7 @@ def sharded(model: nn.Module, **sharding: Any) -> nn.Module:
     wrap.prepare_blocks(model, chosen)
     if chosen.mesh is not None:
         wrap.wrap(model, chosen)
-        wrap.average_replicated_gradients(model, chosen.mesh)
+        average_replicated_gradients(model, chosen.mesh)
     return model
 
 

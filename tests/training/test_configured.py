@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.models.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.wrap import (
+from shardwise.models.policies import (
     Automatic,
     Classes,
     MinSize,

@@ -22,6 +22,8 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
+from shardwise.models.policies import WholeModel
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, Standing
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
@@ -329,8 +331,8 @@ def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
     options = replace(OPTIONS, duration=Steps(6), batch_size=4 // World.current().size)
     model, mesh, stop = Mixed(), wrap.default_mesh(), StopRequest()
     if mesh is not None:
-        wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=wrap.WholeModel()))
-        wrap.average_replicated_gradients(model, mesh)
+        wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=WholeModel()))
+        average_replicated_gradients(model, mesh)
 
     def ask(facts: Facts) -> None:
         if facts.step == last_step - 1:

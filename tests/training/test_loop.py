@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.testing import run_world
 from shardwise.training.clipping import clip_gradients
 from shardwise.training.data import TrainData, read_data, step_loader
@@ -91,7 +92,7 @@ def build(kind: str) -> nn.Module:
     mesh = wrap.default_mesh()
     if mesh is not None:
         wrap.wrap(model, wrap.Sharding(mesh=mesh))
-        wrap.average_replicated_gradients(model, mesh)
+        average_replicated_gradients(model, mesh)
     return model
 
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
+from shardwise.models.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.models.view import raw_bytes
-from shardwise.models.wrap import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup
 from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.testing.http_store import HttpStore

@@ -15,8 +15,8 @@ from shardwise.layout import MeshShape, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.foresee import foresee
+from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
-from shardwise.models.wrap import Automatic
 from shardwise.planning import Consent, ModelRules, plan_load
 from shardwise.planning.exchange import Wanted
 from shardwise.planning.footprint import Footprints, Reading

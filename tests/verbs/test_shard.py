@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tests.verbs import sharding
 
 import shardwise
-from shardwise.models.wrap import Classes
+from shardwise.models.policies import Classes
 
 pytestmark = pytest.mark.distributed
 

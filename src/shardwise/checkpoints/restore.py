@@ -22,10 +22,10 @@ from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.models import wrap
 from shardwise.models.dtypes import in_memory, to_torch
 from shardwise.models.optimizer_state import Given, read
 from shardwise.models.rebind import Key
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
 from shardwise.planning import Consent, stored_tensors
@@ -232,7 +232,7 @@ def _bring_up(
     report = carry_out(world, model, source, ask, Clock())
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
-        wrap.average_replicated_gradients(model, mesh)
+        average_replicated_gradients(model, mesh)
     return report.read_bytes
 
 

@@ -16,6 +16,7 @@ from shardwise.execution.world import World
 from shardwise.layout import Kind
 from shardwise.models import wrap
 from shardwise.models.rebind import Bound, Key, state_like
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import Held, boxes_at, local_boxes, local_tensor, look_inside
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import NOBODY
@@ -136,7 +137,7 @@ class Arrivals:
         for bound in bounds:
             bound.rebind(parameters, self.state, self.supply.scalars)
         if sharding.mesh is not None:
-            wrap.average_replicated_gradients(self.model, sharding.mesh)
+            average_replicated_gradients(self.model, sharding.mesh)
         return [item.fqn for item in awaiting]
 
 

@@ -1,8 +1,8 @@
 """What ``wrap`` would make of a model on any mesh, without a mesh: groups, and the layout of every rank.
 
 Which parameters are grouped, which stay whole and which dimension is split is asked of
-:mod:`shardwise.models.wrap`, which indices a rank then holds of torch's own placements. So nothing here knows how a
-tensor is sharded, and a forecast is as true as what is carried out.
+:mod:`shardwise.models.groups`, which indices a rank then holds of torch's own placements. So nothing here knows how
+a tensor is sharded, and a forecast is as true as what is carried out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.models import _torch_private
+from shardwise.models.groups import Group, group_parameters, shard_dim
+from shardwise.models.policies import WrapPolicy
 from shardwise.models.view import (
     Held,
     boxes_at,
@@ -34,7 +36,6 @@ from shardwise.models.view import (
     placement_in_words,
     tensor_layout,
 )
-from shardwise.models.wrap import Group, WrapPolicy, group_parameters, shard_dim
 from shardwise.tensors import contiguous_strides
 
 

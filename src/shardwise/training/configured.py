@@ -13,17 +13,17 @@ from shardwise.errors import ConfigError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.wrap import (
+from shardwise.models.policies import (
     Automatic,
     Classes,
     MinSize,
     ModelPlan,
     ModuleListBlocks,
     NoSplitModules,
-    Sharding,
     WholeModel,
     WrapPolicy,
 )
+from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import Accumulation, ShardedGradients, WholeGradients
 from shardwise.training.config import (
     DataSection,

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
+from shardwise.models.replicated import is_averaged
 from shardwise.models.view import canonical
-from shardwise.models.wrap import is_averaged
 from shardwise.report.names import collapse
 
 _SHOWN = 8
@@ -19,7 +19,7 @@ def require_synchronised(model: nn.Module, world: World) -> None:
     """Refuse trained parameters whose gradients the ranks would keep to themselves.
 
     Right are those that ``fully_shard`` (or another user of DTensors) has spread over all ranks, whole ones that
-    :func:`~shardwise.models.wrap.average_replicated_gradients` looks after, and those in torch's
+    :func:`~shardwise.models.replicated.average_replicated_gradients` looks after, and those in torch's
     DistributedDataParallel.
 
     Collective: no; the same on every rank where models are.
@@ -49,7 +49,8 @@ def require_synchronised(model: nn.Module, world: World) -> None:
         raise ConfigError(
             f"{_in_words(alone)} trained, but neither sharded nor averaged over the {world.size} ranks, so that "
             "each rank would train its own; have them there before the model is sharded (from_pretrained, shard), "
-            "call shardwise.models.wrap.average_replicated_gradients(model, mesh) after adding them, or freeze them"
+            "call shardwise.models.replicated.average_replicated_gradients(model, mesh) after adding them, or "
+            "freeze them"
         )
     if elsewhere:
         raise ConfigError(

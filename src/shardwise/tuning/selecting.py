@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
-from shardwise.models.wrap import listed_blocks
+from shardwise.models.policies import listed_blocks
 from shardwise.tuning.modes import Freeze
 
 

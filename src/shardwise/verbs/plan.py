@@ -23,20 +23,20 @@ from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch
 from shardwise.models.foresee import foresee
+from shardwise.models.groups import MAX_PADDING
 from shardwise.models.initialize import BufferRules
-from shardwise.models.view import Held, look_inside
-from shardwise.models.wrap import (
-    MAX_PADDING,
+from shardwise.models.policies import (
     Automatic,
     Classes,
     MinSize,
     ModelPlan,
     ModuleListBlocks,
     NoSplitModules,
-    Sharding,
     WholeModel,
     WrapPolicy,
 )
+from shardwise.models.view import Held, look_inside
+from shardwise.models.wrap import Sharding
 from shardwise.planning import (
     Consent,
     Init,

@@ -21,6 +21,7 @@ from shardwise.formats import CheckpointIndex
 from shardwise.models import transformers_compat as compat
 from shardwise.models import wrap
 from shardwise.models.initialize import BufferRules
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrap import Sharding
 from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
@@ -154,7 +155,7 @@ def from_pretrained(
             report = carry_out(world, tuned.model, found.source, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
     if report is not None and sharding.mesh is not None:
-        wrap.average_replicated_gradients(tuned.model, sharding.mesh)
+        average_replicated_gradients(tuned.model, sharding.mesh)
     model = cast(PreTrainedModel, tuned.model)  # PEFT's passes on what it is asked
     return (model, report) if output_loading_info and report is not None else model
 

@@ -21,6 +21,7 @@ from shardwise.execution.supply import compare, require_alike_models, survey
 from shardwise.execution.world import World
 from shardwise.layout import Kind
 from shardwise.models import wrap
+from shardwise.models.groups import group_parameters
 from shardwise.models.rebind import Bound, look_at
 from shardwise.models.standing import is_sharded, refuse_unmovable
 from shardwise.models.trained import AsItIs, TrainedDtype
@@ -135,7 +136,7 @@ def _look_at(optimizers: Sequence[Optimizer], held: Sequence[Held]) -> list[Boun
 def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:
     refuse_unmovable(held)
     if sharding.mesh is not None:
-        wrap.group_parameters(model, sharding.wrap)
+        group_parameters(model, sharding.wrap)
     wrap.blocks_to_prepare(model, sharding)
 
 

@@ -1,0 +1,199 @@
+"""Which modules become groups of their own: the policies, and what each of them names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.models import transformers_compat as compat
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The modules named by the model's own FSDP plan (``_fsdp_plan`` of transformers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoSplitModules:
+    """The modules whose class the model declares in ``_no_split_modules``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleListBlocks:
+    """The members of every outermost ``nn.ModuleList`` that repeats one class at least twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The modules of the classes with these names."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names: object = self.names
+        if isinstance(names, str):
+            raise ConfigError(f"names={names!r} must be a tuple of class names: names=({names!r},)")
+
+
+@dataclass(frozen=True, slots=True)
+class MinSize:
+    """The innermost modules with at least ``numel`` elements that no smaller group has, as of ``fully_shard``.
+
+    What is too small goes to the module around it, and counts there; what is left, to the root group.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ConfigError(f"numel={self.numel} must be 1 element or more: MinSize(numel=10_000_000)")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """One group: everything is gathered at once. For small models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Automatic:
+    """The first of :class:`ModelPlan`, :class:`NoSplitModules` and :class:`ModuleListBlocks` that names blocks."""
+
+
+WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | MinSize | WholeModel
+
+
+def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    """Names of the modules that become groups of their own; blocks may lie inside of blocks.
+
+    Raises:
+        PlacementError: when there are none.
+    """
+    match policy:
+        case Automatic():
+            candidates: list[WrapPolicy] = [ModelPlan(), NoSplitModules(), ModuleListBlocks()]
+            for candidate in candidates:
+                if names := _matching(model, candidate):
+                    return names
+            raise PlacementError(
+                f"{type(model).__name__} has no FSDP plan, no _no_split_modules and no nn.ModuleList of blocks; "
+                "pass wrap=Classes(names=(...)), or WholeModel() to gather everything at once"
+            )
+        case WholeModel():
+            return []
+        case _:
+            if names := _matching(model, policy):
+                return names
+            if isinstance(policy, MinSize):
+                numel = sum(parameter.numel() for parameter in model.parameters())
+                raise PlacementError(
+                    f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in all; "
+                    "lower it, or pass WholeModel() to gather everything at once"
+                )
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise PlacementError(
+                f"{policy} matches nothing in {type(model).__name__}; its modules are of {', '.join(classes)}"
+            )
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks that a model is a stack of, outermost ones only and in order.
+
+    Those that the model declares (:class:`NoSplitModules`), else those of its lists (:class:`ModuleListBlocks`).
+
+    Raises:
+        PlacementError: when there are none.
+    """
+    candidates: list[WrapPolicy] = [NoSplitModules(), ModuleListBlocks()]
+    for candidate in candidates:
+        names = _matching(model, candidate)
+        outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        if outermost:
+            return outermost
+    raise PlacementError(
+        f"{type(model).__name__} has neither _no_split_modules nor an nn.ModuleList of blocks, so there are none "
+        "to recompute or to compile; pass activation_checkpointing=Off() and compiling=Off()"
+    )
+
+
+def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    match policy:
+        case ModelPlan():
+            return _planned(model)
+        case NoSplitModules():
+            return _of_classes(model, compat.no_split_classes(model))
+        case Classes(names):
+            return _of_classes(model, names)
+        case ModuleListBlocks():
+            return listed_blocks(model)
+        case MinSize(numel):
+            return _large_enough(model, numel)
+        case Automatic() | WholeModel():
+            return []
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """Modules the plan frees after use; those it keeps gathered stay in the root group, which is kept too."""
+    plan = compat.fsdp_plan(model)
+    freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
+    names = [
+        name
+        for name, module in model.named_modules()
+        if (name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed)
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # containers have no forward to gather for
+    ]
+    repeats = any(re.search(r"\.\d+(\.|$)", name) for name in names)
+    return names if repeats else []  # a plan that misses the blocks would leave them all in the root group
+
+
+def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
+    wanted = set(classes)
+    names = [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
+    return names
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
+
+
+def listed_blocks(model: nn.Module) -> list[str]:
+    """Names of the members of every outermost ``nn.ModuleList`` that repeats one class at least twice, in order."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            kinds = [type(member) for member in module]
+            if len(set(kinds)) < len(kinds) and any(True for _ in module.parameters()):
+                members = {id(member): index for index, member in reversed(list(enumerate(module)))}
+                found += [f"{name}.{index}" if name else str(index) for index in sorted(members.values())]
+    return found
+
+
+def _large_enough(model: nn.Module, numel: int) -> list[str]:
+    found: set[str] = set()
+    seen: set[nn.Module | nn.Parameter] = set()
+
+    def left_of(name: str, module: nn.Module) -> int:
+        """Elements that no group inside of the module has."""
+        seen.add(module)
+        # torch's attention reads the parameters of its parts, and never calls them.
+        parts_run = not isinstance(module, nn.MultiheadAttention)
+        count = 0
+        for parameter in module.parameters(recurse=not parts_run):
+            if parameter not in seen:
+                seen.add(parameter)
+                count += parameter.numel()
+        for child_name, child in module.named_children() if parts_run else ():
+            if child not in seen:
+                count += left_of(f"{name}.{child_name}" if name else child_name, child)
+        if count < numel or not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return count
+        found.add(name)
+        return 0
+
+    left_of("", model)
+    return [name for name, _ in model.named_modules() if name in found]

@@ -1,0 +1,93 @@
+"""Which modules a policy names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.small import qwen3
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.models.policies import (
+    Automatic,
+    Classes,
+    MinSize,
+    ModelPlan,
+    ModuleListBlocks,
+    NoSplitModules,
+    WholeModel,
+    select_blocks,
+)
+
+
+def gpt2():
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32))
+
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (ModelPlan(), ["model.embed_tokens", *LAYERS]),
+        (NoSplitModules(), LAYERS),
+        (ModuleListBlocks(), LAYERS),
+        (Classes(("Qwen3MLP",)), ["model.layers.0.mlp", "model.layers.1.mlp"]),
+        (Classes(("Embedding", "Qwen3DecoderLayer")), ["model.embed_tokens", *LAYERS]),
+        (MinSize(1900), LAYERS),
+        (MinSize(1152), ["model", "model.layers.0.mlp", "model.layers.1.mlp"]),
+        (MinSize(1024), ["model", "model.embed_tokens", "model.layers.0.mlp", "model.layers.1.mlp", "lm_head"]),
+        (WholeModel(), []),
+    ],
+)
+def test_policies_name_modules(policy, expected):
+    assert select_blocks(qwen3(tie_word_embeddings=False), policy) == expected
+
+
+def test_automatic_uses_what_names_the_blocks():
+    assert select_blocks(gpt2(), Automatic()) == ["transformer.h.0", "transformer.h.1"]
+
+
+@pytest.mark.parametrize("policy", [Classes(("LlamaDecoderLayer",)), NoSplitModules()])
+def test_a_policy_that_matches_nothing_is_an_error(policy):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(PlacementError, match="matches nothing in Sequential"):
+        select_blocks(model, policy)
+
+
+def test_automatic_without_any_blocks_is_an_error():
+    with pytest.raises(PlacementError, match="WholeModel"):
+        select_blocks(nn.Linear(2, 2), Automatic())
+
+
+def test_parts_that_are_never_called_are_no_groups():
+    """torch's attention reads the weights of its output projection itself; lists have no forward."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.MultiheadAttention(8, 2) for _ in range(2)])
+    attention = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    assert select_blocks(model, MinSize(attention)) == ["layers.0", "layers.1"]
+    assert select_blocks(model, MinSize(8)) == ["layers.0", "layers.1"]
+
+
+def test_what_is_shared_counts_once():
+    model = nn.Module()
+    model.first, model.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    model.second.weight = model.first.weight
+    assert select_blocks(model, MinSize(16)) == ["first"]
+
+
+def test_a_size_that_nothing_has():
+    with pytest.raises(
+        PlacementError, match=r"MinSize\(numel=5000\) matches nothing in Linear, which has 6 elements"
+    ):
+        select_blocks(nn.Linear(2, 2), MinSize(5000))
+    with pytest.raises(ConfigError, match="numel=0 must be 1 element or more"):
+        MinSize(0)
+
+
+def test_names_of_classes_are_a_tuple():
+    with pytest.raises(ConfigError, match="tuple of class names"):
+        Classes("Linear")
