@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StorageError
-from shardwise.storage import DISK_WRITES, LocalWriter, around_cache, local_writer
+from shardwise.storage import DISK_WRITES, LocalWriter, around_cache, local_writer, open_files
 
 BLOCK = around_cache.BLOCK_BYTES
 pwritev = os.pwritev
@@ -45,7 +45,7 @@ def test_put_together(parts: list[bytes], size: int) -> None:
 def test_cut(parts: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(parts)
     places = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=2, max_size=2)))
-    found = local_writer._cut([memoryview(part) for part in parts], places)
+    found = around_cache.cut([memoryview(part) for part in parts], places)
     bounds = [0, *places, len(whole)]
     wanted = [whole[start:stop] for start, stop in pairwise(bounds)]
     assert [b"".join(cut) for cut in found] == (wanted if parts else [b""])
@@ -130,7 +130,7 @@ def test_few_bytes_wait_for_the_sync(folder: Path, calls: list[tuple[bool, int, 
 def test_much_that_is_little_does_not_wait(
     folder: Path, calls: list[tuple[bool, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_writer, "MOST_KEPT_BYTES", 100)
+    monkeypatch.setattr(open_files, "MOST_KEPT_BYTES", 100)
     content = os.urandom(1000)
     with LocalWriter(folder, policy=DISK_WRITES) as writer:
         writer.create("a", 1000)

@@ -404,7 +404,7 @@ def test_a_descriptor_is_kept_until_the_sync_and_not_inherited(tmp_path: Path) -
             writer.create(f"f{number}", 10)
             writer.write(f"f{number}", 0, [memoryview(b"1")])
         assert open_descriptors() == before + 5
-        assert not any(os.get_inheritable(opened.descriptor) for opened in writer._open_files.values())
+        assert not any(os.get_inheritable(opened.descriptor) for opened in writer._open_files._by_name.values())
         for number in range(4):
             writer.sync(f"f{number}")
         assert open_descriptors() == before + 1

@@ -59,6 +59,11 @@ def open_around(path: str) -> int | None:
         raise
 
 
+def is_refused(error: BaseException | None) -> bool:
+    """Whether a file system says that it takes nothing around the page cache after all."""
+    return isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
 class Blocks:
     """Buffers that begin at a page, kept for the next call. Memory: 4 MiB for each call at the same time."""
 
@@ -82,6 +87,22 @@ class Blocks:
     def clear(self) -> None:
         with self._lock:
             self._idle.clear()
+
+
+def cut(buffers: Sequence[memoryview], places: Sequence[int]) -> list[list[memoryview]]:
+    """Buffers that follow each other, cut at these places, counted in bytes from their beginning, in order."""
+    parts: list[list[memoryview]] = [[]]
+    ahead = list(places)
+    position = 0
+    for buffer in buffers:
+        while ahead and ahead[0] <= position + buffer.nbytes:
+            size = ahead.pop(0) - position
+            parts[-1].append(buffer[:size])
+            parts.append([])
+            buffer, position = buffer[size:], position + size
+        parts[-1].append(buffer)
+        position += buffer.nbytes
+    return parts
 
 
 def put_together(buffers: Sequence[memoryview], block: memoryview) -> Iterator[memoryview]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from shardwise.errors import StorageError
 from shardwise.report.sizes import in_bytes
@@ -22,14 +18,18 @@ from shardwise.storage.around_cache import (
     BLOCK_BYTES,
     FILE_SYSTEMS,
     LEAST_BYTES,
-    MOST_KEPT_BYTES,
     Blocks,
+    cut,
+    is_refused,
     open_around,
     put_together,
     whole_blocks,
 )
+from shardwise.storage.disk import create_file, make_folder, set_aside, sync_folder, write_whole
+from shardwise.storage.failures import failed
 from shardwise.storage.mounts import is_network, type_at
 from shardwise.storage.names import shown, why_not_plain
+from shardwise.storage.open_files import OpenFile, OpenFiles
 from shardwise.storage.vectored import advance, one_call
 from shardwise.storage.writer import (
     DISK_WRITES,
@@ -38,57 +38,6 @@ from shardwise.storage.writer import (
     NETWORK_FILE_SYSTEM_WRITES,
     WritePolicy,
 )
-
-_MODE = 0o666
-"""Permissions of what is created, less the umask."""
-
-_CANNOT_SET_ASIDE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-
-_CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What CIFS and some FUSE file systems answer, where names need no sync or cannot be synced."""
-
-
-# [Note: A descriptor lives from the first write to the sync]
-#
-# Linux reports a failed write-back once: to the descriptors that were open when it failed, at their next fsync. A
-# descriptor that is closed and opened again in between may never hear of it. After the report the pages count as
-# clean, so that asking again succeeds though the bytes are gone. Hence what has been written to is not closed
-# before it is synced, and a file whose sync failed is given up for good.
-
-
-@dataclass(slots=True, eq=False)
-class _OpenFile:
-    """A descriptor, how many calls are using it right now, and how much happened through it.
-
-    ``around`` is one that writes around the page cache, from the first write on that could use it; ``kept`` are the
-    places and bytes of what waits for the sync meanwhile.
-    """
-
-    descriptor: int
-    nbytes: int
-    users: int = 0
-    writes: int = 0
-    around: int | None = None
-    kept: list[tuple[int, bytes]] = field(default_factory=list)
-
-    def take_way_around(self, descriptor: int) -> None:
-        """Write around the page cache by this descriptor from now on, unless there is one. The lock is held."""
-        if self.around is None:
-            self.around = descriptor
-        else:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Close what is open.
-
-        Raises:
-            OSError: what the system had still to tell.
-        """
-        if self.around is not None:
-            with contextlib.suppress(OSError):  # whatever it wrote is in the file, or was an error
-                os.close(self.around)
-            self.around = None
-        os.close(self.descriptor)
 
 
 class LocalWriter:
@@ -117,10 +66,8 @@ class LocalWriter:
         self._policy = policy or _policy_of(type_at(self._root))
         self._goes_around = self._policy.is_direct
         self._blocks = Blocks()
-        self._open_files: dict[str, _OpenFile] = {}
-        self._given_up: set[str] = set()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._open_files = OpenFiles(self._root)
+        self._counting = threading.Lock()
         self.bytes_written = 0
         self.writes = 0
 
@@ -134,7 +81,7 @@ class LocalWriter:
 
     def list(self) -> list[str]:
         """The names of all files and links in the root, sorted; links to files that are gone, too."""
-        self._require_open(None)
+        self._open_files.require_open(None)
         try:
             with os.scandir(self._root) as entries:
                 return sorted(entry.name for entry in entries if not entry.is_dir())
@@ -167,22 +114,19 @@ class LocalWriter:
             )
         doing = f"creating it with {in_bytes(nbytes)}"
         try:
-            self._make_root()
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+            make_folder(self._root)
+            descriptor = create_file(path)
         except (OSError, UnicodeError) as error:
             raise self._failed(file, doing, error) from error
         try:
-            _set_aside(descriptor, nbytes)
+            set_aside(descriptor, nbytes)
         except OSError as error:
             failure = self._failed(file, doing, error)
             os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise failure from error
-        with self._lock:
-            self._given_up.discard(file)
-            # The size is something to sync.
-            self._open_files[file] = _OpenFile(descriptor, nbytes, writes=1)
+        self._open_files.add_created(file, descriptor, nbytes)
 
     def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         pending = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
@@ -199,7 +143,7 @@ class LocalWriter:
             elif last - first < LEAST_BYTES:
                 self._keep(file, opened, [(start, pending)])
             elif self._has_way_around(file, opened):
-                head, middle, tail = _cut(pending, [first - start, last - start])
+                head, middle, tail = cut(pending, [first - start, last - start])
                 self._write_around(file, opened, middle, first)
                 self._keep(file, opened, [(start, head), (last, tail)])
             else:
@@ -207,74 +151,59 @@ class LocalWriter:
 
     def sync(self, file: str) -> None:
         self._path(file)
-        with self._lock:
-            self._require_hope(file)
-            opened = self._open_files.get(file)
-            if opened is None:
-                return
-            opened.users += 1
-            writes = opened.writes
-            kept, opened.kept = opened.kept, []
+        syncing = self._open_files.begin_sync(file)
+        if syncing is None:
+            return
+        opened = syncing.opened
         try:
-            self._write_kept(file, opened, kept)
+            self._write_kept(file, opened, syncing.kept)
             os.fdatasync(opened.descriptor)
         except StorageError:
-            with self._lock:
-                self._given_up.add(file)
+            self._open_files.give_up(file)
             raise
         except OSError as error:
-            with self._lock:
-                self._given_up.add(file)
+            self._open_files.give_up(file)
             raise self._failed(file, "syncing it", error) from error
         finally:
-            is_last = self._leave(file, opened, synced_writes=writes)
+            is_last = self._open_files.leave(file, opened, synced_writes=syncing.writes)
         if is_last:
             try:
                 opened.close()
             except OSError as error:  # a server may refuse what it is sent at last
-                with self._lock:
-                    self._given_up.add(file)
+                self._open_files.give_up(file)
                 raise self._failed(file, "closing it", error) from error
 
     def rename(self, file: str, name: str) -> None:
         source, target = self._path(file), self._path(name)
-        with self._lock:
-            self._require_hope(file)
-            if file in self._open_files:
-                raise StorageError(
-                    f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced; sync it first"
-                )
+        if self._open_files.is_unsynced(file):
+            raise StorageError(
+                f"{shown(file)} in {self._root}: is to become {shown(name)}, but was not synced; sync it first"
+            )
         doing = f"renaming it to {shown(name)}"
         try:
             os.rename(source, target)
         except (OSError, UnicodeError) as error:
             raise self._failed(file, doing, error) from error
-        self._sync_folder(self._root, file, doing)
+        self._sync_names(file, doing)
 
     def replace(self, file: str, content: bytes) -> None:
         target = self._path(file)
         fresh = os.path.join(self._root, f".{file}.{secrets.token_hex(4)}{INCOMPLETE}")
         doing = f"writing it with {in_bytes(len(content))}"
         try:
-            self._make_root()
-            self._write_whole(fresh, content)
+            make_folder(self._root)
+            write_whole(fresh, content)
             os.rename(fresh, target)
         except (OSError, UnicodeError) as error:
             failure = self._failed(file, doing, error)
             with contextlib.suppress(OSError, UnicodeError):
                 os.unlink(fresh)
             raise failure from error
-        self._sync_folder(self._root, file, doing)
+        self._sync_names(file, doing)
 
     def remove(self, file: str) -> None:
         path = self._path(file)
-        with self._lock:
-            self._given_up.discard(file)
-            opened = self._open_files.pop(file, None)
-            is_idle = opened is not None and not opened.users
-        if opened is not None and is_idle:
-            with contextlib.suppress(OSError):  # what could not be written is not wanted any more
-                opened.close()
+        self._open_files.forget(file)
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -283,19 +212,12 @@ class LocalWriter:
             raise self._failed(file, "removing it", error) from error
 
     def sync_names(self) -> None:
-        self._require_open(None)
+        self._open_files.require_open(None)
         if os.path.isdir(self._root):
-            self._sync_folder(self._root, None, "syncing its names")
+            self._sync_names(None, "syncing its names")
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle = {file: opened for file, opened in self._open_files.items() if not opened.users}
-            for file in idle:
-                del self._open_files[file]
-        for opened in idle.values():
-            with contextlib.suppress(OSError):
-                opened.close()
+        self._open_files.close()
         self._blocks.clear()
 
     def __enter__(self) -> Self:
@@ -309,7 +231,7 @@ class LocalWriter:
     ) -> None:
         self.close()
 
-    def _has_way_around(self, file: str, opened: _OpenFile) -> bool:
+    def _has_way_around(self, file: str, opened: OpenFile) -> bool:
         """Whether the file can be written to around the page cache, with a descriptor for it if so."""
         if opened.around is not None:
             return True
@@ -317,14 +239,13 @@ class LocalWriter:
             around = open_around(self._path(file))
         except OSError as error:
             raise self._failed(file, "opening it for writing", error) from error
-        with self._lock:
-            if around is None:
-                self._goes_around = False
-                return False
-            opened.take_way_around(around)
+        if around is None:
+            self._goes_around = False
+            return False
+        self._open_files.take_way_around(opened, around)
         return True
 
-    def _write_around(self, file: str, opened: _OpenFile, buffers: Sequence[memoryview], position: int) -> None:
+    def _write_around(self, file: str, opened: OpenFile, buffers: Sequence[memoryview], position: int) -> None:
         """Whole blocks, around the page cache as far as the file system takes them so."""
         assert opened.around is not None
         with self._blocks.lent() as block:
@@ -334,22 +255,17 @@ class LocalWriter:
                     try:
                         done += self._write_some(file, opened.around, [whole[done:]], position + done)
                     except StorageError as error:
-                        if not _is_refused(error.__cause__):
+                        if not is_refused(error.__cause__):
                             raise
                         self._goes_around = False
                 self._write_all(file, opened.descriptor, [whole[done:]], position + done)
                 position += whole.nbytes
 
-    def _keep(self, file: str, opened: _OpenFile, small: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+    def _keep(self, file: str, opened: OpenFile, small: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
         """Put aside what does not go around the page cache until the sync, unless that is much."""
-        many: list[tuple[int, bytes]] = []
-        with self._lock:
-            opened.kept.extend((position, b"".join(buffers)) for position, buffers in small if buffers)
-            if sum(len(content) for _, content in opened.kept) > MOST_KEPT_BYTES:
-                many, opened.kept = opened.kept, []
-        self._write_kept(file, opened, many)
+        self._write_kept(file, opened, self._open_files.keep(opened, small))
 
-    def _write_kept(self, file: str, opened: _OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
+    def _write_kept(self, file: str, opened: OpenFile, kept: Sequence[tuple[int, bytes]]) -> None:
         for position, content in kept:
             self._write_all(file, opened.descriptor, [memoryview(content)], position)
 
@@ -375,34 +291,25 @@ class LocalWriter:
                     f"{shown(file)} in {self._root}: writing at byte {position} failed, the file system takes "
                     "nothing and does not say why; check it and save again"
                 )
-            with self._lock:
+            with self._counting:
                 self.writes += 1
                 self.bytes_written += count
             return count
 
     @contextmanager
-    def _using(self, file: str) -> Iterator[_OpenFile]:
+    def _using(self, file: str) -> Iterator[OpenFile]:
         """The file, open for writing, which stays open at least until the block is left."""
         path = self._path(file)
-        opened = self._reuse(file) or self._open(file, path)
+        opened = self._open_files.use(file) or self._open(file, path)
         try:
             yield opened
         finally:
-            if self._leave(file, opened):
+            if self._open_files.leave(file, opened):
                 with contextlib.suppress(OSError):
                     opened.close()
 
-    def _reuse(self, file: str) -> _OpenFile | None:
-        with self._lock:
-            self._require_hope(file)
-            opened = self._open_files.get(file)
-            if opened is not None:
-                opened.users += 1
-                opened.writes += 1
-            return opened
-
-    def _open(self, file: str, path: str) -> _OpenFile:
-        # Not under the lock: opening can take milliseconds on a network file system.
+    def _open(self, file: str, path: str) -> OpenFile:
+        # Not under a lock: opening can take milliseconds on a network file system.
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except (OSError, UnicodeError) as error:
@@ -412,61 +319,16 @@ class LocalWriter:
         except StorageError:
             os.close(descriptor)
             raise
-        with self._lock:
-            kept = self._open_files.get(file)
-            if kept is not None or self._closed:
-                os.close(descriptor)
-            if self._closed:
-                raise self._is_closed(file)
-            if kept is None:
-                kept = self._open_files[file] = _OpenFile(descriptor, nbytes)
-            kept.users += 1
-            kept.writes += 1
-            return kept
+        return self._open_files.use_opened(file, descriptor, nbytes)
 
-    def _leave(self, file: str, opened: _OpenFile, *, synced_writes: int | None = None) -> bool:
-        """A call is done with the file; whether it was the last one, and has to close the descriptor."""
-        with self._lock:
-            opened.users -= 1
-            if opened.users:
-                return False
-            is_kept = self._open_files.get(file) is opened
-            if is_kept and not self._closed and (opened.writes != synced_writes or opened.kept):
-                return False
-            if is_kept:
-                del self._open_files[file]
-            return True
-
-    def _make_root(self) -> None:
-        """Make the root where it is not there, so that it lasts."""
-        if os.path.isdir(self._root):
-            return
-        missing = []
-        folder = self._root
-        while not os.path.lexists(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        os.makedirs(self._root, exist_ok=True)
-        for made in missing:
-            _sync_folder(os.path.dirname(made))
-
-    def _sync_folder(self, folder: str, file: str | None, doing: str) -> None:
+    def _sync_names(self, file: str | None, doing: str) -> None:
         try:
-            _sync_folder(folder)
+            sync_folder(self._root)
         except OSError as error:
             raise self._failed(file, doing, error) from error
 
-    def _write_whole(self, path: str, content: bytes) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-        try:
-            with os.fdopen(descriptor, "wb", closefd=False) as opened:
-                opened.write(content)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def _path(self, file: str) -> str:
-        self._require_open(file)
+        self._open_files.require_open(file)
         fault = why_not_plain(file)
         if fault is not None:
             raise StorageError(
@@ -482,110 +344,11 @@ class LocalWriter:
             )
         return status
 
-    def _require_hope(self, file: str) -> None:
-        """The file's sync has not failed, and the writer is open. The lock is held."""
-        if self._closed:
-            raise self._is_closed(file)
-        if file in self._given_up:
-            raise StorageError(
-                f"{shown(file)} in {self._root}: could not be synced before, so what it holds is unknown; "
-                "remove it and save again"
-            )
-
-    def _require_open(self, file: str | None) -> None:
-        if self._closed:
-            raise self._is_closed(file)
-
-    def _is_closed(self, file: str | None) -> StorageError:
-        return StorageError(f"{self._named(file)}: the writer is closed; open another one")
-
-    def _named(self, file: str | None) -> str:
-        return shown(self._root) if file is None else f"{shown(file)} in {self._root}"
-
     def _failed(self, file: str | None, doing: str, error: OSError | UnicodeError) -> StorageError:
-        if isinstance(error, UnicodeError):
-            cause, remedy = "the name cannot be encoded", "rename it"
-        elif error.errno == errno.ENOSPC:
-            cause, remedy = f"the disk is full{self._free()}", "make room, or save elsewhere"
-        else:
-            unknown = f"{error.strerror} (errno {error.errno})", "check the file system and try again"
-            cause, remedy = _CAUSES.get(error.errno or 0, unknown)
-        return StorageError(f"{self._named(file)}: {doing} failed, {cause}; {remedy}")
-
-    def _free(self) -> str:
-        """How much there is room for, as far as that can be found out."""
-        folder = self._root
-        while not os.path.isdir(folder):
-            folder = os.path.dirname(folder)
-        try:
-            return f", {in_bytes(shutil.disk_usage(folder).free)} are free"
-        except OSError:
-            return ""
-
-
-_CAUSES: Final = {
-    errno.EACCES: ("permission denied", f"make the folder writable for user id {os.getuid()}, or save elsewhere"),
-    errno.EPERM: ("permission denied", f"make the folder writable for user id {os.getuid()}, or save elsewhere"),
-    errno.EROFS: ("the file system is read-only", "mount it for writing, or save elsewhere"),
-    errno.EDQUOT: ("the quota is used up", "make room, ask for more, or save elsewhere"),
-    errno.EFBIG: ("files may not be that large", "raise the limit (ulimit -f), or save in smaller files"),
-    errno.EEXIST: ("it is there already", "remove it first, or take another name"),
-    errno.ENOENT: ("no such file", "create it first, and do not remove the folder meanwhile"),
-    errno.ENOTDIR: ("a file is where a folder should be", "check the path"),
-    errno.EISDIR: ("a folder is there already", "remove it, or save elsewhere"),
-    errno.ELOOP: ("it is a symbolic link, which is not written through", "remove the link, or save elsewhere"),
-    errno.ENAMETOOLONG: ("the name is too long", "take a shorter one"),
-}
+        return failed(self._root, file, doing, error)
 
 
 def _policy_of(file_system: str | None) -> WritePolicy:
     if is_network(file_system):
         return NETWORK_FILE_SYSTEM_WRITES
     return DISK_WRITES if file_system in FILE_SYSTEMS else LOCAL_WRITES
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Whether a file system says that it takes nothing around the page cache after all."""
-    return isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-def _cut(buffers: Sequence[memoryview], places: Sequence[int]) -> list[list[memoryview]]:
-    """Buffers that follow each other, cut at these places, counted in bytes from their beginning, in order."""
-    parts: list[list[memoryview]] = [[]]
-    ahead = list(places)
-    position = 0
-    for buffer in buffers:
-        while ahead and ahead[0] <= position + buffer.nbytes:
-            cut = ahead.pop(0) - position
-            parts[-1].append(buffer[:cut])
-            parts.append([])
-            buffer, position = buffer[cut:], position + cut
-        parts[-1].append(buffer)
-        position += buffer.nbytes
-    return parts
-
-
-def _set_aside(descriptor: int, nbytes: int) -> None:
-    """Give an empty file its size, and space on the disk where the file system can."""
-    # Not os.posix_fallocate: where the file system cannot, the C library writes to every block, over a network too.
-    library = ctypes.CDLL(None, use_errno=True)
-    while nbytes and hasattr(library, "fallocate"):
-        if library.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) == 0:
-            return
-        code = ctypes.get_errno()
-        if code in _CANNOT_SET_ASIDE:
-            break
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    os.ftruncate(descriptor, nbytes)
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
-    finally:
-        os.close(descriptor)
