@@ -36,55 +36,58 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
     """
     token = world.from_first(lambda: f".{folder.name}.{secrets.token_hex(4)}{INCOMPLETE}")
     fresh = folder.parent / token
-
-    def make() -> None:
-        if world.rank == 0:
-            try:
-                fresh.mkdir(parents=True)
-            except OSError as error:
-                raise StorageError(f"{fresh}: making it failed, {error.strerror}") from error
-
-    def look() -> None:
-        if not fresh.is_dir():
-            raise StorageError(f"{folder.parent}: is not shared by all ranks; save to a folder that they all see")
-
-    def write() -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "torch.distributed is disabled", UserWarning
-                )  # one process will do
-                save(
-                    dict(state),
-                    storage_writer=FileSystemWriter(fresh),
-                    planner=DefaultSavePlanner(),
-                    process_group=world.group,
-                    no_dist=not dist.is_initialized(),
-                )
-        except CheckpointException as error:
-            causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-            raise StorageError(f"{folder}: writing it failed, {causes}") from error
-
-    def finish() -> int:
-        if world.rank:
-            return 0
-        if not (fresh / METADATA).is_file():
-            raise StorageError(f"{fresh}: its {METADATA} was not written")
-        _sync_names(fresh)
-        nbytes = sum(file.stat().st_size for file in fresh.iterdir())
-        _take_place(fresh, folder)
-        return nbytes
-
     try:
-        world.together(make)
-        world.together(look)
-        world.together(write)
-        return world.from_first(finish)
+        world.together(lambda: _make(world, fresh))
+        world.together(lambda: _require_shared(fresh))
+        world.together(lambda: _write(world, fresh, folder, state))
+        return world.from_first(lambda: _finish(fresh, folder))
     except BaseException:
         if world.rank == 0:
             with contextlib.suppress(OSError):
                 shutil.rmtree(fresh)
         raise
+
+
+def _make(world: World, fresh: Path) -> None:
+    """The first rank makes the folder."""
+    if world.rank == 0:
+        try:
+            fresh.mkdir(parents=True)
+        except OSError as error:
+            raise StorageError(f"{fresh}: making it failed, {error.strerror}") from error
+
+
+def _require_shared(fresh: Path) -> None:
+    """This rank sees the folder that the first one has made."""
+    if not fresh.is_dir():
+        raise StorageError(f"{fresh.parent}: is not shared by all ranks; save to a folder that they all see")
+
+
+def _write(world: World, fresh: Path, folder: Path, state: Mapping[str, Any]) -> None:
+    """Write this rank's part of the state; a failure names the folder that is to be. Collective: torch's own."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process will do
+            save(
+                dict(state),
+                storage_writer=FileSystemWriter(fresh),
+                planner=DefaultSavePlanner(),
+                process_group=world.group,
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise StorageError(f"{folder}: writing it failed, {causes}") from error
+
+
+def _finish(fresh: Path, folder: Path) -> int:
+    """Let the complete folder take its place; the bytes of its files."""
+    if not (fresh / METADATA).is_file():
+        raise StorageError(f"{fresh}: its {METADATA} was not written")
+    _sync_names(fresh)
+    nbytes = sum(file.stat().st_size for file in fresh.iterdir())
+    _take_place(fresh, folder)
+    return nbytes
 
 
 def _take_place(fresh: Path, folder: Path) -> None:
