@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from tests.conftest import Worlds
 from tests.quiet import quieten
 from tests.training import tiny
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
 from shardwise.models import wrap
+from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.testing import run_world
 from shardwise.training.clipping import clip_gradients
@@ -125,6 +127,19 @@ def outcome(kind: str, shape: str, data: TrainData) -> dict[str, Any]:
 def all_outcomes(file: str) -> Outcomes:
     data = read_data(file, tiny.tokenizer(), max_length=64)
     return {(kind, shape): outcome(kind, shape, data) for kind in ("qwen3", "scaled") for shape in SHAPES}
+
+
+def unreached(file: str) -> str:
+    """The error for a model of one group, in whose output FSDP2 finds no tensors."""
+    model, mesh = Scaled(), wrap.default_mesh()
+    wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=WholeModel()))
+    average_replicated_gradients(model.requires_grad_(False), mesh)
+    model.head.requires_grad_(True)
+    data = read_data(file, tiny.tokenizer(), max_length=64)
+    options = options_for("one batch", 2)
+    with pytest.raises(TrainingError) as caught:
+        train(model, step_loader(data, options), options)
+    return str(caught.value)
 
 
 def on_rank(chats: str, good: str, bad: str) -> tuple[Outcomes, list[str], str]:
@@ -278,6 +293,13 @@ def test_a_model_that_is_frozen(chats: Path) -> None:
     data = read_data(chats, tiny.tokenizer(), max_length=64)
     with pytest.raises(ConfigError, match="no parameter of Qwen3ForCausalLM requires a gradient"):
         train(tiny.model().requires_grad_(False), step_loader(data, TrainOptions()), TrainOptions())
+
+
+@pytest.mark.distributed
+def test_steps_that_would_change_nothing_are_refused(worlds: Worlds, chats: Path) -> None:
+    errors = worlds(2).run(unreached, str(chats))
+    assert errors[0] == errors[1]
+    assert "none of the 2 trained parameters of FSDPScaled has got a gradient" in errors[0]
 
 
 def test_what_is_frozen_stays_as_it_is(chats: Path) -> None:

@@ -36,6 +36,7 @@ from shardwise.training.step import (
     computing_in,
     make_optimizer,
     require_finite,
+    require_reached,
 )
 from shardwise.training.stopping import StopRequest
 from shardwise.training.synchronised import require_synchronised
@@ -124,7 +125,7 @@ def train(
 
     Raises:
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step, and no
-            checkpoint was taken since. Or the loss of an evaluation is not.
+            checkpoint was taken since. Or the loss of an evaluation is not. Or no parameter gets a gradient.
         ConfigError: nothing requires a gradient, or what does is neither sharded nor averaged; or the schedule
             cannot be made.
     """
@@ -290,6 +291,8 @@ class _Run:
         if is_failed:
             self._raise_failure()
         self._require_finite(number, gradient, batches)
+        if gradient.grad_norm == 0 and gradient.supervised_tokens:
+            self.world.together(lambda: require_reached(self.model, self.work.parameters))
         learning_rate = self.schedule.get_last_lr()[0]
         if self.work.scaling.judge(gradient.grad_norm):
             self.optimizer.step()

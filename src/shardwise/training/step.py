@@ -167,6 +167,24 @@ def computing_in(model: nn.Module, device: torch.device, options: TrainOptions) 
     return torch.autocast(device.type, getattr(torch, options.dtype))
 
 
+def require_reached(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse to take steps that change nothing.
+
+    FSDP2 begins the backward pass of a group at the tensors that its forward pass returned, as far as it finds them
+    (``torch.utils._pytree``). Of a model whose only group is the root, that is the only beginning there is.
+
+    Raises:
+        TrainingError: no parameter has a gradient.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        return
+    raise TrainingError(
+        f"none of the {len(parameters)} trained parameters of {type(model).__name__} has got a gradient. Either "
+        "the loss does not depend on them, or the model returns an object in which FSDP2 finds no tensors: return a "
+        "tuple, a dict or a ModelOutput, or make its blocks groups of their own (another wrap policy)"
+    )
+
+
 def require_finite(step: int, loss: float, grad_norm: float) -> None:
     """Stop before the optimizer takes in what is not a number. Both are the same on every rank."""
     for name, value in (("loss", loss), ("gradient norm", grad_norm)):
