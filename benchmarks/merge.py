@@ -1,4 +1,7 @@
-"""Merging, measured: sharded weights against accelerate's, and an adapter. ``python -m benchmarks.merge``."""
+"""Merging, measured: sharded weights against accelerate's, and an adapter. ``python -m benchmarks.merge``.
+
+At the end each merge of shardwise has to come to its end once more within a memory cgroup of 1 GiB.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import caps
 from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.load import commit, machine, say
 from benchmarks.meter import MemoryWatch, Usage, cached_fraction, files_of, wait_for_quiet, warm_cache
 
 RANK = 16
+CAP_BYTES = 1 << 30
 ARMS = ("shardwise weights", "accelerate weights", "shardwise adapter")
+CAPPED = ("shardwise weights", "shardwise adapter")
 
 
 def prepare(shape: Shape, root: Path) -> Path:
@@ -78,8 +84,8 @@ def run_arm(arm: str, shape: Shape, root: Path, out: Path) -> None:
         merge_adapter(root / shape.name, adapter, out)
 
 
-def measure_here(arm: str, shape: Shape, root: Path, out: Path) -> dict[str, float]:
-    """In this process, which is fresh: once on a tiny model, then on this one."""
+def measure_here(arm: str, shape: Shape, root: Path, out: Path, cap_bytes: int) -> dict[str, float]:
+    """In this process, which is fresh: once on a tiny model, then on this one, with a cap on that (0: none)."""
     from transformers.utils import logging as hf_logging
 
     warnings.simplefilter("ignore")
@@ -96,6 +102,8 @@ def measure_here(arm: str, shape: Shape, root: Path, out: Path) -> dict[str, flo
     warm_cache(files)
     os.sync()
     wait_for_quiet(2)
+    if cap_bytes:
+        caps.enter(cap_bytes)
     start, before = time.perf_counter(), Usage.now()
     with MemoryWatch() as memory:
         run_arm(arm, shape, root, out)
@@ -130,12 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--cap", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shape = SHAPES[given.model]
     merged = (given.to or given.dir) / "shardwise-merged"
     if given.arm:
-        print(json.dumps(measure_here(given.arm, shape, given.dir, merged)))
+        print(json.dumps(measure_here(given.arm, shape, given.dir, merged, given.cap)))
         return 0
     for item in (shape, shape.tiny()):
         prepare(item, given.dir)
@@ -150,25 +159,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arms": {arm: [] for arm in ARMS},
         "same": {},
     }
+    child = [sys.executable, "-m", "benchmarks.merge", "--model", given.model, "--dir", str(given.dir)]
+
+    def measure(arm: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [*child, "--to", str(merged.parent), "--arm", arm, *more]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
     for _ in range(given.repeats):
         for arm in ARMS:
-            command = [sys.executable, "-m", "benchmarks.merge", "--arm", arm, "--model", given.model]
-            done = subprocess.run(
-                [*command, "--dir", str(given.dir), "--to", str(merged.parent)],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            done = measure(arm)
+            done.check_returncode()
             results["arms"][arm].append(json.loads(done.stdout.splitlines()[-1]))
             say(f"{arm}: {results['arms'][arm][-1]}")
             if "weights" in arm and arm not in results["same"]:
                 results["same"][arm] = same_values(given.dir, merged, shape)
+    results["capped"] = {}
+    if why_not := caps.why_not():
+        say(f"not under a cap: {why_not}")
+    else:
+        for arm in CAPPED:
+            done = measure(arm, "--cap", str(CAP_BYTES))
+            results["capped"][arm] = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else None
+            say(f"{arm} under a cap: {results['capped'][arm] or done.stderr}")
+        caps.clean_up()
     shutil.rmtree(merged, ignore_errors=True)
     out = given.out or Path(__file__).parent / "results" / f"merge-{results['date'][:10]}-{results['model']}.json"
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     out.with_suffix(".md").write_text(render(results))
     say(render(results))
-    return 0
+    return 0 if all(results["capped"].values()) else 1
 
 
 def render(results: dict[str, Any]) -> str:
@@ -196,6 +215,10 @@ def render(results: dict[str, Any]) -> str:
         processor = statistics.median(run["processor_s"] for run in runs)
         median = statistics.median(seconds)
         lines.append(f"| {arm} | {median:.2f} | {spread} | {processor:.2f} | {growth:,.0f} | {same} |")
+    if results["capped"]:
+        lines += ["", f"Within a memory cgroup of {CAP_BYTES >> 20:,} MiB:"]
+    for arm, run in results["capped"].items():
+        lines.append(f"- {arm}: {'ends after ' + format(run['seconds'], '.2f') + ' s' if run else 'FAILS'}")
     return "\n".join([*lines, ""])
 
 

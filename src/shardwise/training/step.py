@@ -180,8 +180,8 @@ def require_reached(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Non
         return
     raise TrainingError(
         f"none of the {len(parameters)} trained parameters of {type(model).__name__} has got a gradient. Either "
-        "the loss does not depend on them, or the model returns an object in which FSDP2 finds no tensors: return a "
-        "tuple, a dict or a ModelOutput, or make its blocks groups of their own (another wrap policy)"
+        "the loss does not depend on them, or the model returns an object in which FSDP2 finds no tensors: return "
+        "a tuple, a dict or a ModelOutput, or make its blocks groups of their own (another wrap policy)"
     )
 
 
