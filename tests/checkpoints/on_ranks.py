@@ -35,6 +35,7 @@ from shardwise import (
     TrainState,
 )
 from shardwise.checkpoints import write
+from shardwise.checkpoints.stage import Staging
 from shardwise.execution.saving_lock import Renewal
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
@@ -213,10 +214,10 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
     elif fault == "raise while writing":
         original = write._write_own
 
-        def struck(world: Any, job: Any, nbytes: int) -> None:
+        def struck(*arguments: Any) -> None:
             if tiny.rank() == 1:
                 raise OSError("struck")
-            original(world, job, nbytes)
+            original(*arguments)
 
         with mock.patch.object(write, "_write_own", struck):
             return attempt(lambda: checkpointer.save(1, state))
@@ -231,10 +232,10 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer.wait()
     original = write._write_own
 
-    def struck(world: Any, job: Any, nbytes: int) -> None:
+    def struck(*arguments: Any) -> None:
         if tiny.rank() == 1:
             raise OSError("struck")
-        original(world, job, nbytes)
+        original(*arguments)
 
     with mock.patch.object(write, "_write_own", struck):
         report = checkpointer.save(2, training.state)
@@ -244,6 +245,26 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer.save(3, training.state)
     checkpointer.close()
     return error, report.is_complete, steps, checkpointer.steps()
+
+
+def fail_to_stage(folder: str) -> tuple[Any, ...]:
+    """A rank that has no room for its copy keeps in step; all hear of it at the next call."""
+    training = Training()
+    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer.save(1, training.state)
+    checkpointer.wait()
+
+    def struck(*_: Any) -> None:
+        if tiny.rank() == 1:
+            raise MemoryError("struck")
+
+    with mock.patch.object(Staging, "copy", struck):
+        checkpointer.save(2, training.state)
+        error = attempt(checkpointer.wait)
+    left = sorted(path.name for path in Path(folder).iterdir())
+    checkpointer.save(2, training.state)
+    checkpointer.close()
+    return error, left, checkpointer.steps()
 
 
 def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:

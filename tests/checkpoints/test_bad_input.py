@@ -47,6 +47,15 @@ def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
         assert "do not hold, together, each element of" in text
 
 
+def test_a_rank_that_cannot_copy_its_state_keeps_in_step(worlds, tmp_path):
+    found = worlds(2).run(on_ranks.fail_to_stage, str(tmp_path))
+    assert found[0] == found[1]
+    error, left, steps = found[0]
+    assert error == ("CheckpointError", "rank 1: MemoryError: struck")
+    assert left == ["step-1"]
+    assert steps == [1, 2]
+
+
 def test_what_befalls_the_background_is_told_at_the_next_call(worlds, tmp_path):
     for error, is_complete, steps, then in worlds(2).run(on_ranks.fail_in_the_background, str(tmp_path)):
         assert error == ("CheckpointError", "rank 1: OSError: struck")

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
-    "begin": (write, "begin", 0),
+    "begin": (write, "_begin", 0),
     "write": (write, "_write_own", 1),
     "sync": (write, "envelope", 2),
     "commit": (write, "metadata_of", 0),
@@ -129,7 +129,7 @@ def test_kills_at_random_moments(tmp_path, mode):
         with Doomed(draw.choice((2, 3))) as world:
             world.start(save_for_ever, str(tmp_path), mode)
             world.wait_for_blow()
-            time.sleep(draw.uniform(0.0, 0.4))
+            time.sleep(draw.uniform(0.0, 0.4 + number / 100))  # a busy machine comes to its saves late
             for rank in draw.choice([(0,), (1,), (0, 1)]):
                 os.kill(world.outcome.pids[rank], signal.SIGKILL)
             time.sleep(draw.uniform(0.0, 0.1))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -58,6 +57,8 @@ from shardwise.tensors import Strided
 from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
+
+_T = TypeVar("_T")
 
 _BESIDE = "/checkpoint"
 """The purpose of meetings in the background."""
@@ -138,7 +139,8 @@ class Checkpointer:
             DisagreementError: ranks have different models or optimizers, or were called differently.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
-            CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before.
+            CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before: of this
+                one the folder is looked at in the background, too.
 
         Every error is the same on every rank, and leaves all complete checkpoints as they are.
         """
@@ -146,24 +148,28 @@ class Checkpointer:
         clock = Clock()
         with clock.phase("wait"):
             self.wait()
-        with self._world() as world, ExitStack() as undo:
+        with self._world() as world:
             with clock.phase("look"):
                 looked, contents, agreed = self._agree(world, step, state)
             with clock.phase("plan"):
                 planned = self._planned = self._plan(world, looked, agreed)
-                token, beside = self._begin(world, step, undo)
-            with clock.phase("stage"):
-                source, values = world.together(
-                    lambda: (self._source(planned), _packed(contents, agreed, world.rank))
-                )
             about = self._about(step, world.size, looked, contents, agreed)
-            job = write.Job(self._root, step, token, self._keep, planned.plan, source, values, about)
+
+            def content() -> write.Content:
+                return write.Content(self._source(planned), _packed(contents, agreed, world.rank))
+
+            job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
             report = _promised(world, job)
-            if beside is None:
+            if isinstance(self._mode, Synchronous):
                 with clock.phase("write"):
                     report = _completed(report, write.carry_out(world, job))
                 self._newest = step
-            undo.pop_all()
+                beside = None
+            else:
+                with clock.phase("stage"):
+                    job = replace(job, content=_done_now(content))
+                # Who writes in the background is known to be there before anybody relies on it.
+                beside = self._world(_BESIDE).__enter__()
         report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
         if beside is not None:
             self._on_its_way = _Background(beside, job, report)
@@ -270,27 +276,12 @@ class Checkpointer:
     def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
+        write.require_after(self._root, step, self._newest)
         looked = look(state, self._only, self._looked)
         if looked is not self._looked:
             refuse_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
         self._looked = looked
         return looked, contents_of(looked, state, rank)
-
-    def _begin(self, world: World, step: int, undo: ExitStack) -> tuple[str, World | None]:
-        """Mark the folder: the mark's token, and the ranks' meetings in the background, where that is who writes.
-
-        Collective: yes. ``undo`` takes what there is to be undone.
-        """
-        # Who writes in the background is known to be there before anybody relies on it.
-        beside = None if isinstance(self._mode, Synchronous) else undo.enter_context(self._world(_BESIDE))
-
-        def begin() -> str:
-            token = secrets.token_hex(4)
-            write.begin(self._root, step, token, self._newest)
-            undo.callback(write.undo, self._root, step, token)
-            return token
-
-        return world.from_first(begin), beside
 
     @collected_later()
     def _source(self, planned: _Planned) -> write.Source:
@@ -422,12 +413,28 @@ def _promised(world: World, job: write.Job) -> CheckpointReport:
         is_complete=False,
         tensors=len(job.plan.tensors),
         state_bytes=job.plan.state_bytes,
-        written_bytes=job.plan.nbytes(world.rank) + sum(map(len, job.values.values())),
+        written_bytes=job.plan.nbytes(world.rank),
     )
 
 
 def _completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:
-    return replace(report, is_complete=True, checkpoint_bytes=written.nbytes, removed=written.removed)
+    return replace(
+        report,
+        is_complete=True,
+        written_bytes=written.own_nbytes,
+        checkpoint_bytes=written.nbytes,
+        removed=written.removed,
+    )
+
+
+def _done_now(function: Callable[[], _T]) -> Callable[[], _T]:
+    """What the function returns or raises now, to be had later: so a rank that fails here stays in step."""
+    outcome: Future[_T] = Future()
+    try:
+        outcome.set_result(function())
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome.result
 
 
 class _Background:

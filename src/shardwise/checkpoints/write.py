@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -42,24 +44,36 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Content:
+    """What this rank writes: its chunks of tensors, and what is no tensor, packed, by the keys that lead to it."""
+
+    source: Source
+    values: Mapping[Keys, bytes]
+
+    @property
+    def value_bytes(self) -> int:
+        """Of what is no tensor."""
+        return sum(map(len, self.values.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """A checkpoint that is to be written; ``source`` and ``values`` are this rank's own.
+    """A checkpoint that is to be written.
 
     Attributes:
         root: the folder of checkpoints.
-        token: sets this save apart from any other.
+        newest: the newest complete step that this run knows of.
         plan: of the tensors.
-        values: what is no tensor, packed, by the keys that lead to it.
+        content: asked for once, when the folder has been marked; raises what kept this rank from having it.
         facts: all but what is known only at the end.
     """
 
     root: Path
     step: int
-    token: str
+    newest: int | None
     keep: Keep
     plan: TensorsPlan
-    source: Source
-    values: Mapping[Keys, bytes]
+    content: Callable[[], Content]
     facts: Facts
 
     @property
@@ -76,33 +90,56 @@ class Written:
     removed: tuple[int, ...]
 
 
-def begin(root: Path, step: int, token: str, newest: int | None) -> None:
-    """What one rank does before anything is written: mark the folder, see that the step is a new one, tidy up.
-
-    Args:
-        root: the folder of checkpoints.
-        step: which is to be written.
-        token: sets this save apart from any other.
-        newest: the newest complete step that this run knows of.
+def require_after(root: Path, step: int, newest: int | None) -> None:
+    """Refuse a step that a resumed run would not take for the latest.
 
     Raises:
-        StorageError: somebody else writes here, or has since; there is a checkpoint of this step or a later one.
+        StorageError: the newest checkpoint is of this step or a later one.
     """
+    if newest is not None and newest >= step:
+        raise StorageError(
+            f"{root}: step {step} is not after {newest}, the newest checkpoint there, which a resumed run would "
+            f"take for the latest; discard_after({step - 1}) removes what came after, or save to another folder"
+        )
+
+
+def carry_out(world: World, job: Job) -> Written:
+    """Mark the folder, write, sync, commit, and remove what is not kept; the same steps in both modes.
+
+    Collective: yes.
+
+    Raises:
+        StorageError: somebody else writes there, or has since; or bytes could not be written. The checkpoint does
+            not count then, unless it says otherwise.
+        RankLostError: a rank has been lost.
+    """
+    with ExitStack() as undoing, ExitStack() as renewing:
+
+        def begin() -> str:
+            token = secrets.token_hex(4)
+            _begin(job, token)
+            undoing.callback(_undo, job, token)
+            renewing.enter_context(Renewal(job.root, saving_lock.RENEWED_S))
+            return token
+
+        written = _carried_out(world, job, world.from_first(begin))
+        undoing.pop_all()
+    return written
+
+
+def _begin(job: Job, token: str) -> None:
+    """What one rank does before anything is written: mark the folder, see that the step is a new one, tidy up."""
+    root, step, newest = job.root, job.step, job.newest
     with open_writer(root) as writer:
         take_lock(writer, token, renewed_s=saving_lock.RENEWED_S)
         try:
-            present = folder.steps_in(root)
-            if present and present[-1] != newest and (newest is None or present[-1] > newest):
+            present = max(folder.steps_in(root), default=None)
+            if present is not None and present != newest and (newest is None or present > newest):
                 raise StorageError(
-                    f"{root}: another run has saved step {present[-1]} there since this one began; give every run "
-                    "a folder of its own"
+                    f"{root}: another run has saved step {present} there since this one began; give every run a "
+                    "folder of its own"
                 )
-            if present and present[-1] >= step:
-                raise StorageError(
-                    f"{root}: step {step} is not after {present[-1]}, the newest checkpoint there, which a resumed "
-                    f"run would take for the latest; discard_after({step - 1}) removes what came after, or save to "
-                    "another folder"
-                )
+            require_after(root, step, present)
             folder.remove(root, folder.leftovers_in(root))
             with open_writer(root / folder.name_of(step)) as inner:
                 if there := inner.list():
@@ -114,41 +151,29 @@ def begin(root: Path, step: int, token: str, newest: int | None) -> None:
             raise
 
 
-def carry_out(world: World, job: Job) -> Written:
-    """Write, sync, commit, and remove what is not kept; the same steps in both modes.
+def _carried_out(world: World, job: Job, token: str) -> Written:
+    contents: list[Content] = []
 
-    Collective: yes.
+    def ask() -> dict[Keys, int]:
+        contents.append(job.content())
+        return {path: len(value) for path, value in contents[0].values.items()}
 
-    Raises:
-        StorageError: bytes could not be written. The checkpoint does not count then, unless it says otherwise.
-        RankLostError: a rank has been lost.
-    """
-    renewal = Renewal(job.root, saving_lock.RENEWED_S) if world.rank == 0 else contextlib.nullcontext()
-    try:
-        with renewal:
-            return _carried_out(world, job)
-    except BaseException:
-        if world.rank == 0:
-            undo(job.root, job.step, job.token)
-        raise
-
-
-def _carried_out(world: World, job: Job) -> Written:
-    sizes = world.each(lambda: {path: len(content) for path, content in job.values.items()})
+    sizes = world.each(ask)
+    [content] = contents
     files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-    world.together(lambda: _write_own(world, job, files[data_file(world.rank)]))
-    removed = world.from_first(lambda: _commit(job, sizes, files))
+    world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
+    removed = world.from_first(lambda: _commit(job, token, sizes, files))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
-def _write_own(world: World, job: Job, nbytes: int) -> None:
+def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> None:
     with open_writer(job.root) as writer:
-        require_lock(writer, job.token)
+        require_lock(writer, token)
     file = data_file(world.rank)
     with open_writer(job.folder) as writer:
         writer.create(file, nbytes)
         _Stream(writer, file, world.check).write(
-            job.plan.by_rank[world.rank], job.source, list(job.values.values())
+            job.plan.by_rank[world.rank], content.source, list(content.values.values())
         )
         writer.sync(file)
         writer.sync_names()
@@ -190,11 +215,11 @@ class _Stream:
         self._pending, self._pending_nbytes = [], 0
 
 
-def _commit(job: Job, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int]) -> list[int]:
+def _commit(job: Job, token: str, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int]) -> list[int]:
     metadata = metadata_of(job.plan, sizes)
     facts = replace(job.facts, files=files, metadata_sha256=hashlib.sha256(metadata).hexdigest())
     with open_writer(job.root) as marked:
-        require_lock(marked, job.token)
+        require_lock(marked, token)
         with open_writer(job.folder) as writer:
             _require_all(writer, files)
             writer.replace(FACTS, facts.to_bytes())
@@ -203,7 +228,7 @@ def _commit(job: Job, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int]
         removed: list[int] = []
         if isinstance(job.keep, KeepLast):
             removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
-        release_lock(marked, job.token)
+        release_lock(marked, token)
         marked.sync_names()
     return removed
 
@@ -217,11 +242,11 @@ def _require_all(writer: StorageWriter, files: Mapping[str, int]) -> None:
         )
 
 
-def undo(root: Path, step: int, token: str) -> None:
+def _undo(job: Job, token: str) -> None:
     """Remove what was written for a step, unless it counts by now, and take the mark away."""
     with contextlib.suppress(StorageError):
-        if step not in folder.steps_in(root):
-            folder.remove(root, [step])
-    with contextlib.suppress(StorageError), open_writer(root) as writer:
+        if job.step not in folder.steps_in(job.root):
+            folder.remove(job.root, [job.step])
+    with contextlib.suppress(StorageError), open_writer(job.root) as writer:
         release_lock(writer, token)
         writer.sync_names()

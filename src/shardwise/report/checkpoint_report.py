@@ -20,7 +20,7 @@ class CheckpointReport:
         is_complete: whether it counts by now; one that is written in the background does not yet.
         tensors: how many it holds, of the model and of optimizers.
         state_bytes: of these.
-        written_bytes: what this rank wrote, or is going to.
+        written_bytes: what this rank wrote; of tensors alone as long as it is not complete.
         checkpoint_bytes: of all files with tensors; 0 as long as it is not complete.
         blocked_s: how long ``save`` kept the training waiting.
         removed: older steps that are not kept.
