@@ -7,6 +7,7 @@ second where an adapter has a thousand small ones. A step changes values, and re
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import is_
 
 import torch
 from torch import nn
@@ -25,27 +26,41 @@ class Snapshot:
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Collection[torch.Tensor]
     ) -> None:
         self._registries = [registry for module in model.modules() for registry in registries_of(module)]
-        found = self._all(model, optimizers)
-        self._objects = [item for objects in found for item in objects]  # kept, so that ids stay theirs
-        self._ids, self._counts = _ids(found)
-        self._tensors = [(tensor, local_address(tensor), tensor.requires_grad) for tensor in tensors]
+        self._sizes = list(map(len, self._registries))
+        self._filled = [registry for registry in self._registries if registry]
+        self._objects = self._all(model, optimizers)  # kept, so that ids stay theirs
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._places = list(map(local_address, self._tensors))
+        self._trained = [tensor.requires_grad for tensor in self._tensors]
 
     def shows(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a snapshot of these would be the same."""
-        return _ids(self._all(model, optimizers)) == (self._ids, self._counts) and all(
-            local_address(tensor) == address and tensor.requires_grad == requires_grad
-            for tensor, address, requires_grad in self._tensors
+        return (
+            list(map(len, self._registries)) == self._sizes
+            and _are_same(self._all(model, optimizers), self._objects)
+            and list(map(local_address, self._tensors)) == self._places
+            and [tensor.requires_grad for tensor in self._tensors] == self._trained
         )
 
-    def _all(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Collection[object]]:
-        found: list[Collection[object]] = [(model, *optimizers)]
-        found += [registry.values() for registry in self._registries]
+    def _all(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[object]:
+        found: list[object] = [model, *optimizers]
+        for registry in self._filled:
+            found += registry.values()
         for optimizer in optimizers:
-            found += [optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
-            found += [optimizer.state, *(entries.values() for entries in optimizer.state.values())]
+            found += optimizer.param_groups
+            for group in optimizer.param_groups:
+                found += group["params"]
+                found.append(_END)
+            for parameter, entries in optimizer.state.items():
+                found.append(parameter)
+                found += entries.values()
+            found.append(_END)
         return found
 
 
-def _ids(found: Sequence[Collection[object]]) -> tuple[list[int], list[int]]:
-    """Who they are, and how many there are in each."""
-    return [id(item) for objects in found for item in objects], [len(objects) for objects in found]
+_END = object()
+"""Stands between lists, so that what goes from one to the next is noticed."""
+
+
+def _are_same(objects: Sequence[object], others: Sequence[object]) -> bool:
+    return len(objects) == len(others) and all(map(is_, objects, others))
