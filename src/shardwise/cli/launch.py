@@ -20,7 +20,14 @@ from shardwise.errors import ConfigError, ShardwiseError
 TRAINING = ("shardwise.training.session", "transformers.models.auto.modeling_auto")
 """What every training imports, whatever the model: seconds."""
 
-_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_ENVIRONMENT = {
+    # torch asks the driver's library whether there are GPUs, and so does not begin to use CUDA in a process that
+    # ranks are forked from, when something it imports asks that (torch's notes on CUDA).
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Large tensors of torch's on the CPU lie in huge pages: one fault for 512, and what is freed is given back.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""What torch is told where the user has not told it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,40 +105,36 @@ def run_ranks(
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
-    match read_launch(os.environ, nproc_per_node):
-        case Alone():
-            from shardwise.execution.ranks import run_alone
+    launch = read_launch(os.environ, nproc_per_node)
+    with _defaults(_ENVIRONMENT):
+        match launch:
+            case Alone():
+                from shardwise.execution.ranks import run_alone
 
-            return run_alone(function, *args)
-        case Spawned(size):
-            from shardwise.execution.spawned import AskFirst, EndAtOnce, run_spawned
+                return run_alone(function, *args)
+            case Spawned(size):
+                from shardwise.execution.spawned import AskFirst, EndAtOnce, run_spawned
 
-            ending = AskFirst() if asks_first else EndAtOnce()
-            with _looking_for_gpus_from_afar():
+                ending = AskFirst() if asks_first else EndAtOnce()
                 return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
-        case Launched(rank, size, local_rank):
-            from shardwise.execution.ranks import Seat, run_seated
+            case Launched(rank, size, local_rank):
+                from shardwise.execution.ranks import Seat, run_seated
 
-            return run_seated(Seat(rank, size, local_rank), function, *args)
-        case other:
-            assert_never(other)
+                return run_seated(Seat(rank, size, local_rank), function, *args)
+            case _:
+                assert_never(launch)
 
 
 @contextmanager
-def _looking_for_gpus_from_afar() -> Iterator[None]:
-    """A process begins no use of CUDA when a library it imports asks whether there are GPUs: ranks can be forked.
-
-    The variable is of torch's notes on CUDA; processes that are started meanwhile inherit it.
-    """
-    before = os.environ.get(_CUDA_CHECK)
-    os.environ[_CUDA_CHECK] = "1"
+def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these in the environment of this process, and of those it starts, where the user has not set them."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_CUDA_CHECK]
-        else:
-            os.environ[_CUDA_CHECK] = before
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def this_place() -> tuple[int, int]:
