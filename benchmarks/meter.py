@@ -142,30 +142,14 @@ def back_memory(nbytes: int, barrier: Callable[[], object]) -> None:
 
 
 class Ballast:
-    """Memory held back, and given back no faster than other memory is taken.
+    """Memory held back, and given back no faster than this process takes other memory.
 
     :func:`back_memory` serves what takes a second or two: after that, the host has back what is free. While this
-    context lasts, what is taken is what was given back a moment ago. Some is held in huge pages, and some in small
-    ones, which the system has in different places.
-
-    Args:
-        huge_bytes: to hold in huge pages.
-        small_bytes: to hold in small ones.
-        in_use: what tells how much is taken, this memory included: by this process (the default) or by all,
-            :func:`machine_bytes`.
-        lead_bytes: how much more is given back than was taken.
+    context lasts, what the process takes is what it gave back a moment ago. Some is held in huge pages, and some
+    in small ones, which the system has in different places.
     """
 
-    def __init__(
-        self,
-        huge_bytes: int,
-        small_bytes: int,
-        in_use: Callable[[], int] | None = None,
-        lead_bytes: int = _LEAD_BYTES,
-    ) -> None:
-        self._in_use = in_use or _resident_bytes
-        self._lead_bytes = lead_bytes
-        self._is_shared_out = in_use is not None
+    def __init__(self, huge_bytes: int, small_bytes: int) -> None:
         self._regions: list[mmap.mmap] = []
         for nbytes, advice in ((huge_bytes, mmap.MADV_HUGEPAGE), (small_bytes, mmap.MADV_NOHUGEPAGE)):
             whole = max(1, -(-nbytes // _HUGE_BYTES)) * _HUGE_BYTES
@@ -190,13 +174,11 @@ class Ballast:
 
     def _give(self) -> None:
         given = [0 for _ in self._regions]
-        began = self._in_use()
-        total = sum(map(len, self._regions))
+        began = _resident_bytes()
         while any(done < len(region) for done, region in zip(given, self._regions, strict=True)):
-            grown = self._in_use() - began + sum(given)
+            grown = _resident_bytes() - began + sum(given)
+            wanted = (grown + _LEAD_BYTES) // _HUGE_BYTES * _HUGE_BYTES
             for number, region in enumerate(self._regions):
-                share = len(region) / total if self._is_shared_out else 1
-                wanted = int((grown + self._lead_bytes) * share) // _HUGE_BYTES * _HUGE_BYTES
                 step = min(wanted, len(region)) - given[number]
                 if step > 0:
                     region.madvise(mmap.MADV_DONTNEED, given[number], step)
@@ -211,22 +193,14 @@ def _resident_bytes() -> int:
 
 def free_bytes() -> int:
     """Memory that nobody uses, not even the page cache (MemFree)."""
-    return _meminfo("MemFree")
+    text = Path("/proc/meminfo").read_text()
+    return 1024 * int(text.partition("MemFree:")[2].split(None, 1)[0])
 
 
 def available_bytes() -> int:
     """Memory that can be had without swapping (MemAvailable)."""
-    return _meminfo("MemAvailable")
-
-
-def machine_bytes() -> int:
-    """Memory that anybody uses on this machine, the page cache included."""
-    return _meminfo("MemTotal") - free_bytes()
-
-
-def _meminfo(name: str) -> int:
     text = Path("/proc/meminfo").read_text()
-    return 1024 * int(text.partition(f"{name}:")[2].split(None, 1)[0])
+    return 1024 * int(text.partition("MemAvailable:")[2].split(None, 1)[0])
 
 
 # ── what else the machine does ────────────────────────────────────────────────────────────────────

@@ -13,28 +13,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import meter
 from benchmarks.training import BRING_UP, TRAIN, Job, batches, quieten
 
 FIRST_TOKENS = 8
-
-_LEAD_BYTES = 512 << 20
 OURS, OURS_BY_TORCHRUN, ACCELERATE = "shardwise", "shardwise, as by torchrun", "accelerate"
 ARMS = (OURS, OURS_BY_TORCHRUN, ACCELERATE)
 
 
-def start_once(arm: str, job: Job, ranks: int, timeout_s: float, memory_bytes: int = 0) -> float:
-    """Seconds from the start of the first process until every rank has done its first step.
-
-    So much memory exists for it when it asks for it (see :class:`benchmarks.meter.Ballast`).
-    """
-    held = meter.Ballast(memory_bytes * 5 // 6, memory_bytes // 6, meter.machine_bytes, _LEAD_BYTES)
-    with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder, ExitStack() as stack:
+def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
+    """Seconds from the start of the first process until every rank has done its first step."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder:
         told = {"arm": arm, "job": vars(job), "ranks": ranks, "store": f"{folder}/store"}
-        stack.enter_context(held)
         began = meter.timestamp()
         seats = [None] if arm == OURS else range(ranks)
         processes = [_interpreter({**told, "rank": rank}) for rank in seats]
