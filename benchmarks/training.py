@@ -25,7 +25,22 @@ SMALL = replace(
         "vocab_size": 16384,
     },
 )
-MODELS = {SMALL.name: SMALL, "qwen3-0.6b": SHAPES["qwen3-0.6b"], "qwen3-1.7b": SHAPES["qwen3-1.7b"]}
+MIDDLE = replace(
+    SHAPES["qwen3-0.6b"],
+    name="qwen3-159m",
+    config={
+        **SHAPES["qwen3-0.6b"].config,
+        "num_hidden_layers": 8,
+        "max_window_layers": 8,
+        "vocab_size": 32768,
+    },
+)
+MODELS = {
+    SMALL.name: SMALL,
+    MIDDLE.name: MIDDLE,
+    "qwen3-0.6b": SHAPES["qwen3-0.6b"],
+    "qwen3-1.7b": SHAPES["qwen3-1.7b"],
+}
 LEARNING_RATE = 1e-6
 MAX_NORM = 1.0
 

@@ -71,11 +71,13 @@ def at_own_gpu(rank: int, size: int) -> str:
     import torch
     from tqdm import tqdm
 
+    from shardwise.models._torch_private import is_forked_from_cuda
+
     # Else tqdm makes a lock for several processes, which outlives this one: a worker ends without ceremony.
     tqdm.set_lock(threading.RLock())
     if not torch.cuda.is_available() or torch.cuda.device_count() < size:
         return "gloo"
-    if torch.cuda._is_in_bad_fork():
+    if is_forked_from_cuda():
         raise PlacementError(
             "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
             f"that; start them by torchrun --nproc-per-node {size} instead"

@@ -54,6 +54,11 @@ def local_address(tensor: torch.Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
+def is_forked_from_cuda() -> bool:
+    """Whether this process was forked from one that used CUDA, and therefore cannot."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``copy_`` of each, by one call; copies from accelerators may be under way when this returns."""
     if targets:
