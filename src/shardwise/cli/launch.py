@@ -6,10 +6,12 @@ here and nowhere else.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, assert_never
 
@@ -109,6 +111,7 @@ def run_ranks(
     with _defaults(_ENVIRONMENT):
         match launch:
             case Alone():
+                _import(preloaded)
                 from shardwise.execution.ranks import run_alone
 
                 return run_alone(function, *args)
@@ -118,11 +121,25 @@ def run_ranks(
                 ending = AskFirst() if asks_first else EndAtOnce()
                 return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
             case Launched(rank, size, local_rank):
+                _import(preloaded)
                 from shardwise.execution.ranks import Seat, run_seated
 
                 return run_seated(Seat(rank, size, local_rank), function, *args)
             case _:
                 assert_never(launch)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import what is needed anyway, in one go: Python searches for no garbage meanwhile, as there is none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            with suppress(ImportError):  # whoever needs it says so
+                importlib.import_module(module)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

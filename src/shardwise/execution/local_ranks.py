@@ -67,7 +67,7 @@ class LocalRanks:
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
         if preloaded:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(list(preloaded))
+            context.set_forkserver_preload(["shardwise.execution.importing", *preloaded])
         self._pipes: list[Connection] = []
         self._processes = []
         store = str(Path(self._folder.name) / "store")
@@ -178,6 +178,7 @@ class LocalRanks:
 def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) -> None:
     """The life of a worker: calls from the pipe until it closes."""
     gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
+    gc.enable()
     failure = _failure_of(lambda: _join(rank, size, store, seat))
     while True:
         try:
