@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import RANKS, commit, machine
+from benchmarks.place import RANKS, commit, machine
 
 from shardwise.execution.local_ranks import LocalRanks
 

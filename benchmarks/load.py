@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,14 +18,13 @@ from typing import Any
 
 from benchmarks import caps, gpu, meter, planning, remote, roof
 from benchmarks.checkpoints import SHAPES, Shape, write
+from benchmarks.limits import limits_of
+from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine, say
 from benchmarks.tables import render
 
 from shardwise.execution.local_ranks import LocalRanks, RankError
 
-RANKS = 4
 PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp")
-STAGING_BYTES = 256 << 20
-SLACK_BYTES = 32 << 20
 
 DCP_ON_MOE = "its reader renames nothing: the model's stacked experts are not among the checkpoint's keys"
 RANK_0_ON_MOE = "it takes the model's own names; the checkpoint has one tensor per expert"
@@ -44,25 +40,6 @@ class Row:
     dtype: str = "auto"
     cold: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What shardwise promises: a ratio of medians, or of bytes, that is at most ``most``."""
-
-    name: str
-    value: float | None
-    most: float
-
-    @property
-    def verdict(self) -> str:
-        if self.value is None:
-            return "unmeasured"
-        return "pass" if self.value <= self.most else "FAIL"
-
-
-RATIOS = {"transformers": 0.9, "accelerate": 0.12, "set_model_state_dict": 0.25, "dcp": 1.0}
-CAST_RATIO, MOE_RATIO, COLD_RATIO, ROOF_RATIO, READ_RATIO = 0.6, 0.5, 0.85, 1.3, 1.02
 
 
 def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[Row]:
@@ -326,101 +303,7 @@ def replicated(shape: Shape, root: Path, timeout_s: float) -> dict[str, Any]:
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def limits_of(results: Mapping[str, Any]) -> list[Limit]:
-    """Every promise with what was measured."""
-    limits: list[Limit] = []
-    for row in results["rows"]:
-        for own in ("shardwise", "shardwise_lora"):
-            if own in row["arms"]:
-                limits += _limits_of_row(row, own)
-    if "replicated" in results:
-        limits.append(Limit("2x2: read / checkpoint", results["replicated"]["read_fraction"], READ_RATIO))
-    for name, found in results.get("remote", {}).get("meshes", {}).items():
-        limits.append(Limit(f"over HTTP, {name}: time / bound", found["ratio"], remote.MOST))
-        limits.append(Limit(f"over HTTP, {name}: read / checkpoint", found["read_fraction"], READ_RATIO))
-    if "planning" in results:
-        limits.append(Limit("planning, s", results["planning"]["total_s"]["median"], planning.MOST_S))
-    return limits
-
-
-def _limits_of_row(row: Mapping[str, Any], own: str) -> list[Limit]:
-    """What is promised of a row, of one of the arms that are shardwise's."""
-    limits: list[Limit] = []
-    arms, ours, shape = row["arms"], row["arms"][own], SHAPES[row["shape"]]
-    name = row["name"] if own == "shardwise" else f"{row['name']}, with a LoRA"
-    if row["cold"]:
-        wanted = {"transformers": COLD_RATIO}
-    elif row["dtype"] == "float32":
-        wanted = {"transformers": CAST_RATIO}
-    elif shape.is_moe:
-        wanted = {"transformers": MOE_RATIO}
-    else:
-        wanted = RATIOS
-    for arm, most in wanted.items():
-        if arm in arms:
-            value = ours["wall_s"]["median"] / arms[arm]["wall_s"]["median"]
-            limits.append(Limit(f"{name}: time / {arm}", value, most))
-    roofs = [arms[arm]["wall_s"]["median"] for arm in roof.VARIANTS if arm in arms]
-    if roofs and not row["cold"]:
-        value = ours["read_phase_s"] / min(roofs)
-        limits.append(Limit(f"{name}: read phase / roof", value, ROOF_RATIO))
-    most = (STAGING_BYTES + SLACK_BYTES) / (1 << 20)
-    limits.append(Limit(f"{name}: memory over the shards, MiB", ours["excess_bytes"] / (1 << 20), most))
-    limits.append(Limit(f"{name}: read / checkpoint", ours["read_fraction"], READ_RATIO))
-    return limits
-
-
-# ── the machine, and the program ──────────────────────────────────────────────────────────────────
-
-
-def machine() -> dict[str, Any]:
-    """What a reader must know to compare."""
-    packages = ("torch", "transformers", "accelerate", "safetensors", "numpy", "shardwise")
-
-    def text(path: str) -> str | None:
-        try:
-            return Path(path).read_text().strip()
-        except OSError:
-            return None
-
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in (text("/proc/cpuinfo") or "").splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return {
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "kernel": platform.release(),
-        "processor": model,
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "thp_enabled": text("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "thp_defrag": text("/sys/kernel/mm/transparent_hugepage/defrag"),
-        "load_average_before": os.getloadavg()[0],
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-
-
-def commit() -> str:
-    here = Path(__file__).parent
-    try:
-        name = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "../src", "."], cwd=here, capture_output=True, text=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{name} with changes" if changed else name
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
+# ── the program ──────────────────────────────────────────────────────────────────
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from benchmarks import caps
 from benchmarks.checkpoints import SHAPES, Shape, write
-from benchmarks.load import commit, machine, say
 from benchmarks.meter import MemoryWatch, Usage, cached_fraction, files_of, wait_for_quiet, warm_cache
+from benchmarks.place import commit, machine, say
 
 RANK = 16
 CAP_BYTES = 1 << 30

@@ -101,7 +101,7 @@ def load_from(url: str, warm_up: str, replicas: int, nbytes: int) -> dict[str, A
 def main() -> None:
     """Measure one model, and write the outcome to ``results``."""
     from benchmarks.checkpoints import SHAPES, write
-    from benchmarks.load import RANKS, commit, machine
+    from benchmarks.place import RANKS, commit, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-1.7b", choices=list(SHAPES))

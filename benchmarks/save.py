@@ -28,8 +28,9 @@ from typing import Any
 
 from benchmarks import meter
 from benchmarks.checkpoints import SHAPES, write
-from benchmarks.load import RANKS, SLACK_BYTES, STAGING_BYTES, Limit, commit, machine
+from benchmarks.limits import Limit
 from benchmarks.meter import Usage
+from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine
 from safetensors import safe_open
 
 from shardwise.execution.local_ranks import LocalRanks

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write
-from benchmarks.load import RANKS, commit, machine
+from benchmarks.place import RANKS, commit, machine
 
 from shardwise.execution.local_ranks import LocalRanks
 

@@ -28,7 +28,8 @@ from typing import Any
 
 from benchmarks import meter
 from benchmarks.checkpoints import write
-from benchmarks.load import Limit, commit, machine
+from benchmarks.limits import Limit
+from benchmarks.place import commit, machine
 from benchmarks.start import ACCELERATE, ARMS, FIRST_TOKENS, OURS, start_once
 from benchmarks.training import (
     BRING_UP,

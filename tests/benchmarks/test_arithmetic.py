@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmarks import load, meter, roof
 from benchmarks.checkpoints import SHAPES, write
-from benchmarks.load import Limit
+from benchmarks.limits import Limit, limits_of
 
 
 def test_checksums_of_the_pieces_add_up_to_that_of_the_whole() -> None:
@@ -110,16 +110,16 @@ def results(ours: float, theirs: float, *, dtype: str = "auto", excess: int = 0)
 
 
 def test_limits_hold_or_fail() -> None:
-    limits = {limit.name: limit for limit in load.limits_of(results(1.0, 2.0, excess=289 << 20))}
+    limits = {limit.name: limit for limit in limits_of(results(1.0, 2.0, excess=289 << 20))}
     assert limits["row: time / transformers"] == Limit("row: time / transformers", 0.5, 0.9)
     assert limits["row: time / transformers"].verdict == "pass"
     assert limits["row: memory over the shards, MiB"].verdict == "FAIL"
     assert limits["row: read / checkpoint"].verdict == "pass"
-    assert load.limits_of(results(1.0, 1.6, dtype="float32"))[0].verdict == "FAIL"
+    assert limits_of(results(1.0, 1.6, dtype="float32"))[0].verdict == "FAIL"
 
 
 def test_the_roof_is_the_best_variant() -> None:
-    limits = {limit.name: limit for limit in load.limits_of(results(1.0, 2.0))}
+    limits = {limit.name: limit for limit in limits_of(results(1.0, 2.0))}
     assert limits["row: read phase / roof"].value == pytest.approx(0.5 / 0.4)
 
 

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import gpu, load, planning, roof
 from benchmarks.arms import ARMS
 from benchmarks.checkpoints import SHAPES, Shape, write
+from benchmarks.limits import limits_of
+from benchmarks.place import machine
 from benchmarks.rank import Job, measure
 from benchmarks.tables import render
 from tests.conftest import Worlds
@@ -57,14 +59,14 @@ def test_a_row_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "date": "today",
         "command": "none",
         "commit": "none",
-        "machine": load.machine(),
+        "machine": machine(),
         "ranks": 2,
         "repeats": 1,
         "minutes": 0.0,
         "rows": [found],
         "gpu": "unmeasured: no GPU",
     }
-    results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in load.limits_of(results)]
+    results["limits"] = [vars(limit) | {"verdict": limit.verdict} for limit in limits_of(results)]
     text = render(results)
     assert "| shardwise |" in text
     assert "dcp is not measured: a reason." in text

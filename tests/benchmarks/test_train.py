@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import train
-from benchmarks.load import machine
+from benchmarks.place import machine
 from benchmarks.start import ARMS, OURS_BY_TORCHRUN, start_once
 from tests.conftest import Worlds
 

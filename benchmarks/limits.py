@@ -1,0 +1,74 @@
+"""What is promised, and whether a measurement keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import planning, remote, roof
+from benchmarks.checkpoints import SHAPES
+from benchmarks.place import SLACK_BYTES, STAGING_BYTES
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What shardwise promises: a ratio of medians, or of bytes, that is at most ``most``."""
+
+    name: str
+    value: float | None
+    most: float
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "unmeasured"
+        return "pass" if self.value <= self.most else "FAIL"
+
+
+RATIOS = {"transformers": 0.9, "accelerate": 0.12, "set_model_state_dict": 0.25, "dcp": 1.0}
+CAST_RATIO, MOE_RATIO, COLD_RATIO, ROOF_RATIO, READ_RATIO = 0.6, 0.5, 0.85, 1.3, 1.02
+
+
+def limits_of(results: Mapping[str, Any]) -> list[Limit]:
+    """Every promise with what was measured."""
+    limits: list[Limit] = []
+    for row in results["rows"]:
+        for own in ("shardwise", "shardwise_lora"):
+            if own in row["arms"]:
+                limits += _limits_of_row(row, own)
+    if "replicated" in results:
+        limits.append(Limit("2x2: read / checkpoint", results["replicated"]["read_fraction"], READ_RATIO))
+    for name, found in results.get("remote", {}).get("meshes", {}).items():
+        limits.append(Limit(f"over HTTP, {name}: time / bound", found["ratio"], remote.MOST))
+        limits.append(Limit(f"over HTTP, {name}: read / checkpoint", found["read_fraction"], READ_RATIO))
+    if "planning" in results:
+        limits.append(Limit("planning, s", results["planning"]["total_s"]["median"], planning.MOST_S))
+    return limits
+
+
+def _limits_of_row(row: Mapping[str, Any], own: str) -> list[Limit]:
+    """What is promised of a row, of one of the arms that are shardwise's."""
+    limits: list[Limit] = []
+    arms, ours, shape = row["arms"], row["arms"][own], SHAPES[row["shape"]]
+    name = row["name"] if own == "shardwise" else f"{row['name']}, with a LoRA"
+    if row["cold"]:
+        wanted = {"transformers": COLD_RATIO}
+    elif row["dtype"] == "float32":
+        wanted = {"transformers": CAST_RATIO}
+    elif shape.is_moe:
+        wanted = {"transformers": MOE_RATIO}
+    else:
+        wanted = RATIOS
+    for arm, most in wanted.items():
+        if arm in arms:
+            value = ours["wall_s"]["median"] / arms[arm]["wall_s"]["median"]
+            limits.append(Limit(f"{name}: time / {arm}", value, most))
+    roofs = [arms[arm]["wall_s"]["median"] for arm in roof.VARIANTS if arm in arms]
+    if roofs and not row["cold"]:
+        value = ours["read_phase_s"] / min(roofs)
+        limits.append(Limit(f"{name}: read phase / roof", value, ROOF_RATIO))
+    most = (STAGING_BYTES + SLACK_BYTES) / (1 << 20)
+    limits.append(Limit(f"{name}: memory over the shards, MiB", ours["excess_bytes"] / (1 << 20), most))
+    limits.append(Limit(f"{name}: read / checkpoint", ours["read_fraction"], READ_RATIO))
+    return limits

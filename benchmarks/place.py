@@ -1,0 +1,64 @@
+"""On what is measured: what a reader must know to compare, and what all benchmarks of loading and saving share."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+STAGING_BYTES = 256 << 20
+SLACK_BYTES = 32 << 20
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know to compare."""
+    packages = ("torch", "transformers", "accelerate", "safetensors", "numpy", "shardwise")
+
+    def text(path: str) -> str | None:
+        try:
+            return Path(path).read_text().strip()
+        except OSError:
+            return None
+
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in (text("/proc/cpuinfo") or "").splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    return {
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "kernel": platform.release(),
+        "processor": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "thp_enabled": text("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "thp_defrag": text("/sys/kernel/mm/transparent_hugepage/defrag"),
+        "load_average_before": os.getloadavg()[0],
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    try:
+        name = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "../src", "."], cwd=here, capture_output=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name} with changes" if changed else name
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
