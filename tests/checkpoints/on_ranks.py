@@ -247,6 +247,28 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     return error, report.is_complete, steps, checkpointer.steps()
 
 
+def wait_interrupted(folder: str) -> tuple[Any, ...]:
+    """A wait that Ctrl-C ends leaves the checkpoint on its way: the next save waits for it before it copies."""
+    training = Training()
+    checkpointer = Checkpointer(folder, mode=Asynchronous())
+    checkpointer.save(1, training.state)
+    with mock.patch.object(type(checkpointer._on_its_way), "join", side_effect=KeyboardInterrupt):
+        error = attempt_interrupt(checkpointer.wait)
+    is_on_its_way = checkpointer._on_its_way is not None
+    training.step()
+    checkpointer.save(2, training.state)
+    checkpointer.close()
+    return error, is_on_its_way, checkpointer.steps()
+
+
+def attempt_interrupt(function: Any) -> str:
+    try:
+        function()
+    except KeyboardInterrupt:
+        return "interrupted"
+    return ""
+
+
 def fail_to_stage(folder: str) -> tuple[Any, ...]:
     """A rank that has no room for its copy keeps in step; all hear of it at the next call."""
     training = Training()

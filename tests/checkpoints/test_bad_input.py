@@ -47,6 +47,10 @@ def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
         assert "do not hold, together, each element of" in text
 
 
+def test_a_wait_that_is_interrupted_loses_sight_of_nothing(worlds, tmp_path):
+    assert worlds(2).run(on_ranks.wait_interrupted, str(tmp_path)) == [("interrupted", True, [1, 2])] * 2
+
+
 def test_a_rank_that_cannot_copy_its_state_keeps_in_step(worlds, tmp_path):
     found = worlds(2).run(on_ranks.fail_to_stage, str(tmp_path))
     assert found[0] == found[1]

@@ -16,7 +16,7 @@ from tests.faults.doomed import Doomed, Seat
 
 import shardwise
 from shardwise import Checkpointer, CheckpointerOptions, KeepLast
-from shardwise.checkpoints import write
+from shardwise.checkpoints import stage, write
 from shardwise.execution.line import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -25,6 +25,7 @@ QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
     "begin": (write, "_begin", 0),
+    "stage": (stage, "copy_all", 1),
     "write": (write, "_write_own", 1),
     "sync": (write, "envelope", 2),
     "commit": (write, "metadata_of", 0),
@@ -33,7 +34,7 @@ STAGES = {
 """By stage, a function that is called in it, and the rank that is killed as it calls it."""
 
 
-def struck(seat: Seat, folder: str, stage: str, mode: str) -> list[int]:
+def struck(seat: Seat, folder: str, at: str, mode: str) -> list[int]:
     """Train and save; at the third checkpoint a rank is killed in the middle."""
     options = CheckpointerOptions(patience=QUICK)
     training = Training()
@@ -42,7 +43,7 @@ def struck(seat: Seat, folder: str, stage: str, mode: str) -> list[int]:
         training.step()
         checkpointer.save(step, training.state)
     checkpointer.wait()
-    module, name, rank = STAGES[stage]
+    module, name, rank = STAGES[at]
     original = getattr(module, name)
 
     def killed(*args):
@@ -59,32 +60,32 @@ def struck(seat: Seat, folder: str, stage: str, mode: str) -> list[int]:
     return checkpointer.steps()
 
 
-FAST = [("write", "async"), ("commit", "sync"), ("remove", "async")]
-REST = [(stage, mode) for stage in STAGES for mode in MODES if (stage, mode) not in FAST]
+FAST = [("stage", "async"), ("write", "async"), ("commit", "sync"), ("remove", "async")]
+REST = [(at, mode) for at in STAGES for mode in MODES if (at, mode) not in [*FAST, ("stage", "sync")]]
 
 
-@pytest.mark.parametrize(("stage", "mode"), FAST)
-def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, stage, mode):
-    kill_and_resume(worlds, tmp_path, stage, mode)
+@pytest.mark.parametrize(("at", "mode"), FAST)
+def test_a_rank_that_is_killed_loses_nothing_committed(worlds, tmp_path, at, mode):
+    kill_and_resume(worlds, tmp_path, at, mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "mode"), REST)
-def test_a_rank_that_is_killed_anywhere_loses_nothing_committed(worlds, tmp_path, stage, mode):
-    kill_and_resume(worlds, tmp_path, stage, mode)
+@pytest.mark.parametrize(("at", "mode"), REST)
+def test_a_rank_that_is_killed_anywhere_loses_nothing_committed(worlds, tmp_path, at, mode):
+    kill_and_resume(worlds, tmp_path, at, mode)
 
 
-def kill_and_resume(worlds, tmp_path, stage, mode):
+def kill_and_resume(worlds, tmp_path, at, mode):
     """Four ranks, one killed in the middle of a save; two go on; then three."""
     with Doomed(4) as world:
-        outcome = world.run(struck, str(tmp_path), stage, mode, limit_s=40)
-        rank = STAGES[stage][2]
+        outcome = world.run(struck, str(tmp_path), at, mode, limit_s=40)
+        rank = STAGES[at][2]
         assert sorted(outcome.ends) == [other for other in range(4) if other != rank]
         ((kind, text),) = set(outcome.errors().values())
         assert kind == "RankLostError"
         assert f"rank {rank} " in text
         assert outcome.seconds() < 15
-    last = 3 if stage == "remove" else 2
+    last = 3 if at == "remove" else 2
     alone = Training()
     alone.step(last)
     wanted = alone.taken()

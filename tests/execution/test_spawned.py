@@ -25,8 +25,8 @@ def test_ranks_share_one_import_and_the_parent_needs_none():
     program = (
         "import sys\n"
         "from shardwise.execution.spawned import run_spawned\n"
-        "from tests.execution.forked import importer\n"
-        "told = run_spawned(3, importer, preloaded=('tests.execution.stamp',))\n"
+        "from tests.execution.forked import place_of_torch\n"
+        "told = run_spawned(3, place_of_torch, preloaded=('torch',))\n"
         "assert 'torch' not in sys.modules\n"
         "print(*told)\n"
     )

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -148,31 +149,32 @@ class Checkpointer:
         clock = Clock()
         with clock.phase("wait"):
             self.wait()
-        with self._world() as world:
-            with clock.phase("look"):
-                looked, contents, agreed = self._agree(world, step, state)
-            with clock.phase("plan"):
-                planned = self._planned = self._plan(world, looked, agreed)
-            about = self._about(step, world.size, looked, contents, agreed)
+        with ExitStack() as stack:
+            # Joined before the ranks meet for the first time: whoever is lost from then on is missed there, too.
+            beside = None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world(_BESIDE))
+            with self._world() as world:
+                with clock.phase("look"):
+                    looked, contents, agreed, values = self._agree(world, step, state)
+                with clock.phase("plan"):
+                    planned = self._planned = self._plan(world, looked, agreed)
+                about = self._about(step, world.size, looked, contents, agreed)
 
-            def content() -> write.Content:
-                return write.Content(self._source(planned), _packed(contents, agreed, world.rank))
+                def content() -> write.Content:
+                    return write.Content(self._source(planned), values)
 
-            job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-            report = _promised(world, job)
-            if isinstance(self._mode, Synchronous):
-                with clock.phase("write"):
-                    report = _completed(report, write.carry_out(world, job))
-                self._newest = step
-                beside = None
-            else:
-                with clock.phase("stage"):
-                    job = replace(job, content=_done_now(content))
-                # Who writes in the background is known to be there before anybody relies on it.
-                beside = self._world(_BESIDE).__enter__()
-        report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
-        if beside is not None:
-            self._on_its_way = _Background(beside, job, report)
+                job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
+                report = _promised(world, job)
+                if beside is None:
+                    with clock.phase("write"):
+                        report = _completed(report, write.carry_out(world, job))
+                    self._newest = step
+                else:
+                    with clock.phase("stage"):
+                        job = replace(job, content=_done_now(content))
+            report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
+            if beside is not None:
+                self._on_its_way = _Background(beside, job, report)
+            stack.pop_all()
         return report
 
     def wait(self) -> CheckpointReport | None:
@@ -183,9 +185,11 @@ class Checkpointer:
         Raises:
             CheckpointError: (or a subclass) what went wrong with it, the same on every rank.
         """
-        pending, self._on_its_way = self._on_its_way, None
+        pending = self._on_its_way
         if pending is None:
             return None
+        pending.join()  # interrupted here, it is still on its way
+        self._on_its_way = None
         report = pending.result()
         self._newest = report.step
         return report
@@ -302,20 +306,25 @@ class Checkpointer:
             user=contents.user,
         )
 
-    def _agree(self, world: World, step: int, state: TrainState) -> tuple[Looked, Contents, _Agreed]:
-        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
+    def _agree(
+        self, world: World, step: int, state: TrainState
+    ) -> tuple[Looked, Contents, _Agreed, dict[Keys, bytes]]:
+        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds.
+
+        And what this rank stores that is no tensor, packed.
+        """
         call = repr((step, self._keep, self._mode, self._only))
-        taken: list[tuple[Looked, Contents]] = []
+        taken: list[tuple[Looked, Contents, dict[Keys, bytes]]] = []
 
         def tell() -> _Told:
             looked, contents = self._take_down(step, state, world.rank)
-            taken.append((looked, contents))
+            taken.append((looked, contents, _packed(contents, world.rank)))
             planned = self._planned
             is_planned = planned is not None and (planned.looked is looked or planned.layout == _layout(looked))
             return _Told(call, is_planned, contents.data, dict(contents.random))
 
         told = world.each(tell)
-        [(looked, contents)] = taken
+        [(looked, contents, packed_values)] = taken
         if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
             raise DisagreementError(
                 f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
@@ -327,7 +336,9 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        return looked, contents, _Agreed(all(item.is_planned for item in told), alike, data)
+        is_own = data == "each" or not world.rank
+        values = {path: value for path, value in packed_values.items() if is_own or path[0] != "data"}
+        return looked, contents, _Agreed(all(item.is_planned for item in told), alike, data), values
 
     def _plan(self, world: World, looked: Looked, agreed: _Agreed) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
@@ -380,14 +391,9 @@ class _Agreed:
     data: str
 
 
-def _packed(contents: Contents, agreed: _Agreed, rank: int) -> dict[Keys, bytes]:
-    """What this rank stores that is no tensor: its own values, and on the first rank those of all."""
-    own = {
-        path: value
-        for path, value in contents.own.items()
-        if path[0] != "data" or agreed.data == "each" or not rank
-    }
-    values = own if rank else {**contents.common, **own}
+def _packed(contents: Contents, rank: int) -> dict[Keys, bytes]:
+    """What this rank knows that is no tensor: its own values, and on the first rank those of all."""
+    values = contents.own if rank else {**contents.common, **contents.own}
     return {path: packed(value, key_of(path)) for path, value in values.items()}
 
 
@@ -448,9 +454,12 @@ class _Background:
         self._thread = threading.Thread(target=self._work, name="shardwise-checkpoint")
         self._thread.start()
 
-    def result(self) -> CheckpointReport:
-        """Wait for the end; the report, or what went wrong."""
+    def join(self) -> None:
+        """Wait for the end, whatever that is."""
         self._thread.join()
+
+    def result(self) -> CheckpointReport:
+        """After the end: the report, or what went wrong."""
         if self._failure is not None:
             raise self._failure
         return self._report

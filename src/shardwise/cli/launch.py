@@ -22,14 +22,12 @@ from shardwise.errors import ConfigError, ShardwiseError
 TRAINING = ("shardwise.training.session", "transformers.models.auto.modeling_auto")
 """What every training imports, whatever the model: seconds."""
 
-_ENVIRONMENT = {
-    # torch asks the driver's library whether there are GPUs, and so does not begin to use CUDA in a process that
-    # ranks are forked from, when something it imports asks that (torch's notes on CUDA).
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Large tensors of torch's on the CPU lie in huge pages: one fault for 512, and what is freed is given back.
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
-"""What torch is told where the user has not told it."""
+_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Has torch lay large tensors on the CPU in huge pages: one fault for 512, and what is freed is given back."""
+
+_CUDA_FROM_AFAR = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Has torch ask the driver's library whether there are GPUs (its notes on CUDA), so that no import begins to use
+CUDA in a process that ranks are then forked from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def run_ranks(
         ShardwiseError: as raised by the function.
     """
     launch = read_launch(os.environ, nproc_per_node)
-    with _defaults(_ENVIRONMENT):
+    with _defaults(_HUGE_PAGES):
         match launch:
             case Alone():
                 _import(preloaded)
@@ -119,7 +117,8 @@ def run_ranks(
                 from shardwise.execution.spawned import AskFirst, EndAtOnce, run_spawned
 
                 ending = AskFirst() if asks_first else EndAtOnce()
-                return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
+                with _defaults(_CUDA_FROM_AFAR):
+                    return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
             case Launched(rank, size, local_rank):
                 _import(preloaded)
                 from shardwise.execution.ranks import Seat, run_seated

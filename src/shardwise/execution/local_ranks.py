@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import pickle
@@ -67,17 +68,25 @@ class LocalRanks:
         context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
         if preloaded:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["shardwise.execution.importing", *preloaded])
+            start_server(preloaded)
         self._pipes: list[Connection] = []
         self._processes = []
         store = str(Path(self._folder.name) / "store")
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, seat, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, size, store, seat, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        except EOFError as error:
+            self.kill()
+            cause = f"the process that ranks are forked from ended as it imported {', '.join(preloaded)}"
+            raise RankError({0: cause}, {}) from error
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -175,8 +184,15 @@ class LocalRanks:
         self.close()
 
 
+def start_server(preloaded: Sequence[str]) -> None:
+    """Start the process that ranks are forked from, unless there is one; it begins to import, this one goes on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwise.execution.importing", *preloaded])
+    multiprocessing.forkserver.ensure_running()
+
+
 def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) -> None:
     """The life of a worker: calls from the pipe until it closes."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process that this one was forked from made of it
     gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
     gc.enable()
     failure = _failure_of(lambda: _join(rank, size, store, seat))

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from shardwise.errors import PlacementError, ShardwiseError
-from shardwise.execution.local_ranks import LocalRanks, RankError
+from shardwise.execution.local_ranks import LocalRanks, RankError, start_server
 
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 
@@ -49,7 +49,8 @@ def run_spawned(
     """
     with _terminated_like_interrupted():
         with _deaf_to_interrupts():
-            ranks = LocalRanks(size, seat=at_own_gpu, preloaded=preloaded)
+            start_server(preloaded)
+        ranks = LocalRanks(size, seat=at_own_gpu, preloaded=preloaded)
         try:
             with _passing_on(ranks) if isinstance(ending, AskFirst) else nullcontext():
                 values = ranks.run(function, *args)
