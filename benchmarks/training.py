@@ -8,33 +8,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import SHAPES
+from benchmarks.checkpoints import SHAPES, Shape
 
-SMALL = replace(
-    SHAPES["qwen3-0.6b"],
-    name="qwen3-36m",
-    config={
-        **SHAPES["qwen3-0.6b"].config,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "num_hidden_layers": 8,
-        "max_window_layers": 8,
-        "vocab_size": 16384,
-    },
+
+def _smaller(name: str, **changes: int) -> Shape:
+    shape = SHAPES["qwen3-0.6b"]
+    return replace(shape, name=name, config={**shape.config, **changes})
+
+
+SMALL = _smaller(
+    "qwen3-36m",
+    hidden_size=512,
+    intermediate_size=1536,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_hidden_layers=8,
+    max_window_layers=8,
+    vocab_size=16384,
 )
-MIDDLE = replace(
-    SHAPES["qwen3-0.6b"],
-    name="qwen3-159m",
-    config={
-        **SHAPES["qwen3-0.6b"].config,
-        "num_hidden_layers": 8,
-        "max_window_layers": 8,
-        "vocab_size": 32768,
-    },
-)
+MIDDLE = _smaller("qwen3-159m", num_hidden_layers=8, max_window_layers=8, vocab_size=32768)
 MODELS = {
     SMALL.name: SMALL,
     MIDDLE.name: MIDDLE,

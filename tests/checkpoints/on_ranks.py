@@ -36,6 +36,7 @@ from shardwise import (
 )
 from shardwise.checkpoints import write
 from shardwise.checkpoints.stage import Staging
+from shardwise.errors import StorageError
 from shardwise.execution.saving_lock import Renewal
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
@@ -245,6 +246,29 @@ def fail_in_the_background(folder: str) -> tuple[Any, ...]:
     checkpointer.save(3, training.state)
     checkpointer.close()
     return error, report.is_complete, steps, checkpointer.steps()
+
+
+def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
+    """A checkpoint that counts by the time something fails is known of by the next one."""
+    training = Training()
+    checkpointer = Checkpointer(folder, mode=MODES[mode])
+    release, failures = write.release_lock, ["struck"]
+
+    def struck(*arguments: Any) -> None:
+        release(*arguments)
+        if failures:
+            raise StorageError(failures.pop())
+
+    def save() -> None:
+        checkpointer.save(1, training.state)
+        checkpointer.wait()
+
+    with mock.patch.object(write, "release_lock", struck):
+        error = attempt(save)
+    there = checkpointer.steps()
+    checkpointer.save(2, training.state)
+    checkpointer.close()
+    return error, there, checkpointer.steps()
 
 
 def wait_interrupted(folder: str) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import on_ranks
+from tests.checkpoints.on_ranks import MODES
 from tests.checkpoints.tiny import Training
 
 import shardwise
@@ -45,6 +46,14 @@ def test_ranks_that_do_not_hold_all_of_it(worlds, tmp_path):
     for kind, text in worlds(4).run(on_ranks.only_some, str(tmp_path)):
         assert kind == "PlacementError"
         assert "do not hold, together, each element of" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_counts_is_known_of_though_something_failed_after(worlds, tmp_path, mode):
+    for error, there, then in worlds(2).run(on_ranks.fail_to_tidy_up, str(tmp_path), mode):
+        assert error == ("StorageError", "struck")
+        assert there == [1]
+        assert then == [1, 2]
 
 
 def test_a_wait_that_is_interrupted_loses_sight_of_nothing(worlds, tmp_path):

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
+from shardwise.checkpoints.background import Background, completed, done_now, promised
 from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.modes import (
     Asynchronous,
@@ -45,7 +44,7 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
-from shardwise.errors import ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
 from shardwise.execution.states import refuse_meta
@@ -58,8 +57,6 @@ from shardwise.tensors import Strided
 from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
-
-_T = TypeVar("_T")
 
 _BESIDE = "/checkpoint"
 """The purpose of meetings in the background."""
@@ -104,7 +101,7 @@ class Checkpointer:
         self._staging = Staging()
         self._looked: Looked | None = None
         self._planned: _Planned | None = None
-        self._on_its_way: _Background | None = None
+        self._on_its_way: Background | None = None
         self._newest = max(folder.steps_in(self._root), default=None)
 
     @property
@@ -154,26 +151,25 @@ class Checkpointer:
             beside = None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world(_BESIDE))
             with self._world() as world:
                 with clock.phase("look"):
-                    looked, contents, agreed, values = self._agree(world, step, state)
+                    own, agreed = self._agree(world, step, state)
                 with clock.phase("plan"):
-                    planned = self._planned = self._plan(world, looked, agreed)
-                about = self._about(step, world.size, looked, contents, agreed)
+                    planned = self._planned = self._plan(world, own.looked, agreed)
 
                 def content() -> write.Content:
-                    return write.Content(self._source(planned), values)
+                    return write.Content(self._source(planned), own.stored(agreed, world.rank))
 
+                about = self._about(step, world.size, own, agreed)
                 job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-                report = _promised(world, job)
+                report = promised(world, job)
                 if beside is None:
-                    with clock.phase("write"):
-                        report = _completed(report, write.carry_out(world, job))
-                    self._newest = step
+                    with clock.phase("write"), self._counting(step):
+                        report = completed(report, write.carry_out(world, job))
                 else:
                     with clock.phase("stage"):
-                        job = replace(job, content=_done_now(content))
+                        job = replace(job, content=done_now(content))
             report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
             if beside is not None:
-                self._on_its_way = _Background(beside, job, report)
+                self._on_its_way = Background(beside, job, report)
             stack.pop_all()
         return report
 
@@ -190,9 +186,8 @@ class Checkpointer:
             return None
         pending.join()  # interrupted here, it is still on its way
         self._on_its_way = None
-        report = pending.result()
-        self._newest = report.step
-        return report
+        with self._counting(pending.step):
+            return pending.result()
 
     def restore(
         self,
@@ -273,11 +268,23 @@ class Checkpointer:
         if error is None:
             self.close()
 
+    @contextmanager
+    def _counting(self, step: int) -> Iterator[None]:
+        """Know of the checkpoint of this step, if the block makes it count, even where it then fails to tidy up."""
+        try:
+            yield
+        except BaseException:
+            with suppress(StorageError):
+                if step in folder.steps_in(self._root):
+                    self._newest = step
+            raise
+        self._newest = step
+
     def _world(self, purpose: str = "") -> World:
         return World.current(self._options.process_group, self._options.patience, purpose=purpose)
 
     @collected_later()
-    def _take_down(self, step: int, state: TrainState, rank: int) -> tuple[Looked, Contents]:
+    def _take_down(self, step: int, state: TrainState, rank: int) -> _Own:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
@@ -285,7 +292,9 @@ class Checkpointer:
         if looked is not self._looked:
             refuse_meta({key_of(path): tensor for path, tensor in looked.tensors.items()}, "the state")
         self._looked = looked
-        return looked, contents_of(looked, state, rank)
+        contents = contents_of(looked, state, rank)
+        values = contents.own if rank else {**contents.common, **contents.own}
+        return _Own(looked, contents, {path: packed(value, key_of(path)) for path, value in values.items()})
 
     @collected_later()
     def _source(self, planned: _Planned) -> write.Source:
@@ -294,37 +303,32 @@ class Checkpointer:
             return InPlace(planned.views, self._options.budget_bytes)
         return self._staging.copy(planned.views)
 
-    def _about(self, step: int, world_size: int, looked: Looked, contents: Contents, agreed: _Agreed) -> Facts:
+    def _about(self, step: int, world_size: int, own: _Own, agreed: _Agreed) -> Facts:
         return Facts(
             step=step,
             world_size=world_size,
             holds=in_words(self._only),
-            adapter=adapter_settings(looked.model, self._only),
-            others=looked.others,
+            adapter=adapter_settings(own.looked.model, self._only),
+            others=own.looked.others,
             alike=agreed.alike,
             data=agreed.data,
-            user=contents.user,
+            user=own.contents.user,
         )
 
-    def _agree(
-        self, world: World, step: int, state: TrainState
-    ) -> tuple[Looked, Contents, _Agreed, dict[Keys, bytes]]:
-        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds.
-
-        And what this rank stores that is no tensor, packed.
-        """
+    def _agree(self, world: World, step: int, state: TrainState) -> tuple[_Own, _Agreed]:
+        """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
         call = repr((step, self._keep, self._mode, self._only))
-        taken: list[tuple[Looked, Contents, dict[Keys, bytes]]] = []
+        taken: list[_Own] = []
 
         def tell() -> _Told:
-            looked, contents = self._take_down(step, state, world.rank)
-            taken.append((looked, contents, _packed(contents, world.rank)))
-            planned = self._planned
+            own = self._take_down(step, state, world.rank)
+            taken.append(own)
+            looked, planned = own.looked, self._planned
             is_planned = planned is not None and (planned.looked is looked or planned.layout == _layout(looked))
-            return _Told(call, is_planned, contents.data, dict(contents.random))
+            return _Told(call, is_planned, own.contents.data, dict(own.contents.random))
 
         told = world.each(tell)
-        [(looked, contents, packed_values)] = taken
+        [own] = taken
         if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
             raise DisagreementError(
                 f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
@@ -336,9 +340,7 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        is_own = data == "each" or not world.rank
-        values = {path: value for path, value in packed_values.items() if is_own or path[0] != "data"}
-        return looked, contents, _Agreed(all(item.is_planned for item in told), alike, data), values
+        return own, _Agreed(all(item.is_planned for item in told), alike, data)
 
     def _plan(self, world: World, looked: Looked, agreed: _Agreed) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
@@ -391,10 +393,18 @@ class _Agreed:
     data: str
 
 
-def _packed(contents: Contents, rank: int) -> dict[Keys, bytes]:
-    """What this rank knows that is no tensor: its own values, and on the first rank those of all."""
-    values = contents.own if rank else {**contents.common, **contents.own}
-    return {path: packed(value, key_of(path)) for path, value in values.items()}
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this rank has: what it looked at, what else belongs to the state, and that, packed."""
+
+    looked: Looked
+    contents: Contents
+    values: Mapping[Keys, bytes]
+
+    def stored(self, agreed: _Agreed, rank: int) -> dict[Keys, bytes]:
+        """Those values that this rank stores: a position in the data that is everybody's, the first one does."""
+        stores_data = agreed.data == "each" or not rank
+        return {path: value for path, value in self.values.items() if stores_data or path[0] != "data"}
 
 
 def _layout(looked: Looked) -> _Layout:
@@ -407,73 +417,6 @@ def _layout(looked: Looked) -> _Layout:
         )
         for path, tensor in looked.tensors.items()
     }
-
-
-def _promised(world: World, job: write.Job) -> CheckpointReport:
-    """The report of a checkpoint that is not complete yet."""
-    return CheckpointReport(
-        rank=world.rank,
-        world_size=world.size,
-        directory=str(job.folder),
-        step=job.step,
-        is_complete=False,
-        tensors=len(job.plan.tensors),
-        state_bytes=job.plan.state_bytes,
-        written_bytes=job.plan.nbytes(world.rank),
-    )
-
-
-def _completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:
-    return replace(
-        report,
-        is_complete=True,
-        written_bytes=written.own_nbytes,
-        checkpoint_bytes=written.nbytes,
-        removed=written.removed,
-    )
-
-
-def _done_now(function: Callable[[], _T]) -> Callable[[], _T]:
-    """What the function returns or raises now, to be had later: so a rank that fails here stays in step."""
-    outcome: Future[_T] = Future()
-    try:
-        outcome.set_result(function())
-    except Exception as error:
-        outcome.set_exception(error)
-    return outcome.result
-
-
-class _Background:
-    """A checkpoint that a thread of its own writes. The ranks' threads meet over the store, in no collective."""
-
-    def __init__(self, world: World, job: write.Job, report: CheckpointReport) -> None:
-        self._world = world
-        self._job = job
-        self._report = report
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="shardwise-checkpoint")
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the end, whatever that is."""
-        self._thread.join()
-
-    def result(self) -> CheckpointReport:
-        """After the end: the report, or what went wrong."""
-        if self._failure is not None:
-            raise self._failure
-        return self._report
-
-    def _work(self) -> None:
-        start = time.perf_counter()
-        try:
-            with self._world:
-                written = write.carry_out(self._world, self._job)
-        except BaseException as error:
-            self._failure = error
-            return
-        seconds = {**self._report.seconds, "write": time.perf_counter() - start}
-        self._report = replace(_completed(self._report, written), seconds=seconds)
 
 
 def _require_kinds(keep: object, mode: object, only: object) -> None:

@@ -50,11 +50,6 @@ class Content:
     source: Source
     values: Mapping[Keys, bytes]
 
-    @property
-    def value_bytes(self) -> int:
-        """Of what is no tensor."""
-        return sum(map(len, self.values.values()))
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

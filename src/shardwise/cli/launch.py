@@ -6,12 +6,10 @@ here and nowhere else.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, assert_never
 
@@ -105,11 +103,13 @@ def run_ranks(
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
+    from shardwise.execution.garbage import import_all
+
     launch = read_launch(os.environ, nproc_per_node)
     with _defaults(_HUGE_PAGES):
         match launch:
             case Alone():
-                _import(preloaded)
+                import_all(preloaded)
                 from shardwise.execution.ranks import run_alone
 
                 return run_alone(function, *args)
@@ -120,25 +120,12 @@ def run_ranks(
                 with _defaults(_CUDA_FROM_AFAR):
                     return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
             case Launched(rank, size, local_rank):
-                _import(preloaded)
+                import_all(preloaded)
                 from shardwise.execution.ranks import Seat, run_seated
 
                 return run_seated(Seat(rank, size, local_rank), function, *args)
             case _:
                 assert_never(launch)
-
-
-def _import(modules: Sequence[str]) -> None:
-    """Import what is needed anyway, in one go: Python searches for no garbage meanwhile, as there is none."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        for module in modules:
-            with suppress(ImportError):  # whoever needs it says so
-                importlib.import_module(module)
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

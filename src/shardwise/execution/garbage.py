@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -21,3 +22,11 @@ def collected_later() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import what is needed anyway, in one go. A module that cannot be imported is left to whoever needs it."""
+    with collected_later():
+        for module in modules:
+            with suppress(ImportError):
+                importlib.import_module(module)
