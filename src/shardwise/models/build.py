@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.conversion import Expression, stored_dtype
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of
+from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, walk
 from shardwise.models.dtypes import to_torch
 
 
@@ -159,7 +159,7 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
     plan = compat.dtype_plan(model, dtype)
     if not plan:
         return
-    for prefix, module in model.named_modules():
+    for prefix, module in walk(model):
         for registry in (parameters_of(module), buffers_of(module)):
             for name, tensor in registry.items():
                 fqn = f"{prefix}.{name}" if prefix else name

@@ -80,12 +80,12 @@ def foresee(
     )
 
 
-def padded_numels(model: nn.Module) -> dict[str, int]:
+def padded_numels(model: nn.Module, held: Sequence[Held]) -> dict[str, int]:
     """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included."""
     managers = _torch_private.fsdp_params(model)
     return {
         item.fqn: _torch_private.padded_numel(managers[item.tensor])
-        for item in look_inside(model)
+        for item in held
         if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
     }
 

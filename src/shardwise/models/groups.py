@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from shardwise.models._torch_private import modules_in, parameters_in, parameters_of, walk
 from shardwise.models.policies import WrapPolicy, select_blocks
 
 MAX_PADDING = 1.1
@@ -54,7 +55,7 @@ def group_parameters(
     owner = _group_finder(model, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
     members: dict[str, list[nn.Parameter]] = {name: [] for name in leader.values()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_in(model):
         if parameter not in whole:
             members[leader[owner(name)]].append(parameter)
     blocks = tuple(Group(tuple(names), tuple(members[names[0]])) for names in groups)
@@ -92,7 +93,7 @@ def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], st
 
     Modules count, not their names: a block that is registered twice is one block under both names.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(walk(model, every_name=True))
     block_of = {id(modules[block]): block for block in blocks}
 
     def owner(name: str) -> str:
@@ -109,10 +110,13 @@ def _unshardable(model: nn.Module) -> dict[nn.Parameter, str]:
 
     These are 0-d and empty ones, and those of a minority dtype among a module's own trained ones.
     """
-    found = {parameter: "it has no dimensions" for parameter in model.parameters() if parameter.ndim == 0}
-    found |= {parameter: "it has no elements" for parameter in model.parameters() if parameter.numel() == 0}
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.ndim > 0]
+    parameters = [parameter for _, parameter in parameters_in(model)]
+    found = {parameter: "it has no dimensions" for parameter in parameters if parameter.ndim == 0}
+    found |= {parameter: "it has no elements" for parameter in parameters if parameter.numel() == 0}
+    for module in modules_in(model):
+        own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
+        if len(own) < 2:
+            continue
         sizes: dict[torch.dtype, int] = {}
         for parameter in own:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
@@ -138,7 +142,7 @@ def _islands(
     sizes: dict[str, dict[torch.dtype, int]] = {}
     trained = {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters_in(model)
         if parameter.requires_grad and parameter not in replicated
     }
     for name, parameter in trained.items():
@@ -164,7 +168,7 @@ def _islands(
 def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Every parameter with all of its names."""
     places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_in(model, every_name=True):
         places.setdefault(parameter, []).append(name)
     return places
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, writes_to
+from shardwise.models._torch_private import buffers_of, modules_in, writes_to
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.programs import Program, Programmed, seed_of, truncated_normal_as_one_step
 from shardwise.models.view import Held, attributes_on_meta
@@ -36,7 +36,10 @@ BufferRules = Mapping[str, Callable[[nn.Module], torch.Tensor]]
 
 @contextlib.contextmanager
 def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta."""
+    """For the time of the block, ``chosen`` tensors by FQN, and for all others harmless ones on meta.
+
+    What is computed meanwhile is computed on the host, whatever the user's default device.
+    """
     originals = [item.tensor for item in held]
     try:
         for item in held:
@@ -48,7 +51,8 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
                 stand_in = nn.Parameter(stand_in, requires_grad=False)
             compat.mark_initialized(stand_in)
             item.replace(stand_in)
-        yield
+        with torch.device("cpu"):
+            yield
     finally:
         for item, original in zip(held, originals, strict=True):
             item.replace(original)
@@ -131,7 +135,7 @@ def initialize_whole(
     if drawn := additions.drawn_whole.get(item.fqn):
         with _own_random_state(seed_of(seed, drawn.layer, 0)):
             return drawn.draw().to(item.tensor.dtype)
-    whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype)
+    whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
     untouched = writes_to(whole)
     with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
         run_initializers(model, held, {item.fqn})
@@ -192,7 +196,7 @@ def _written_by_initialisers(
     """The values that initialisers give to ``buffers``, by FQN; those that none of them writes are left out."""
     if not buffers:
         return {}
-    fresh = {item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype) for item in buffers}
+    fresh = {item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu") for item in buffers}
     untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
     values: dict[str, torch.Tensor] = {}
     with _own_random_state(seed), stand_ins(held, fresh):
@@ -209,7 +213,7 @@ def _written_by_initialisers(
 
 def _inside_pretrained(model: nn.Module) -> set[nn.Module]:
     """All modules that belong to a model of transformers."""
-    return {module for _, pretrained in compat.outermost_pretrained(model) for module in pretrained.modules()}
+    return {module for _, pretrained in compat.outermost_pretrained(model) for module in modules_in(pretrained)}
 
 
 def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _planned(model: nn.Module) -> list[str]:
     freed = {rule for rule, style in plan.items() if style == "free_full_weight"}
     names = [
         name
-        for name, module in model.named_modules()
+        for name, module in walk(model)
         if (name in freed or re.sub(r"\.\d+(?=\.|$)", ".*", name) in freed)
         and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # containers have no forward to gather for
     ]
@@ -152,7 +153,7 @@ def _planned(model: nn.Module) -> list[str]:
 
 def _of_classes(model: nn.Module, classes: Iterable[str]) -> list[str]:
     wanted = set(classes)
-    names = [name for name, module in model.named_modules() if name and wanted & _class_names(module)]
+    names = [name for name, module in walk(model) if name and wanted & _class_names(module)]
     return names
 
 
@@ -163,7 +164,7 @@ def _class_names(module: nn.Module) -> set[str]:
 def listed_blocks(model: nn.Module) -> list[str]:
     """Names of the members of every outermost ``nn.ModuleList`` that repeats one class at least twice, in order."""
     found: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in walk(model):
         inside = any(name.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
             kinds = [type(member) for member in module]
@@ -196,4 +197,4 @@ def _large_enough(model: nn.Module, numel: int) -> list[str]:
         return 0
 
     left_of("", model)
-    return [name for name, _ in model.named_modules() if name in found]
+    return [name for name, _ in walk(model) if name in found]

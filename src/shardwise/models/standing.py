@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlacementError
 from shardwise.layout import Kind
+from shardwise.models._torch_private import modules_in, walk
 from shardwise.models.view import Held, canonical
 from shardwise.report import collapse
 
@@ -26,7 +27,7 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
         PlacementError: naming the modules, when it has been applied to some of them; or the parameters, when they
             are distributed, but not by ``fully_shard``.
     """
-    groups = [canonical(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups = [canonical(name) for name, module in walk(model) if isinstance(module, FSDPModule)]
     parameters = [item for item in held if item.kind is Kind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
@@ -50,7 +51,7 @@ def root_of(model: nn.Module) -> FSDPModule | None:
 
     That is the model, or the model of transformers inside of PEFT's.
     """
-    return next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    return next((module for module in modules_in(model) if isinstance(module, FSDPModule)), None)
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:

@@ -33,7 +33,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import original_class, original_classes, parameters_of
+from shardwise.models._torch_private import modules_in, original_class, original_classes, parameters_of
 
 __all__ = ["dot_natural_key"]
 
@@ -309,19 +309,24 @@ def mark_sharded(model: nn.Module) -> None:
 
 def outermost_pretrained(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """The transformers models in a module that no other of them contains, with their prefixes."""
-    if isinstance(model, PreTrainedModel):
-        return [("", model)]
     found: list[tuple[str, PreTrainedModel]] = []
-    for prefix, module in model.named_modules():
-        inside = any(prefix.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, PreTrainedModel) and not inside:
+    ahead, seen = [("", model)], set[nn.Module]()
+    while ahead:
+        prefix, module = ahead.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, PreTrainedModel):
             found.append((prefix, module))
+        else:
+            stem = f"{prefix}." if prefix else ""
+            ahead += reversed([(f"{stem}{name}", child) for name, child in module.named_children()])
     return found
 
 
 def forget_initialized(model: nn.Module) -> None:
     """Remove the marks by which modules pass over ``initialize_weights``."""
-    for module in model.modules():
+    for module in modules_in(model):
         if "_is_hf_initialized" in vars(module):
             del module._is_hf_initialized
 
@@ -348,6 +353,11 @@ def init_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
         hf_init.TORCH_INIT_FUNCTIONS[name] = original
 
 
+def not_initialising() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block, torch's functions that initialise do nothing: what is on meta has no values."""
+    return hf_init.no_init_weights()
+
+
 def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another model of the same class and config: parameters on meta, all else as the constructor computes it.
 
@@ -363,7 +373,7 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     model_class: Any = original_class(model)
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        with hf_init.no_init_weights():
+        with not_initialising():
             fresh: PreTrainedModel = model_class._from_config(model.config)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.models._torch_private import local_address, registries_of
+from shardwise.models._torch_private import local_address, modules_in, registries_of
 
 
 class Snapshot:
@@ -25,7 +25,7 @@ class Snapshot:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Collection[torch.Tensor]
     ) -> None:
-        self._registries = [registry for module in model.modules() for registry in registries_of(module)]
+        self._registries = [registry for module in modules_in(model) for registry in registries_of(module)]
         self._sizes = list(map(len, self._registries))
         self._filled = [registry for registry in self._registries if registry]
         self._objects = self._all(model, optimizers)  # kept, so that ids stay theirs

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -15,11 +16,15 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.models import _torch_private
-from shardwise.models._torch_private import REGISTRIES, buffers_of, is_temporary, parameters_of
+from shardwise.models._torch_private import buffers_of, is_temporary, modules_in, parameters_of, walk
 from shardwise.models.dtypes import from_torch, in_memory
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that torch gives to each module: registries, hooks, ``training``."""
 
 
 def canonical(fqn: str) -> str:
@@ -107,12 +112,14 @@ def look_inside(model: nn.Module) -> list[Held]:
 
     FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
     """
-    for module in model.modules():
+    for module in modules_in(model):
         if isinstance(module, FSDPModule):
             module.reshard()
     held: dict[int, Held] = {}
     for module, tensor, name, kind, prefix in _registered(model):
-        item = held.setdefault(id(tensor), Held(tensor, kind))
+        item = held.get(id(tensor))
+        if item is None:
+            item = held[id(tensor)] = Held(tensor, kind)
         item.slots.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return list(held.values())
 
@@ -128,10 +135,12 @@ def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
 
 
 def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in walk(model, every_name=True):
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, Kind.PARAMETER, prefix
+        if not buffers_of(module):
+            continue
         buffers = {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
         temporary = sorted(name for name in buffers if is_temporary(module, name))
         for name, buffer in buffers.items():
@@ -188,13 +197,12 @@ def local_boxes(tensor: torch.Tensor, fqn: str) -> tuple[LocalBox, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    local = local_tensor(tensor)
     return boxes_at(
         tuple(tensor.shape),
-        tensor.placements,
+        tuple(tensor.placements),
         tuple(tensor.device_mesh.shape),
         tuple(coordinate),
-        tuple(local.stride()),
+        tuple(local_tensor(tensor).stride()),
         fqn,
     )
 
@@ -227,16 +235,29 @@ def boxes_at(
     Raises:
         PlacementError: for a placement that is neither a shard nor a replica.
     """
+    for placement, size in zip(placements, mesh_shape, strict=True):
+        if _torch_private.splitting_dim(placement) is None and not placement.is_replicate():
+            raise PlacementError(
+                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
+                "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
+            )
+    return _boxes_at(shape, tuple(placements), mesh_shape, coordinate, local_strides)
+
+
+@lru_cache(maxsize=4096)
+def _boxes_at(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    local_strides: tuple[int, ...],
+) -> tuple[LocalBox, ...]:
+    """Asked for once a layer, of tensors that are alike in all layers."""
     splits: list[list[tuple[Placement, int, int]]] = [[] for _ in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         dim = _torch_private.splitting_dim(placement)
         if dim is not None:
             splits[dim].append((placement, size, position))
-        elif not placement.is_replicate():
-            raise PlacementError(
-                f"{fqn} is placed as {placement} on an axis of {size} ranks (the mesh has {mesh_shape}), which "
-                "holds no values of its own; redistribute it to Shard or Replicate before it is loaded"
-            )
     runs = [_torch_private.held_runs(size, tuple(split)) for size, split in zip(shape, splits, strict=True)]
     boxes: list[LocalBox] = []
     local_starts = [list(itertools.accumulate((n for _, n in dim_runs), initial=0)) for dim_runs in runs]
@@ -260,10 +281,9 @@ def meta_leftovers(model: nn.Module) -> list[str]:
 def attributes_on_meta(model: nn.Module) -> list[Slot]:
     """Plain attributes of modules that are tensors on meta, or lists, tuples or dicts that hold one."""
     found: list[Slot] = []
-    for prefix, module in model.named_modules():
+    for prefix, module in walk(model):
         for name, value in vars(module).items():
-            registered = name in REGISTRIES
-            if not registered and any(tensor.is_meta for tensor in _tensors_in(value)):
+            if name not in _OF_EVERY_MODULE and any(tensor.is_meta for tensor in _tensors_in(value)):
                 found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return found
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from shardwise.errors import PlacementError
 from shardwise.models import blocks
 from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import parameters_in, walk
 from shardwise.models.blocks import ActivationCheckpointing, Compiling, Off
 from shardwise.models.groups import Grouping, group_parameters, shard_dim
 from shardwise.models.policies import Automatic, WrapPolicy, repeated_blocks
@@ -105,7 +106,7 @@ def wrap(
         "shard_placement_fn": _placement_for(mesh.size(mesh.ndim - 1)),
         "ignored_params": set(grouping.whole),
     }
-    modules = dict(model.named_modules())
+    modules = dict(walk(model))
     for group in grouping.blocks:
         members = [modules[name] for name in group.modules]
         fully_shard(
@@ -152,7 +153,7 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
             "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
             "shardwise.load"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_in(model):
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise PlacementError(
                 f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and cannot be "

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import original_class
+from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import modules_in, original_class, walk
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -133,8 +134,8 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     if not starts_anew:
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
-    # PEFT draws values that do not stay: on meta, or from random numbers that are the user's own.
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
+    with warnings.catch_warnings(), compat.not_initialising(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -165,7 +166,7 @@ class Targets:
 def targets_of(model: PeftModel, adapter: str) -> Targets:
     """What the adapter has been put into."""
     tuner: Any = model.base_model
-    copied = tuple(name for name, module in model.get_base_model().named_modules() if _has_copy(module, adapter))
+    copied = tuple(name for name, module in walk(model.get_base_model()) if _has_copy(module, adapter))
     return Targets(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
 
 
@@ -177,7 +178,7 @@ def _has_copy(module: nn.Module, adapter: str) -> bool:
 
 def copies(model: PeftModel, adapter: str) -> Iterator[tuple[nn.Module, nn.Module]]:
     """(module, its copy that is trained instead) of every module in ``modules_to_save``."""
-    for module in model.modules():
+    for module in modules_in(model):
         if _has_copy(module, adapter):
             yield module.original_module, module.modules_to_save[adapter]  # type: ignore[misc,index]
 
@@ -186,7 +187,7 @@ def layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
     """The layers of LoRA in a model, by name."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in model.named_modules():
+    for name, module in walk(model):
         if isinstance(module, LoraLayer):
             yield name, module
 

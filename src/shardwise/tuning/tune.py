@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.layout import Kind
+from shardwise.models._torch_private import parameters_in, parameters_of, walk
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held, look_inside
@@ -108,8 +109,8 @@ def _with_lora(
     """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
-    modules = [module_name for module_name, _ in base.named_modules()]
-    parameters = [parameter_name for parameter_name, _ in base.named_parameters()]
+    modules = [module_name for module_name, _ in walk(base)]
+    parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
     try:
         model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
     except ConfigError:
@@ -165,8 +166,8 @@ def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -
     """Names of parameters and buffers in copied modules, to those of what they are copies of."""
     found: dict[str, str] = {}
     for original, copy in peft_compat.copies(model, adapter):
-        ours = dict(original.named_modules(remove_duplicate=False))
-        for inner, module in copy.named_modules(remove_duplicate=False):
+        ours = dict(walk(original, every_name=True))
+        for inner, module in walk(copy, every_name=True):
             for local in (
                 *dict(module.named_parameters(recurse=False)),
                 *dict(module.named_buffers(recurse=False)),
@@ -273,8 +274,8 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
 
 
 def _require_one_dtype(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+    for name, module in walk(model):
+        own = {local: parameter for local, parameter in parameters_of(module).items() if parameter is not None}
         kinds = {(parameter.dtype, parameter.requires_grad) for parameter in own.values()}
         if len({dtype for dtype, _ in kinds}) > 1 and len({is_trained for _, is_trained in kinds}) > 1:
             words = ", ".join(f"{local} {parameter.dtype}" for local, parameter in own.items())

@@ -377,10 +377,9 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     request = ask()
     options = request.options
     held = look_inside(model)
-    with torch.device("cpu"):  # buffers are computed on the host, whatever the user's default device
-        computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
-        plan = make_plan(model, held, computed, source.index, request)
-        programs = foresee_initial_values(model, held, plan, options, request.additions)
+    computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+    plan = make_plan(model, held, computed, source.index, request)
+    programs = foresee_initial_values(model, held, plan, options, request.additions)
     home = home_of(held, options.device)
     by_name = {item.fqn: item for item in held}
     items = destinations(plan, by_name, devices_of(model, held, home))
@@ -390,7 +389,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     policy = source.reader.policy
     alone = [item for item in items if item.fqn not in peers]
     own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
-    forecast = foresee_memory(model, plan, source, options, home, world.rank)
+    forecast = foresee_memory(model, held, plan, source, options, home, world.rank)
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
     return Prepared(
@@ -466,7 +465,13 @@ def finish(
 
 
 def foresee_memory(
-    model: nn.Module, plan: LoadPlan, source: OpenSource, options: LoadOptions, home: torch.device, rank: int
+    model: nn.Module,
+    held: Sequence[Held],
+    plan: LoadPlan,
+    source: OpenSource,
+    options: LoadOptions,
+    home: torch.device,
+    rank: int,
 ) -> RankForecast:
     """What the load will take on this rank, every rank reading for itself."""
     homes = Homes.of(
@@ -476,7 +481,7 @@ def foresee_memory(
         budget_bytes=options.budget_bytes,
         offloads_shards=home.type != "cpu" and offloads_shards(model),
     )
-    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(model))
+    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(model, held))
 
 
 def foresee_initial_values(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.execution.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
@@ -55,6 +56,7 @@ def alike(options: TunedOptions, adapter: Adapter | None) -> str:
     return repr((in_words(options.get("tuning", Full()), trained_dtype(options), adapter), resizing(options)))
 
 
+@collected_later()
 def made_ready(
     built: Outline,
     untied: set[str],
