@@ -21,11 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 @dataclass(frozen=True)
 class Request:
-    """A folder with a checkpoint; "auto" or the name of a dtype; ranks that hold the same shards."""
+    """A folder with a checkpoint; "auto" or the name of a dtype; ranks that hold the same shards.
+
+    With ``lora``, the model has PEFT's adapter on all its linear layers.
+    """
 
     folder: Path
     dtype: str = "auto"
     replicas: int = 1
+    lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ def with_shardwise(request: Request, **keywords: Any) -> Loaded:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         keywords["sharding"] = shardwise.Sharding(mesh=mesh)
         keywords["options"] = shardwise.LoadOptions(shared_reads=OncePerGroup())
+    if request.lora:
+        keywords["tuning"] = shardwise.Lora(adapter_config())
     model, report = shardwise.from_pretrained(
         request.folder, dtype=request.dtype, output_loading_info=True, **keywords
     )
@@ -61,31 +67,23 @@ def with_shardwise(request: Request, **keywords: Any) -> Loaded:
     return Loaded(model, facts)
 
 
-def with_shardwise_lora(request: Request) -> Loaded:
-    """shardwise, with an adapter on all linear layers. (The others would put theirs on after the load.)"""
-    from peft import LoraConfig
-
-    import shardwise
-
-    return with_shardwise(request, tuning=shardwise.Lora(LoraConfig(r=16, target_modules="all-linear")))
-
-
 def with_transformers(request: Request) -> Loaded:
-    """transformers' own way to FSDP2."""
+    """transformers' own way to FSDP2. An adapter comes after it, whole on every rank, with the same seed on all."""
     from transformers.distributed import DistributedConfig
 
     shards = dist.get_world_size() // request.replicas
     config = DistributedConfig(fsdp_size=shards, dp_replicate_size=request.replicas)
     model = AutoModelForCausalLM.from_pretrained(request.folder, dtype=request.dtype, distributed_config=config)
-    return Loaded(model)
+    torch.manual_seed(0)
+    return Loaded(adapted(model, request))
 
 
-def with_accelerate(request: Request, adapt: Callable[[Any], Any] = lambda model: model) -> Loaded:
+def with_accelerate(request: Request) -> Loaded:
     """accelerate's FSDP2 with ``cpu_ram_efficient_loading``: rank 0 loads, then each tensor is sent to all.
 
     ``fsdp2_prepare_model`` is called as ``Accelerator.prepare`` calls it; ``Accelerator`` itself offers FSDP on
     accelerators only. Ranks other than the first start from a model on meta and read nothing. (transformers makes
-    them read too; that is not held against accelerate.) ``adapt`` is what is done to the model before.
+    them read too; that is not held against accelerate.)
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -106,7 +104,7 @@ def with_accelerate(request: Request, adapt: Callable[[Any], Any] = lambda model
         is_main_process=dist.get_rank() == 0,
         device=torch.device("cpu"),
     )
-    return Loaded(fsdp2_prepare_model(accelerator, adapt(model)))
+    return Loaded(fsdp2_prepare_model(accelerator, adapted(model, request)))
 
 
 def with_set_model_state_dict(request: Request) -> Loaded:
@@ -114,15 +112,20 @@ def with_set_model_state_dict(request: Request) -> Loaded:
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    model = _wrapped(_on_meta(request))
+    model = adapted(_on_meta(request), request)
+    names = in_model(model)
+    model = _wrapped(model)
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
         for path in sorted(request.folder.glob("*.safetensors")):
-            whole |= load_file(path)
+            whole |= {names.get(key, key): tensor for key, tensor in load_file(path).items()}
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                whole[name] = begun(name, torch.empty(parameter.shape, dtype=parameter.dtype))
     # Not strict: a tied head is not stored, and is the embedding's own parameter in the model.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, whole, options=options)
-    model.tie_weights()
+    _base(model).tie_weights()
     return Loaded(model)
 
 
@@ -130,11 +133,19 @@ def with_dcp(request: Request) -> Loaded:
     """torch: distributed checkpoint, with its reader of Hugging Face's layout."""
     import torch.distributed.checkpoint as dcp
 
-    model = _wrapped(_on_meta(request))
-    wanted = dict(model.named_parameters())  # tied ones once
+    model = adapted(_on_meta(request), request)
+    stored = {name: key for key, name in in_model(model).items()}
+    model = _wrapped(model)
+    parameters = dict(model.named_parameters())  # tied ones once
+    wanted = {stored[name]: parameter for name, parameter in parameters.items() if name in stored}
     dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(request.folder)))
-    model.load_state_dict(wanted, strict=False, assign=True)
-    model.tie_weights()
+    loaded = {name: wanted[stored[name]] for name in parameters if name in stored}
+    torch.manual_seed(0)
+    for name, parameter in parameters.items():
+        if name not in stored:
+            loaded[name] = begun(name, torch.empty_like(parameter, device="cpu"))
+    model.load_state_dict(loaded, strict=False, assign=True)
+    _base(model).tie_weights()
     return Loaded(model)
 
 
@@ -148,15 +159,51 @@ def _on_meta(request: Request) -> Any:
     return model.eval()
 
 
+def adapter_config() -> Any:
+    """A LoRA of r=16 on all linear layers."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def adapted(model: Any, request: Request) -> Any:
+    """With PEFT's adapter, where one is asked for, in the dtype of the base: FSDP2 wants one dtype in a group."""
+    if not request.lora:
+        return model
+    from peft import get_peft_model
+
+    is_on_meta = next(model.parameters()).is_meta
+    return get_peft_model(model, adapter_config(), autocast_adapter_dtype=False, low_cpu_mem_usage=is_on_meta)
+
+
+def in_model(model: Any) -> dict[str, str]:
+    """Names as stored to those in the model, of all parameters that a checkpoint holds."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name
+        for name, _ in model.named_parameters()
+        if ".lora_" not in name
+    }
+
+
+def begun(name: str, matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix of an adapter as PEFT begins it."""
+    with torch.no_grad():
+        return nn.init.kaiming_uniform_(matrix, a=5**0.5) if ".lora_A." in name else nn.init.zeros_(matrix)
+
+
+def _base(model: Any) -> Any:
+    """The model of transformers, where PEFT's is around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _wrapped(model: Any) -> Any:
-    for layer in model.model.layers:
+    for layer in _base(model).model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
 ARMS: dict[str, Callable[[Request], Loaded]] = {
     "shardwise": with_shardwise,
-    "shardwise_lora": with_shardwise_lora,
     "transformers": with_transformers,
     "accelerate": with_accelerate,
     "set_model_state_dict": with_set_model_state_dict,

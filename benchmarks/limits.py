@@ -34,9 +34,8 @@ def limits_of(results: Mapping[str, Any]) -> list[Limit]:
     """Every promise with what was measured."""
     limits: list[Limit] = []
     for row in results["rows"]:
-        for own in ("shardwise", "shardwise_lora"):
-            if own in row["arms"]:
-                limits += _limits_of_row(row, own)
+        if "shardwise" in row["arms"]:
+            limits += _limits_of_row(row)
     if "replicated" in results:
         limits.append(Limit("2x2: read / checkpoint", results["replicated"]["read_fraction"], READ_RATIO))
     for name, found in results.get("remote", {}).get("meshes", {}).items():
@@ -47,11 +46,10 @@ def limits_of(results: Mapping[str, Any]) -> list[Limit]:
     return limits
 
 
-def _limits_of_row(row: Mapping[str, Any], own: str) -> list[Limit]:
-    """What is promised of a row, of one of the arms that are shardwise's."""
+def _limits_of_row(row: Mapping[str, Any]) -> list[Limit]:
     limits: list[Limit] = []
-    arms, ours, shape = row["arms"], row["arms"][own], SHAPES[row["shape"]]
-    name = row["name"] if own == "shardwise" else f"{row['name']}, with a LoRA"
+    arms, ours, shape = row["arms"], row["arms"]["shardwise"], SHAPES[row["shape"]]
+    name = row["name"]
     if row["cold"]:
         wanted = {"transformers": COLD_RATIO}
     elif row["dtype"] == "float32":

@@ -39,6 +39,7 @@ class Row:
     arms: tuple[str, ...]
     dtype: str = "auto"
     cold: bool = False
+    lora: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +60,9 @@ def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[
         elif shape.stores_head:
             add(f"{model} warm", shape, ours)
         else:
-            add(f"{model} warm", shape, ("shardwise", "shardwise_lora", *PEERS, *roof.VARIANTS))
+            add(f"{model} warm", shape, ("shardwise", *PEERS, *roof.VARIANTS))
+            if not quick:
+                add(f"{model} with a LoRA", shape, ("shardwise", *PEERS, *roof.VARIANTS), lora=True)
     if not quick:
         dense = [SHAPES[model] for model in models if not SHAPES[model].is_moe and not SHAPES[model].stores_head]
         for shape in dense[:1]:
@@ -97,9 +100,8 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
     def once(arm: str) -> dict[str, Any]:
         if arm in roof.VARIANTS:
             return summary(roof.measure(arm, folder, RANKS, **conditions))
-        return summary(
-            load_once(arm, folder, warm_up, timeout_s, dtype=row.dtype, wants_priority=True, **conditions)
-        )
+        how = {"dtype": row.dtype, "lora": row.lora, "wants_priority": True, **conditions}
+        return summary(load_once(arm, folder, warm_up, timeout_s, **how))
 
     disturbed = 0
     for repeat in range(repeats):
@@ -123,6 +125,7 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
         "bytes": row.shape.nbytes,
         "dtype": row.dtype,
         "cold": row.cold,
+        "lora": row.lora,
         "arms": arms,
         "skipped": dict(row.skipped),
         "disturbed": disturbed,
@@ -318,7 +321,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmarks")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one load")
     parser.add_argument("--patience", type=float, default=3.0, help="seconds to wait for an idle machine")
-    parser.add_argument("--profile", metavar="ARM", help="profile one arm on rank 0 instead of measuring")
+    parser.add_argument("--profile", metavar="ARM", help="profile one arm on rank 0; --rows LoRA: an adapter too")
     return parser.parse_args(argv)
 
 
@@ -333,7 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.profile:
         shape = SHAPES[models[0]]
         folder, warm_up = write(shape, given.dir), write(shape.tiny(), given.dir)
-        run = summary(load_once(given.profile, folder, warm_up, given.timeout, profile=True, wants_priority=True))
+        how = {"lora": "LoRA" in given.rows, "profile": True, "wants_priority": True}
+        run = summary(load_once(given.profile, folder, warm_up, given.timeout, **how))
         say(run["profile"])
         return 0
     began = time.monotonic()

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,9 +19,6 @@ from typing import Any, Self
 import numpy as np
 
 _SAMPLE_S = 0.005
-_BALLAST_S = 0.02
-_LEAD_BYTES = 64 << 20
-_HUGE_BYTES = 2 << 20
 _MASK = (1 << 64) - 1
 
 
@@ -126,6 +122,8 @@ def back_memory(nbytes: int, barrier: Callable[[], object]) -> None:
     somebody else used as much memory. ``nbytes`` are touched in small pages and as many in huge ones, since an
     allocator takes the one kind from other places than the other, and all ranks give them back at the same time.
 
+    The host has it back after two seconds; see :mod:`benchmarks.ballast`.
+
     Collective: yes.
     """
     held: list[mmap.mmap] = []
@@ -139,56 +137,6 @@ def back_memory(nbytes: int, barrier: Callable[[], object]) -> None:
     for memory in held:
         memory.close()
     barrier()
-
-
-class Ballast:
-    """Memory held back, and given back no faster than this process takes other memory.
-
-    :func:`back_memory` serves what takes a second or two: after that, the host has back what is free. While this
-    context lasts, what the process takes is what it gave back a moment ago. Some is held in huge pages, and some
-    in small ones, which the system has in different places.
-    """
-
-    def __init__(self, huge_bytes: int, small_bytes: int) -> None:
-        self._regions: list[mmap.mmap] = []
-        for nbytes, advice in ((huge_bytes, mmap.MADV_HUGEPAGE), (small_bytes, mmap.MADV_NOHUGEPAGE)):
-            whole = max(1, -(-nbytes // _HUGE_BYTES)) * _HUGE_BYTES
-            region = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            region.madvise(advice)
-            np.frombuffer(region, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
-            self._regions.append(region)
-        self._over = threading.Event()
-        self._giver = threading.Thread(target=self._give, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._giver.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._giver.join()
-        for region in self._regions:
-            region.close()
-
-    def _give(self) -> None:
-        given = [0 for _ in self._regions]
-        began = _resident_bytes()
-        while any(done < len(region) for done, region in zip(given, self._regions, strict=True)):
-            grown = _resident_bytes() - began + sum(given)
-            wanted = (grown + _LEAD_BYTES) // _HUGE_BYTES * _HUGE_BYTES
-            for number, region in enumerate(self._regions):
-                step = min(wanted, len(region)) - given[number]
-                if step > 0:
-                    region.madvise(mmap.MADV_DONTNEED, given[number], step)
-                    given[number] += step
-            if self._over.wait(_BALLAST_S):
-                break
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
 
 
 def free_bytes() -> int:

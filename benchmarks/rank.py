@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from benchmarks import caps, meter
 from benchmarks.arms import ARMS, Request
+from benchmarks.ballast import Ballast
 from benchmarks.meter import MemoryWatch, Usage
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,8 @@ class Job:
         folder: the checkpoint.
         warm_up: a tiny checkpoint of the same architecture, loaded first by the same processes.
         cold: drop the checkpoint from the page cache before the clock starts; otherwise it is read into it.
-        backed_bytes: memory of each rank to make sure of; see :func:`benchmarks.meter.back_memory`.
+        lora: put an adapter on all linear layers, too.
+        backed_bytes: memory of each rank to make sure of; see :mod:`benchmarks.ballast`.
         patience_s: how long to wait for a moment in which the machine does nothing else.
         wants_priority: run before everybody else on the machine, if that is permitted.
         cap_bytes: what each rank may allocate from then on, enforced by the kernel; None for no limit.
@@ -47,6 +49,7 @@ class Job:
     warm_up: str
     dtype: str = "auto"
     replicas: int = 1
+    lora: bool = False
     cold: bool = False
     backed_bytes: int = 0
     patience_s: float = 0.0
@@ -65,7 +68,7 @@ def measure(job: Job) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     load = ARMS[job.arm]
-    request = Request(Path(job.folder), job.dtype, job.replicas)
+    request = Request(Path(job.folder), job.dtype, job.replicas, job.lora)
     first = load(replace(request, folder=Path(job.warm_up)))
     dirty(first.model)
     del first
@@ -79,13 +82,13 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = job.wants_priority and meter.take_priority()
     dist.barrier()
-    meter.back_memory(job.backed_bytes, dist.barrier)
+    ballast = Ballast(job.backed_bytes, job.backed_bytes // 4)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
     watch = MemoryWatch()
     dist.barrier()
-    with watch as memory:
+    with watch as memory, ballast:
         dist.barrier()
         before, busy = Usage.now(), meter.machine_busy_s()
         start = meter.timestamp()
@@ -154,7 +157,7 @@ def sums(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
     """
     found: dict[str, tuple[str, str, int, int]] = {}
     for called, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if ".lora_" in called:  # in one arm only
+        if ".lora_" in called:  # each loader draws its own
             continue
         name = called.removeprefix("base_model.model.").replace(".base_layer.", ".")
         data = tensor.detach()

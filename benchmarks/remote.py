@@ -2,7 +2,7 @@
 
 A server on this machine (:class:`shardwise.testing.http_store.HttpStoreProcess`) sends no more than a given number
 of bytes per second to all connections together, and begins each answer late. Four ranks load from it, as one group
-of shards and as two replicas of two, into memory that exists (see :class:`benchmarks.meter.Ballast`). Part of
+of shards and as two replicas of two, into memory that exists (see :class:`benchmarks.ballast.Ballast`). Part of
 ``benchmarks.load``; alone by ``python -m benchmarks.remote``.
 """
 
@@ -73,7 +73,7 @@ def load_from(url: str, warm_up: str, replicas: int, nbytes: int) -> dict[str, A
     """One rank: load from the server, warmed on the tiny model; ``nbytes`` of shards come into being."""
     import torch
     import torch.distributed as dist
-    from benchmarks import meter
+    from benchmarks.ballast import Ballast
     from torch.distributed.device_mesh import init_device_mesh
 
     import shardwise
@@ -83,7 +83,7 @@ def load_from(url: str, warm_up: str, replicas: int, nbytes: int) -> dict[str, A
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     sharding = shardwise.Sharding(mesh=mesh["shard"] if replicas == 1 else mesh)
     shardwise.from_pretrained(warm_up, sharding=sharding)
-    held = meter.Ballast(nbytes, _BESIDE_SHARDS_BYTES)
+    held = Ballast(nbytes, _BESIDE_SHARDS_BYTES)
     dist.barrier()
     with held:
         began = time.perf_counter()

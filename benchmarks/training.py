@@ -66,6 +66,8 @@ def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
 
 
 def bring_up_by_shardwise(job: Job) -> Any:
+    from benchmarks.arms import adapter_config
+
     import shardwise
 
     keywords: dict[str, Any] = {"tuning": shardwise.Lora(adapter_config())} if job.lora else {}
@@ -85,18 +87,7 @@ def bring_up_by_hand(job: Job) -> Any:
 def bring_up_by_accelerate(job: Job) -> Any:
     from benchmarks.arms import Request, with_accelerate
 
-    def adapt(model: Any) -> Any:
-        from peft import get_peft_model
-
-        return get_peft_model(model, adapter_config(), autocast_adapter_dtype=False) if job.lora else model
-
-    return with_accelerate(Request(Path(job.folder), dtype=job.dtype), adapt).model
-
-
-def adapter_config() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return with_accelerate(Request(Path(job.folder), dtype=job.dtype, lora=job.lora)).model
 
 
 def step_by_hand(model: Any, optimizer: Any, batch: Any) -> float:

@@ -18,21 +18,24 @@ from tests.models.on_fake_ranks import fake_rank
 pytestmark = pytest.mark.distributed
 
 
-def run(worlds: Worlds, arm: str, folder: Path) -> dict[str, object]:
-    return load.summary(worlds(2).run(measure, Job(arm, str(folder), str(folder))))
+def run(worlds: Worlds, arm: str, folder: Path, *, lora: bool = False) -> dict[str, object]:
+    return load.summary(worlds(2).run(measure, Job(arm, str(folder), str(folder), lora=lora)))
 
 
 @pytest.mark.parametrize(
-    ("name", "arms"),
+    ("name", "arms", "lora"),
     [
-        ("qwen3-0.6b", list(ARMS)),
-        ("qwen3-0.6b-hub", ["shardwise", "transformers"]),
-        ("qwen3-moe", ["shardwise", "transformers", "accelerate"]),
+        ("qwen3-0.6b", list(ARMS), False),
+        ("qwen3-0.6b", list(ARMS), True),
+        ("qwen3-0.6b-hub", ["shardwise", "transformers"], False),
+        ("qwen3-moe", ["shardwise", "transformers", "accelerate"], False),
     ],
 )
-def test_all_arms_make_the_same_model(name: str, arms: list[str], worlds: Worlds, tmp_path: Path) -> None:
+def test_all_arms_make_the_same_model(
+    name: str, arms: list[str], lora: bool, worlds: Worlds, tmp_path: Path
+) -> None:
     folder = write(SHAPES[name].tiny(), tmp_path)
-    found = {arm: load.statistics_of([run(worlds, arm, folder)], 1) for arm in arms}
+    found = {arm: load.statistics_of([run(worlds, arm, folder, lora=lora)], 1) for arm in arms}
     assert load.compare(found) == dict.fromkeys(arms, "same")
 
 

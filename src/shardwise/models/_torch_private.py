@@ -62,19 +62,18 @@ def walk(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, n
 
 
 def modules_in(model: nn.Module) -> Iterator[nn.Module]:
-    """A module and all in it, each once."""
+    """What ``model.modules()`` yields; see :func:`walk`."""
     return (module for _, module in walk(model))
 
 
-def parameters_in(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """What ``model.named_parameters(remove_duplicate=not every_name)`` yields; see :func:`walk`."""
+def parameters_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What ``model.named_parameters()`` yields; see :func:`walk`."""
     seen: set[nn.Parameter] = set()
-    for prefix, module in walk(model, every_name=every_name):
+    for prefix, module in walk(model):
         for name, parameter in module._parameters.items():
-            if parameter is None or (parameter in seen and not every_name):
-                continue
-            seen.add(parameter)
-            yield f"{prefix}.{name}" if prefix else name, parameter
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}.{name}" if prefix else name, parameter
 
 
 def registries_of(module: nn.Module) -> tuple[dict[str, Any], ...]:

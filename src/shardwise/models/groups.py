@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from shardwise.models._torch_private import modules_in, parameters_in, parameters_of, walk
+from shardwise.models._torch_private import parameters_of, walk
 from shardwise.models.policies import WrapPolicy, select_blocks
 
 MAX_PADDING = 1.1
@@ -46,30 +46,49 @@ def group_parameters(
     Raises:
         PlacementError: when the policy matches nothing.
     """
-    whole = {**_unshardable(model), **kept_whole}
-    groups = _merge_tied(model, select_blocks(model, policy))
-    islands, strays = _islands(model, groups, set(whole))
+    inside = _Inside.of(model)
+    whole = {**_unshardable(inside), **kept_whole}
+    groups = _merge_tied(inside, select_blocks(model, policy))
+    islands, strays = _islands(inside, groups, set(whole))
     groups += islands
     whole |= strays
     groups.sort(key=lambda names: -max(name.count(".") for name in names))
-    owner = _group_finder(model, [name for names in groups for name in names])
+    owner = _group_finder(inside, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
     members: dict[str, list[nn.Parameter]] = {name: [] for name in leader.values()}
-    for name, parameter in parameters_in(model):
+    for parameter, names in inside.places.items():
         if parameter not in whole:
-            members[leader[owner(name)]].append(parameter)
+            members[leader[owner(names[0])]].append(parameter)
     blocks = tuple(Group(tuple(names), tuple(members[names[0]])) for names in groups)
     return Grouping(blocks, Group(("",), tuple(members[""])), whole)
 
 
-def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A model looked through once: its modules, by every name, and every parameter with all of its names."""
+
+    modules: Mapping[str, nn.Module]
+    places: Mapping[nn.Parameter, list[str]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Inside:
+        modules = dict(walk(model, every_name=True))
+        places: dict[nn.Parameter, list[str]] = {}
+        for prefix, module in modules.items():
+            for name, parameter in parameters_of(module).items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+        return cls(modules, places)
+
+
+def _merge_tied(inside: _Inside, blocks: Sequence[str]) -> list[list[str]]:
     """Blocks as groups, such that no parameter is seen by two groups.
 
     Blocks that share a parameter become one group. A block that shares one with what is outside of all blocks is
     left to the root group, where the shared parameter then is.
     """
-    owner = _group_finder(model, blocks)
-    places = [[owner(name) for name in names] for names in _places(model).values()]
+    owner = _group_finder(inside, blocks)
+    places = [[owner(name) for name in names] for names in inside.places.values()]
     parent = {block: block for block in [*blocks, ""]}
 
     def find(block: str) -> str:
@@ -88,12 +107,12 @@ def _merge_tied(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], str]:
+def _group_finder(inside: _Inside, blocks: Iterable[str]) -> Callable[[str], str]:
     """A function from a parameter's name to the innermost block it is in ("" for the root).
 
     Modules count, not their names: a block that is registered twice is one block under both names.
     """
-    modules = dict(walk(model, every_name=True))
+    modules = inside.modules
     block_of = {id(modules[block]): block for block in blocks}
 
     def owner(name: str) -> str:
@@ -105,15 +124,14 @@ def _group_finder(model: nn.Module, blocks: Iterable[str]) -> Callable[[str], st
     return owner
 
 
-def _unshardable(model: nn.Module) -> dict[nn.Parameter, str]:
+def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
     """Parameters FSDP2 cannot take, and why.
 
     These are 0-d and empty ones, and those of a minority dtype among a module's own trained ones.
     """
-    parameters = [parameter for _, parameter in parameters_in(model)]
-    found = {parameter: "it has no dimensions" for parameter in parameters if parameter.ndim == 0}
-    found |= {parameter: "it has no elements" for parameter in parameters if parameter.numel() == 0}
-    for module in modules_in(model):
+    found = {parameter: "it has no dimensions" for parameter in inside.places if parameter.ndim == 0}
+    found |= {parameter: "it has no elements" for parameter in inside.places if parameter.numel() == 0}
+    for module in inside.modules.values():
         own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
         if len(own) < 2:
             continue
@@ -129,20 +147,19 @@ def _unshardable(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _islands(
-    model: nn.Module, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
+    inside: _Inside, groups: Sequence[Sequence[str]], replicated: set[nn.Parameter]
 ) -> tuple[list[list[str]], dict[nn.Parameter, str]]:
     """What is of another dtype than most of its group (float32 norms, say): groups of its own, if it can be.
 
     A module can be a group of its own when all that it holds outside of other groups has that one dtype and is
     shared with nobody. Otherwise its parameters of that dtype have to stay whole; they are the second value.
     """
-    owner = _group_finder(model, [name for names in groups for name in names])
+    owner = _group_finder(inside, [name for names in groups for name in names])
     leader = {name: names[0] for names in groups for name in names} | {"": ""}
-    places = _places(model)
     sizes: dict[str, dict[torch.dtype, int]] = {}
     trained = {
-        name: parameter
-        for name, parameter in parameters_in(model)
+        names[0]: parameter
+        for parameter, names in inside.places.items()
         if parameter.requires_grad and parameter not in replicated
     }
     for name, parameter in trained.items():
@@ -156,21 +173,15 @@ def _islands(
         module = name.rpartition(".")[0]
         if parameter.dtype == main[group] or [module] in islands:
             continue
-        inside = [other for other in trained if other.startswith(f"{module}.") and leader[owner(other)] == group]
-        fits = all(trained[other].dtype == parameter.dtype and len(places[trained[other]]) == 1 for other in inside)
+        beside = [other for other in trained if other.startswith(f"{module}.") and leader[owner(other)] == group]
+        fits = all(
+            trained[other].dtype == parameter.dtype and len(inside.places[trained[other]]) == 1 for other in beside
+        )
         if module and module != group and fits:
             islands.append([module])
         else:
             whole[parameter] = "its group is of another dtype, and no module around it can be a group of its own"
     return islands, whole
-
-
-def _places(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter with all of its names."""
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in parameters_in(model, every_name=True):
-        places.setdefault(parameter, []).append(name)
-    return places
 
 
 def shard_dim(shape: Sequence[int], shard_size: int) -> int:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, modules_in, writes_to
+from shardwise.models._torch_private import buffers_of, modules_in, walk, writes_to
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.programs import Program, Programmed, seed_of, truncated_normal_as_one_step
 from shardwise.models.view import Held, attributes_on_meta
@@ -59,12 +59,16 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
 
 
 def run_initializers(model: nn.Module, held: Sequence[Held], names: Collection[str]) -> None:
-    """Run what initialises ``names``: transformers' initialisers, and ``reset_parameters`` of other modules."""
+    """Run what initialises ``names``: transformers' initialisers, and ``reset_parameters`` of other modules.
+
+    Of transformers', those of the modules that hold these tensors, and of the modules around them: an initialiser
+    writes into its module, or into what is in it.
+    """
     inside = _inside_pretrained(model)
-    for _, pretrained in compat.outermost_pretrained(model):
-        compat.forget_initialized(pretrained)
-        compat.run_initializers(pretrained)
     owners = {slot.module: None for item in held if item.fqn in names for slot in item.slots}
+    around = _with_all_around(model, owners)
+    for _, pretrained in compat.outermost_pretrained(model):
+        compat.run_initializers(pretrained, around)
     for module in owners:
         reset = getattr(module, "reset_parameters", None)
         if module not in inside and callable(reset):
@@ -133,7 +137,7 @@ def initialize_whole(
         CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
     """
     if drawn := additions.drawn_whole.get(item.fqn):
-        with _own_random_state(seed_of(seed, drawn.layer, 0)):
+        with _own_random_state(seed_of(seed, drawn.layer, 0)), torch.device("cpu"):
             return drawn.draw().to(item.tensor.dtype)
     whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
     untouched = writes_to(whole)
@@ -211,6 +215,19 @@ def _written_by_initialisers(
     return values
 
 
+def _with_all_around(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
+    """Modules, and all that they are in, under any name."""
+    by_name = dict(walk(model, every_name=True))
+    names = {name for name, module in by_name.items() if module in modules}
+    ahead = list(names)
+    while ahead:
+        around = ahead.pop().rpartition(".")[0]
+        if around not in names:
+            names.add(around)
+            ahead.append(around)
+    return {by_name[name] for name in names}
+
+
 def _inside_pretrained(model: nn.Module) -> set[nn.Module]:
     """All modules that belong to a model of transformers."""
     return {module for _, pretrained in compat.outermost_pretrained(model) for module in modules_in(pretrained)}
@@ -227,7 +244,8 @@ def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, .
         slots = attributes_on_meta(pretrained)
         if not slots:
             continue
-        fresh = compat.built_without_weights(pretrained)
+        with torch.device("cpu"):
+            fresh = compat.built_without_weights(pretrained)
         for slot in slots:
             value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
             if any(isinstance(item, torch.Tensor) and item.is_meta for item in pytree.tree_leaves(value)):

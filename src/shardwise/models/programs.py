@@ -192,7 +192,7 @@ def _pieces(shape: tuple[int, ...], item: LocalBox) -> Iterator[tuple[int, Any, 
         return
     last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)) + 1
     for start in range(first - first % BLOCK_NUMEL, last, BLOCK_NUMEL):
-        flat = torch.arange(start, min(start + BLOCK_NUMEL, math.prod(shape)))
+        flat = torch.arange(start, min(start + BLOCK_NUMEL, math.prod(shape)), device="cpu")
         inside = torch.ones_like(flat, dtype=torch.bool)
         places: list[torch.Tensor] = []
         for offset, size, bound, stride in zip(box.offsets, box.sizes, shape, strides, strict=True):
@@ -208,7 +208,7 @@ def _is_flat_run(box: Box, shape: tuple[int, ...]) -> bool:
 
 def _block(program: Program, start: int, seed: int, fqn: str) -> torch.Tensor:
     stop = min(start + BLOCK_NUMEL, math.prod(program.shape))
-    block = torch.zeros(stop - start, dtype=program.dtype)
+    block = torch.zeros(stop - start, dtype=program.dtype, device="cpu")
     generator = torch.Generator().manual_seed(seed_of(seed, fqn, start // BLOCK_NUMEL))
     for step in program.steps:
         low, high = max(step.start, start), min(step.stop, stop)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -324,20 +324,15 @@ def outermost_pretrained(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     return found
 
 
-def forget_initialized(model: nn.Module) -> None:
-    """Remove the marks by which modules pass over ``initialize_weights``."""
-    for module in modules_in(model):
-        if "_is_hf_initialized" in vars(module):
-            del module._is_hf_initialized
-
-
 def mark_initialized(tensor: torch.Tensor) -> None:
     """The mark by which transformers' initialisers pass over a tensor."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def run_initializers(model: PreTrainedModel) -> None:
-    """``_init_weights`` for every module, children first, each by the model it belongs to."""
+def run_initializers(model: PreTrainedModel, modules: Collection[nn.Module]) -> None:
+    """``_init_weights`` for those of a model's modules, children first, each by the model it belongs to."""
+    for module in modules_in(model):
+        vars(module)["_is_hf_initialized"] = module not in modules  # the mark by which the others are passed over
     with torch.no_grad(), original_classes(model), hf_init.guard_torch_init_functions():
         model.initialize_weights()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.models import _torch_private
-from shardwise.models._torch_private import buffers_of, is_temporary, modules_in, parameters_of, walk
+from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, walk
 from shardwise.models.dtypes import from_torch, in_memory
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -112,11 +112,12 @@ def look_inside(model: nn.Module) -> list[Held]:
 
     FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
     """
-    for module in modules_in(model):
+    modules = list(walk(model, every_name=True))
+    for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
     held: dict[int, Held] = {}
-    for module, tensor, name, kind, prefix in _registered(model):
+    for module, tensor, name, kind, prefix in _registered(modules):
         item = held.get(id(tensor))
         if item is None:
             item = held[id(tensor)] = Held(tensor, kind)
@@ -129,13 +130,15 @@ def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
     of = {id(item.tensor): item for item in held}
     return {
         f"{prefix}.{name}" if prefix else name: of[id(tensor)]
-        for _, tensor, name, kind, prefix in _registered(model)
+        for _, tensor, name, kind, prefix in _registered(walk(model, every_name=True))
         if kind.is_saved
     }
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
-    for prefix, module in walk(model, every_name=True):
+def _registered(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
+    for prefix, module in modules:
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 yield module, parameter, name, Kind.PARAMETER, prefix

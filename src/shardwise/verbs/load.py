@@ -455,7 +455,7 @@ def finish(
 ) -> tuple[str, ...]:
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
-    with clock.phase("fill"), torch.device("cpu"):
+    with clock.phase("fill"):
         fill(model, ready, means, written)
         attributes = initialize.recompute_attributes(model, ready.home)
     with clock.phase("audit"):
@@ -580,7 +580,7 @@ def average_rows(world: World, ready: Prepared) -> dict[str, torch.Tensor]:
     found: dict[tuple[str, Box], torch.Tensor] = {}
     for told in world.each(sums):
         found |= told  # replicas tell of the same boxes
-    means = {name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64) for name in rows}
+    means = {name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows}
     for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
         columns = tuple(
             slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
