@@ -82,7 +82,7 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = job.wants_priority and meter.take_priority()
     dist.barrier()
-    ballast = Ballast(job.backed_bytes, job.backed_bytes // 4)
+    ballast = Ballast(job.backed_bytes, job.backed_bytes)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()

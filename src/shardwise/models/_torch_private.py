@@ -63,7 +63,15 @@ def walk(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, n
 
 def modules_in(model: nn.Module) -> Iterator[nn.Module]:
     """What ``model.modules()`` yields; see :func:`walk`."""
-    return (module for _, module in walk(model))
+    seen: set[nn.Module] = set()
+    ahead: list[nn.Module] = [model]
+    while ahead:
+        module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            if module._modules:
+                ahead += reversed([child for child in module._modules.values() if child is not None])
 
 
 def parameters_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
