@@ -17,15 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-_EVERY_S = 0.01
-_LEAD_BYTES = 96 << 20
+_EVERY_S = 0.02
+_LEAD_BYTES = 192 << 20
 _HUGE_BYTES = 2 << 20
+_ADVICE = (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE)
 
 
 class Ballast:
-    """Touched memory, given back no faster than this process takes other memory; while the context lasts.
+    """Touched memory that this process may take while the context lasts, and that the host leaves alone until then.
 
-    ``huge_bytes`` lie in huge pages and ``small_bytes`` in small ones, which the system has in different places.
+    ``huge_bytes`` lie in huge pages, and are given back no faster than this process takes other memory. Of
+    ``small_bytes``, in small pages, one page of each block as small as the host would take is held throughout; the
+    others are free from the start.
     """
 
     def __init__(self, huge_bytes: int, small_bytes: int) -> None:
@@ -53,26 +56,36 @@ class Ballast:
 
 def hold(pid: int, sizes: Sequence[int]) -> None:
     """The holder: touch, say so, wait to begin, then follow the process until standard input ends."""
-    regions: list[mmap.mmap] = []
-    for nbytes, advice in zip(sizes, (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE), strict=True):
-        whole = max(1, -(-nbytes // _HUGE_BYTES)) * _HUGE_BYTES
-        region = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        region.madvise(advice)
-        for start in range(0, whole, mmap.PAGESIZE):
-            region[start] = 1
-        regions.append(region)
+    huge, small = (_touched(nbytes, advice) for nbytes, advice in zip(sizes, _ADVICE, strict=True))
+    block = mmap.PAGESIZE << _reported_order()
+    for start in range(0, len(small), block):
+        small.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, block - mmap.PAGESIZE)
     print("held", flush=True)
     if os.read(0, 64) != b"begin\n":
         return
-    began, given = _resident_bytes(pid), [0 for _ in regions]
+    began, given = _resident_bytes(pid), 0
     print("begun", flush=True)
     while not select.select([0], [], [], _EVERY_S)[0]:
         wanted = (_resident_bytes(pid) - began + _LEAD_BYTES) // _HUGE_BYTES * _HUGE_BYTES
-        for number, region in enumerate(regions):
-            step = min(wanted, len(region)) - given[number]
-            if step > 0:
-                region.madvise(mmap.MADV_DONTNEED, given[number], step)
-                given[number] += step
+        step = min(wanted, len(huge)) - given
+        if step > 0:
+            huge.madvise(mmap.MADV_DONTNEED, given, step)
+            given += step
+
+
+def _touched(nbytes: int, advice: int) -> mmap.mmap:
+    whole = max(1, -(-nbytes // _HUGE_BYTES)) * _HUGE_BYTES
+    region = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(advice)
+    for start in range(0, whole, mmap.PAGESIZE):
+        region[start] = 1
+    return region
+
+
+def _reported_order() -> int:
+    """The host takes free blocks of as many pages as two to the power of this, and larger ones."""
+    told = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+    return min(max(1, int(told.read_text())), 9) if told.is_file() else 9
 
 
 def _resident_bytes(pid: int) -> int:

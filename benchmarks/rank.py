@@ -8,6 +8,7 @@ import io
 import pstats
 import resource
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,16 @@ def measure(job: Job) -> dict[str, Any]:
         meter.wait_for_quiet(job.patience_s)
     priority = job.wants_priority and meter.take_priority()
     dist.barrier()
-    ballast = Ballast(job.backed_bytes, job.backed_bytes)
+    # What takes a second finds what was free a moment ago; planning a LoRA takes longer, on a processor for two.
+    held = Ballast(job.backed_bytes, job.backed_bytes) if job.lora else nullcontext()
+    if not job.lora:
+        meter.back_memory(job.backed_bytes, dist.barrier)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
     watch = MemoryWatch()
     dist.barrier()
-    with watch as memory, ballast:
+    with watch as memory, held:
         dist.barrier()
         before, busy = Usage.now(), meter.machine_busy_s()
         start = meter.timestamp()
