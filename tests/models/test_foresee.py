@@ -48,7 +48,7 @@ def really_sharded(model, mesh, rank, policy=None):
             assert sum(part.box.numel for part in boxes) == item.local.numel()
             tensor = replace(tensor, boxes=boxes)
         tensors.append(tensor)
-    return held, ModelLayout(tuple(tensors)), padded_numels(model, held)
+    return held, ModelLayout(tuple(tensors)), padded_numels(held, _torch_private.fsdp_params(model))
 
 
 def assert_as_foreseen(make, mesh, policy=None):

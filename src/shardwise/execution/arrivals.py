@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.execution.distribute import Landing, Shipment
-from shardwise.execution.materialize import home_of, materialize
+from shardwise.execution.materialize import home_of, managers_of, materialize
 from shardwise.execution.supply import Supply
 from shardwise.execution.world import World
 from shardwise.layout import Kind
@@ -48,6 +48,7 @@ class Arrivals:
     def __init__(self, model: nn.Module, supply: Supply) -> None:
         self.model = model
         self.supply = supply
+        self.managers = managers_of(model)
         self.held = {item.fqn: item for item in look_inside(model)}
         live = next(iter(supply.survey.live.values()), None)
         self.home = home_of(list(self.held.values()), None if live is None else live.device)
@@ -98,7 +99,7 @@ class Arrivals:
         """Memory for tensors that are about to arrive."""
         keys = self.supply.survey.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
-        materialize(self.model, [item for item in parameters if item.kind is Kind.PARAMETER], self.home)
+        materialize([item for item in parameters if item.kind is Kind.PARAMETER], self.managers, self.home)
         landings: dict[str, Landing] = {}
         for name in names:
             if name in keys:
@@ -126,7 +127,7 @@ class Arrivals:
             and item.tensor.is_meta
             and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
         ]
-        materialize(self.model, awaiting, self.home)
+        materialize(awaiting, self.managers, self.home)
         for item in awaiting:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))

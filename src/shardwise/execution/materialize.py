@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,9 +30,17 @@ def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
     return default or torch.device("cpu")
 
 
-def devices_of(model: nn.Module, held: Sequence[Held], home: torch.device) -> dict[str, torch.device]:
+Managers: TypeAlias = Mapping[nn.Parameter, Any]
+"""FSDP2's own object for each parameter that it shards."""
+
+
+def managers_of(model: nn.Module) -> Managers:
+    """What FSDP2 manages of a model. It stays true for what is on meta until it is materialised."""
+    return _torch_private.fsdp_params(model)
+
+
+def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """By FQN, the device that each tensor is on, or will be on once it is materialised."""
-    managers = _torch_private.fsdp_params(model)
     return {
         item.fqn: _Wanted.of(item, managers, home).device
         if item.tensor.is_meta
@@ -41,14 +49,13 @@ def devices_of(model: nn.Module, held: Sequence[Held], home: torch.device) -> di
     }
 
 
-def materialize(model: nn.Module, held: Sequence[Held], home: torch.device) -> dict[str, torch.Tensor]:
+def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 
     Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
     their ``requires_grad`` and attributes.
     Memory: this rank's shards.
     """
-    managers = _torch_private.fsdp_params(model)
     found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
     wanted = [_Wanted.of(item, managers, home) for item in held if item.tensor.is_meta]
     memory = HostMemory([item.nbytes for item in wanted if item.is_on_host])
@@ -66,7 +73,7 @@ class _Wanted:
     is_pinned: bool
 
     @classmethod
-    def of(cls, item: Held, managers: Mapping[nn.Parameter, Any], home: torch.device) -> _Wanted:
+    def of(cls, item: Held, managers: Managers, home: torch.device) -> _Wanted:
         tensor = item.tensor
         manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:
@@ -100,7 +107,9 @@ class _Wanted:
         if not isinstance(tensor, nn.Parameter):
             self.item.install(made)
             return fresh
-        parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        parameter = (
+            made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
+        )
         vars(parameter).update(vars(tensor))
         self.item.install(parameter)
         if self.manager is not None:
@@ -108,6 +117,6 @@ class _Wanted:
         return fresh
 
 
-def offloads_shards(model: nn.Module) -> bool:
+def offloads_shards(managers: Managers) -> bool:
     """Whether sharded parameters live on the CPU although the mesh is of another device."""
-    return any(_torch_private.is_offloaded(manager) for manager in _torch_private.fsdp_params(model).values())
+    return any(_torch_private.is_offloaded(manager) for manager in managers.values())

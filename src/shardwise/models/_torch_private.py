@@ -244,8 +244,15 @@ def without_padding(fsdp_param: Any, padded: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of this local tensor, else like another, made as FSDP2 makes its own: without autograd."""
-    return _from_local_no_grad(local, tensor._spec)
+    """A DTensor of this local tensor, else like another, made as FSDP2 makes its own: without autograd.
+
+    A parameter where the other is one: as ``nn.Parameter`` makes it, less its ``detach``, a third of the time.
+    """
+    made = _from_local_no_grad(local, tensor._spec)
+    if isinstance(tensor, nn.Parameter):
+        made.requires_grad_(tensor.requires_grad)
+        made._is_param = True
+    return made
 
 
 def adopt_sharded(fsdp_param: Any, parameter: nn.Parameter) -> None:

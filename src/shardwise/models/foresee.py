@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -80,9 +81,11 @@ def foresee(
     )
 
 
-def padded_numels(model: nn.Module, held: Sequence[Held]) -> dict[str, int]:
-    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included."""
-    managers = _torch_private.fsdp_params(model)
+def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
+
+    ``managers`` are FSDP2's own objects, by parameter.
+    """
     return {
         item.fqn: _torch_private.padded_numel(managers[item.tensor])
         for item in held

@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError, CoverageError, DisagreementError, Plac
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
-from shardwise.execution.materialize import devices_of, home_of, materialize, offloads_shards
+from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Arrangement, Destination, Placer, arrange, identities_of, opaque_bytes
 from shardwise.execution.progress import ProgressBar
@@ -322,7 +322,7 @@ def carry_out(
 
         def read() -> None:
             with clock.phase("materialize"), collected_later():
-                local = materialize(model, held, ready.home)
+                local = materialize(held, ready.managers, ready.home)
             for arrangement in (ready.own, ready.arrange(ready.peers.keys() - sharing.shared.keys(), source)):
                 placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations])
 
@@ -345,6 +345,7 @@ class Prepared:
 
     Attributes:
         home: where the model computes.
+        managers: what FSDP2 manages of it.
         items: what is read into which tensors.
         peers: with whom a tensor's bytes could be shared, for those that have somebody.
         own: how the others are read.
@@ -357,6 +358,7 @@ class Prepared:
     plan: LoadPlan
     programs: Mapping[str, Program]
     home: torch.device
+    managers: Managers
     items: Sequence[Destination]
     peers: Mapping[str, Peers]
     own: Arrangement
@@ -380,20 +382,20 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
     plan = make_plan(model, held, computed, source.index, request)
     programs = foresee_initial_values(model, held, plan, options, request.additions)
-    home = home_of(held, options.device)
+    home, managers = home_of(held, options.device), managers_of(model)
     by_name = {item.fqn: item for item in held}
-    items = destinations(plan, by_name, devices_of(model, held, home))
+    items = destinations(plan, by_name, devices_of(held, managers, home))
     whole = (item for item in items if rows_stored(item.expression) is None)
     possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in whole)
     peers = {name: found for name, found in possible if found is not None}
     policy = source.reader.policy
     alone = [item for item in items if item.fqn not in peers]
     own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
-    forecast = foresee_memory(model, held, plan, source, options, home, world.rank)
+    forecast = foresee_memory(held, managers, plan, source, options, home, world.rank)
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
     return Prepared(
-        request, held, computed, plan, programs, home, items, peers, own, world.place, forecast, available
+        request, held, computed, plan, programs, home, managers, items, peers, own, world.place, forecast, available
     )
 
 
@@ -465,8 +467,8 @@ def finish(
 
 
 def foresee_memory(
-    model: nn.Module,
     held: Sequence[Held],
+    managers: Managers,
     plan: LoadPlan,
     source: OpenSource,
     options: LoadOptions,
@@ -479,9 +481,9 @@ def foresee_memory(
         source.reader.policy,
         device=home.type,
         budget_bytes=options.budget_bytes,
-        offloads_shards=home.type != "cpu" and offloads_shards(model),
+        offloads_shards=home.type != "cpu" and offloads_shards(managers),
     )
-    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(model, held))
+    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(held, managers))
 
 
 def foresee_initial_values(

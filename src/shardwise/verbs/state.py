@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.execution.handover import gather
-from shardwise.execution.materialize import home_of, materialize
+from shardwise.execution.materialize import home_of, managers_of, materialize
 from shardwise.execution.states import (
     BroughtValues,
     StateOptions,
@@ -162,7 +162,7 @@ def set_values(
         of = {place.names[0]: item for place, item in places}
         taking = [of[item.place.names[0]] for item in matched.taken]
         home = _home(held, [item.tensor for item in held])
-        world.together(lambda: materialize(model, taking, home))
+        world.together(lambda: materialize(taking, managers_of(model), home))
         targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
     report = StateReport(
