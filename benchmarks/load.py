@@ -373,11 +373,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         or Path(__file__).parent / "results" / f"load-{results['date'][:10]}-{results['commit'][:12]}.json"
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    stem = str(out).removesuffix(".json")
+    Path(f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
     text = render(results)
-    out.with_suffix(".md").write_text(text)
+    Path(f"{stem}.md").write_text(text)
     say(text)
-    say(f"written to {out.with_suffix('.json')} and {out.with_suffix('.md')}")
+    say(f"written to {stem}.json and {stem}.md")
     return 0
 
 

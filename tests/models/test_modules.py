@@ -1,0 +1,79 @@
+"""Walks over a model, against torch's own; and which modules an initialiser is run for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.small import qwen3
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwise.models import initialize
+from shardwise.models._torch_private import modules_in, parameters_in, walk
+from shardwise.models.view import look_inside
+
+
+def shared() -> nn.Module:
+    """Modules and parameters registered twice, at several depths, an empty place, and one without children."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.ModuleDict({"a": inner, "b": nn.ModuleList([nn.Linear(2, 2), inner]), "c": inner[0]})
+    model["d"] = nn.Linear(2, 2)
+    model["d"].weight = inner[0].weight
+    model["d"].register_parameter("bias", None)
+    model.register_module("nothing", None)
+    return model
+
+
+@pytest.mark.parametrize("make", [shared, qwen3, lambda: nn.Linear(1, 1)])
+def test_walks_are_torch_s(make):
+    model = make()
+    for every_name in (False, True):
+        expected = list(model.named_modules(remove_duplicate=not every_name))
+        assert list(walk(model, every_name=every_name)) == expected
+    assert list(modules_in(model)) == list(model.modules())
+    found, expected = list(parameters_in(model)), list(model.named_parameters())
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written_from_outside = nn.Parameter(torch.empty(4))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+
+class Model(PreTrainedModel):
+    __module__ = "transformers.models.made_up"  # of a user's own classes, those without parameters are passed over
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.beside = nn.Linear(2, 2)
+        self.outer = Outer()
+        self.seen: list[str] = []
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.__dict__.setdefault("seen", []).append(type(module).__name__)
+        if isinstance(module, Outer):
+            nn.init.constant_(module.inner.written_from_outside, 3.0)
+            module.inner.table.fill_(5.0)
+
+
+def test_a_module_s_initialiser_may_write_into_what_is_in_it():
+    with torch.device("meta"):
+        model = Model(PretrainedConfig())
+    held = look_inside(model)
+    model.seen.clear()
+    programs = initialize.programs_for(model, held, ["outer.inner.written_from_outside"])
+    assert len(programs["outer.inner.written_from_outside"].steps) == 1
+    assert model.seen == ["Inner", "Outer", "Model"]  # children first, and nothing beside
+    computed = initialize.recompute_buffers(model, held, {}, seed=0)
+    assert torch.equal(computed["outer.inner.table"].value, torch.full((4,), 5.0))
