@@ -206,6 +206,10 @@ def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str,
             model = Plain()
         shard_plain(model)
         shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
+    elif kind == "meta by default":
+        with torch.device("meta"):
+            model = shard_plain(Plain())
+            shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
     elif kind == "real":
         model = shard_plain(Plain())
         before = [id(parameter) for parameter in model.parameters()]

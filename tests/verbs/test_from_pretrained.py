@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from tests import truth, zoo
 from tests.verbs import on_ranks
@@ -315,6 +316,19 @@ def test_the_user_s_default_device_changes_nothing(qwen3):
     with torch.device("meta"):
         model = shardwise.from_pretrained(qwen3)
     assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
+
+
+@pytest.mark.parametrize("init", [True, "orthogonal"])
+@pytest.mark.parametrize("resized", [shardwise.MeanOfRows(), shardwise.Drawn()])
+def test_nor_does_it_change_what_is_begun(qwen3, init, resized):
+    options = {
+        "tuning": shardwise.Lora(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=init)),
+        "resize_vocab": shardwise.ResizeVocab(200, resized),
+    }
+    plainly = shardwise.from_pretrained(qwen3, **options)
+    with torch.device("meta"):
+        model = shardwise.from_pretrained(qwen3, **options)
+    assert truth.differences(truth.snapshot(model), truth.snapshot(plainly)) == []
 
 
 def test_a_given_config_is_used_as_it_is(qwen3):

@@ -38,7 +38,7 @@ def on_meta(make):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["meta", "real"])
+@pytest.mark.parametrize("kind", ["meta", "meta by default", "real"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_plain_sharded_module_is_filled(worlds, plain, kind, size):
     directory, expected = plain

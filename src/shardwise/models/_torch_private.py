@@ -280,7 +280,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
     if len(splits) == 1:
         placement, chunks, coordinate = splits[0]
         return _runs_of_all(size, placement, chunks)[coordinate]
-    indices = torch.arange(size)
+    indices = torch.arange(size, device="cpu")
     for placement, chunks, coordinate in splits:
         indices = _split(indices, placement, chunks)[coordinate]
     return _runs(indices)
@@ -289,7 +289,7 @@ def held_runs(size: int, splits: tuple[tuple[Placement, int, int], ...]) -> tupl
 @lru_cache(maxsize=1024)
 def _runs_of_all(size: int, placement: Placement, chunks: int) -> tuple[tuple[Run, ...], ...]:
     """For one split, the runs at every coordinate: a plan for a thousand ranks asks for each of them."""
-    return tuple(_runs(indices) for indices in _split(torch.arange(size), placement, chunks))
+    return tuple(_runs(indices) for indices in _split(torch.arange(size, device="cpu"), placement, chunks))
 
 
 def _split(indices: torch.Tensor, placement: Placement, chunks: int) -> Sequence[torch.Tensor]:

@@ -182,7 +182,8 @@ def _by_rule(item: Held, rules: BufferRules) -> Computed | None:
     rule = next((rules[glob] for glob in rules if fnmatchcase(item.fqn, glob)), None)
     if rule is None:
         return None
-    return Computed(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
+    with torch.device("cpu"):
+        return Computed(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
 
 
 def _buffer_origin(item: Held, inside: Collection[nn.Module]) -> Origin:
