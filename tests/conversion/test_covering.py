@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
@@ -16,6 +16,7 @@ def cut(array, box):
     return array[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
 
 
+@settings(max_examples=40)  # some expressions take a second: every part is held against every other
 @given(seed=st.integers(0, 2**32))
 def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
     rng = random.Random(seed)
