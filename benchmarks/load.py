@@ -61,13 +61,12 @@ def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[
             add(f"{model} warm", shape, ours)
         else:
             add(f"{model} warm", shape, ("shardwise", *PEERS, *roof.VARIANTS))
-            if not quick:
-                add(f"{model} with a LoRA", shape, ("shardwise", *PEERS, *roof.VARIANTS), lora=True)
     if not quick:
         dense = [SHAPES[model] for model in models if not SHAPES[model].is_moe and not SHAPES[model].stores_head]
         for shape in dense[:1]:
             add(f"{shape.name} float32", shape, ours, dtype="float32")
         for shape in dense[-1:]:
+            add(f"{shape.name} with a LoRA", shape, ("shardwise", *PEERS, *roof.VARIANTS), lora=True)
             add(f"{shape.name} cold", shape, (*ours, "roof"), cold=True)
     return rows
 

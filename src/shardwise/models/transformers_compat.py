@@ -33,7 +33,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import modules_in, original_class, original_classes, parameters_of
+from shardwise.models._torch_private import modules_in, original_class, original_classes, parameters_of, walk
 
 __all__ = ["dot_natural_key"]
 
@@ -309,18 +309,12 @@ def mark_sharded(model: nn.Module) -> None:
 
 def outermost_pretrained(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """The transformers models in a module that no other of them contains, with their prefixes."""
+    if isinstance(model, PreTrainedModel):
+        return [("", model)]
     found: list[tuple[str, PreTrainedModel]] = []
-    ahead, seen = [("", model)], set[nn.Module]()
-    while ahead:
-        prefix, module = ahead.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        if isinstance(module, PreTrainedModel):
+    for prefix, module in walk(model):
+        if isinstance(module, PreTrainedModel) and not any(prefix.startswith(f"{outer}.") for outer, _ in found):
             found.append((prefix, module))
-        else:
-            stem = f"{prefix}." if prefix else ""
-            ahead += reversed([(f"{stem}{name}", child) for name, child in module.named_children()])
     return found
 
 

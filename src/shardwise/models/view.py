@@ -22,7 +22,6 @@ from shardwise.tensors import Box, Strided, contiguous_strides
 
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives to each module: registries, hooks, ``training``."""
 
@@ -285,9 +284,8 @@ def attributes_on_meta(model: nn.Module) -> list[Slot]:
     """Plain attributes of modules that are tensors on meta, or lists, tuples or dicts that hold one."""
     found: list[Slot] = []
     for prefix, module in walk(model):
-        own = vars(module).keys() - _OF_EVERY_MODULE
-        for name in vars(module) if own else ():
-            if name in own and any(tensor.is_meta for tensor in _tensors_in(vars(module)[name])):
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and any(tensor.is_meta for tensor in _tensors_in(value)):
                 found.append(Slot(module, name, canonical(f"{prefix}.{name}" if prefix else name)))
     return found
 
