@@ -52,6 +52,7 @@ def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> 
 def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 
+    ``managers`` are of the model that holds them; a parameter that is not among them is in no group of FSDP2's.
     Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
     their ``requires_grad`` and attributes.
     Memory: this rank's shards.
