@@ -1,4 +1,4 @@
-"""Which machine this is, and whose processes can be seen from here. Host names tell neither: containers share them."""
+"""Which machine this is, and whose processes can be seen from here; containers may share a host name."""
 
 from __future__ import annotations
 
