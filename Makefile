@@ -20,16 +20,20 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 HARD_LIMIT := -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
 FAST := -m "not slow and not gpu" $(HARD_LIMIT)
 
+# What takes more than some seconds each: all combinations, kills at random moments, a thousand ranks.
+SLOW := -m "slow and not gpu and not sweep" $(HARD_LIMIT)
+
 # Ranks wait for each other more than they compute, so two test files at a time take half as long on two cores.
+# Files are dealt in the order of tests/conftest.py, those that spawn ranks first.
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1
 
 # More arguments for pytest or the sweep: make test ARGS="-k tied -x"
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
+.PHONY: help demo test test-slow check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +43,9 @@ demo: $(VENV)/project ## shardwise on a small model, on this machine, in a minut
 
 test: $(VENV)/project ## everything a machine without a GPU can prove
 	$(VENV)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
+
+test-slow: $(VENV)/project ## what takes longer: every combination, kills, a thousand ranks; half an hour
+	$(VENV)/bin/python -m pytest $(SLOW) $(PARALLEL) $(ARGS)
 
 check: $(VENV)/project ## format, lint, types and imports; takes seconds
 	$(VENV)/bin/ruff format --check --quiet .

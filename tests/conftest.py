@@ -42,6 +42,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests that spawn ranks come first: they take longest, and a run ends when the last file does."""
+    spawning = {item.path for item in items if item.get_closest_marker("distributed") is not None}
+    items.sort(key=lambda item: item.path not in spawning)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none; torch is imported only when somebody asks."""

@@ -29,6 +29,7 @@ def run(*arguments: object) -> Result:
     return RUNNER.invoke(demo_command, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_demo_cut_short_proves_the_weights_and_says_what_it_did_not_learn(tmp_path: Path) -> None:
     program = "from shardwise.cli.demo import demo_command; demo_command()"

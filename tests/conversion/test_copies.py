@@ -17,8 +17,9 @@ def test_random_expressions_agree_with_direct_evaluation(seed):
     check_expression(seed)
 
 
-def test_ten_thousand_seeded_expressions_agree():
-    for seed in range(10_000):
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_seeded_expressions_agree(count):
+    for seed in range(count):
         check_expression(seed)
 
 

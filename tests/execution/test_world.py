@@ -57,7 +57,7 @@ def test_a_fresh_world_answers_by_rank():
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback():
-    with LocalRanks(2, timeout_s=60) as ranks:
+    with LocalRanks(2, timeout_s=60, preloaded=("torch",)) as ranks:
         with pytest.raises(RankError, match=r"\[rank 1\] ValueError: not like this") as caught:
             ranks.run(faults.raise_here, 1)
         assert isinstance(caught.value.errors[1], ValueError)
@@ -74,7 +74,10 @@ def test_a_rank_that_cannot_take_its_seat_says_so():
 
 def test_a_rank_that_dies_ends_the_others():
     start = time.monotonic()
-    with LocalRanks(2, timeout_s=100) as ranks, pytest.raises(RankError, match=r"\[rank 1\] .*exit code 7"):
+    with (
+        LocalRanks(2, timeout_s=100, preloaded=("torch",)) as ranks,
+        pytest.raises(RankError, match=r"\[rank 1\] .*exit code 7"),
+    ):
         ranks.run(faults.exit_on, 1)
     assert time.monotonic() - start < 45
 

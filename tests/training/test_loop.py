@@ -21,7 +21,6 @@ from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.testing import run_world
 from shardwise.training.clipping import clip_gradients
 from shardwise.training.data import TrainData, read_data, step_loader
 from shardwise.training.loop import train
@@ -174,8 +173,8 @@ def alone(folder: Path) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def world(folder: Path) -> list[tuple[Outcomes, list[str], str]]:
-    return run_world(2, on_rank, *(str(folder / f"{name}.jsonl") for name in ("chats", "good", "bad")))
+def world(folder: Path, worlds: Worlds) -> list[tuple[Outcomes, list[str], str]]:
+    return worlds(2).run(on_rank, *(str(folder / f"{name}.jsonl") for name in ("chats", "good", "bad")))
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def mostly_slow(*fast: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", mostly_slow("lora"))
+@pytest.mark.parametrize("name", mostly_slow())
 def test_losses_are_those_of_one_process(name: str, untied: Path, worlds: Worlds) -> None:
     tuning = TUNINGS[name]
     runs = [alone(untied, tuning, parts) for parts in (1, 2, 4)]

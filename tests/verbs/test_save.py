@@ -8,8 +8,9 @@ from tests.ways import WORLDS, Way
 
 NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zamba2"}
 
-WAYS = [(Way("flat"), 1), (Way("flat"), 2), (Way("flat"), 3), (Way("flat"), 5)]
+WAYS = [(Way("flat"), 1), (Way("flat"), 3)]
 WAYS += [(Way(mesh), WORLDS[mesh]) for mesh in ("hsdp", "tp", "ep", "shard1")]
+FURTHER = [pytest.param(Way("flat"), size, marks=pytest.mark.slow) for size in (2, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def cases(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("way", "size"), WAYS, ids=str)
+@pytest.mark.parametrize(("way", "size"), [*WAYS, *FURTHER], ids=str)
 def test_saves_are_those_of_transformers(worlds, cases, tmp_path, way, size):
     faults, tried = {}, 0
     for number, case in enumerate(cases):
