@@ -49,7 +49,7 @@ class DisagreementError(CheckpointError):
 
 
 class RankLostError(CheckpointError):
-    """A rank that the others need was killed, has ended, is stopped, or never came."""
+    """A rank that the others need was killed, has ended, is stopped, never came, or ran out of memory."""
 
 
 class TrainingError(ShardwiseError):

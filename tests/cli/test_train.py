@@ -146,6 +146,26 @@ def test_a_configuration_that_cannot_be(tmp_path: Path, arguments: tuple[str, ..
     assert not (tmp_path / "out").exists()
 
 
+def test_a_refused_training_leaves_no_folder(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    """Whatever it is that is refused, be it at the very end of what is looked at; nor folders above it."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n")
+    shutil.copytree(checkpoint, empty := tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    for arguments, told in (
+        ((f"data={broken}",), "broken.jsonl"),
+        ((f"model={empty}", "model.tokenizer=" + str(checkpoint)), "empty"),
+        (("model=nowhere/at-all",), "nowhere/at-all"),
+        (("schedule=polynomial", "schedule.options={power: x, what: 3}"), "polynomial"),
+        (("model.attn_implementation=none_such",), "none_such"),
+    ):
+        out = tmp_path / "deep" / "er"
+        result = run(*needed(checkpoint, chats, out), *arguments)
+        assert result.exit_code == 2
+        assert told in result.stderr
+        assert not (tmp_path / "deep").exists(), told
+
+
 def test_nothing_is_asked_for() -> None:
     assert "  model: it must be given\n  data: it must be given\n  output: it must be given" in refusal()
 

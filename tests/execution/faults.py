@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import CoverageError, FormatError, StorageError
+from shardwise.execution.line import Patience
 from shardwise.execution.world import World
 
 
@@ -100,3 +101,40 @@ def no_seat_for_one(rank: int, _size: int) -> str:
 def gone_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise StorageError("gone")
+
+
+def inner_group_missed() -> tuple[list[tuple[str, str]], list[list[int]]]:
+    """Ranks of a group meet within a call that one of them leaves before it comes to them; then in another call.
+
+    The last rank is in no such group. Returns what was raised, and what the group's ranks told each other then.
+    """
+    group = _pairs()
+    errors, told = [], []
+    for turn in range(2):
+
+        def meet(turn: int = turn) -> list[int]:
+            if turn == 0 and dist.get_rank() == 0:
+                raise StorageError("gone")
+            if dist.get_rank() == 2:
+                return []
+            with World.current(group, QUICK, around=world) as peers:
+                return peers.gather(dist.get_rank() + turn)
+
+        try:
+            with World.current(patience=QUICK, call="load") as world:
+                told.append(world.together(meet))
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+    return errors, told
+
+
+QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=10.0)
+
+_groups: list[dist.ProcessGroup] = []
+
+
+def _pairs() -> dist.ProcessGroup | None:
+    """The first two ranks."""
+    if not _groups:
+        _groups.append(dist.new_group([0, 1]))
+    return _groups[0]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError, RankLostError
+from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution.line import Line, Patience
+from shardwise.execution.presence import Place, keep_beating
 
 QUICK = Patience(beat_s=0.05, silence_s=0.6, join_s=1.5)
 
@@ -156,6 +162,157 @@ def test_the_first_rank_hears_the_sum_of_all_progress():
 
     with Ranks(3) as ranks:
         assert ranks.each(work)[0] == 33
+
+
+CALLS = st.lists(st.tuples(*[st.sampled_from(["load", "save", "shard"])] * 3), min_size=1, max_size=4)
+
+
+@given(rounds=CALLS, late=st.integers(0, 2))
+@example(rounds=[("save", "load", "save"), ("load",) * 3, ("save", "save", "load"), ("save",) * 3], late=0)
+@settings(max_examples=12)
+def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late):
+    store = dist.HashStore()
+
+    def call(rank: int, turn: int) -> Any:
+        if rank == late:
+            time.sleep(0.02)
+        line = Line(store, "test", rank, 3, QUICK, call=rounds[turn][rank])
+        try:
+            return line.meet(bytes([turn]))
+        except Exception as error:
+            return error
+        finally:
+            line.close()
+
+    def live(rank: int) -> list[Any]:
+        return [call(rank, turn) for turn in range(len(rounds))]
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = zip(*pool.map(live, range(3)), strict=True)
+    for turn, (calls, found) in enumerate(zip(rounds, outcomes, strict=True)):
+        if len(set(calls)) == 1:
+            assert found == ([bytes([turn])] * 3,) * 3
+            continue
+        assert {type(error) for error in found} == {DisagreementError}
+        text = str(found[0])
+        assert {str(error) for error in found} == {text}
+        # Whoever comes last finds out; a third rank may come later still.
+        assert sum(f"in {call}" in text for call in set(calls)) >= 2
+        if len(set(calls)) == 2 and "where ranks" in text:
+            (odd,) = (rank for rank in range(3) if calls.count(calls[rank]) == 1)
+            assert f"rank {odd} is in {calls[odd]}, where ranks" in text
+
+
+def test_a_rank_that_was_given_up_comes_to_the_next_call_not_to_the_one_it_skipped():
+    store = dist.HashStore()
+    others_gave_up = threading.Barrier(3)
+
+    def call(rank: int, name: str) -> Any:
+        line = Line(store, "test", rank, 3, replace(QUICK, silence_s=0.3, join_s=0.4), call=name)
+        try:
+            return line.meet(name.encode())
+        except RankLostError as error:
+            return str(error)
+        finally:
+            line.close()
+
+    def live(rank: int) -> list[Any]:
+        first = "" if rank == 1 else call(rank, "save")
+        others_gave_up.wait(10)
+        return [first, call(rank, "load")]
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = list(pool.map(live, range(3)))
+    assert "rank 1 has not come to this call" in outcomes[0][0]
+    assert [later for _, later in outcomes] == [[b"load"] * 3] * 3
+
+
+def ended() -> Place:
+    """Where a process was that ended."""
+    code = "from shardwise.execution.presence import Place; print(Place.here().encode().decode())"
+    return Place.of(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
+    patience = Patience(beat_s=0.05, silence_s=20, join_s=30)
+    with Ranks(3, patience) as ranks:
+        place = ended()
+        ranks.store.set(f"shardwise/alive/place/{gone}", place.encode())
+        ranks.store.set(f"shardwise/alive/pulse/{gone}", b"7 1.0")
+        start = time.monotonic()
+        one, other = ranks.each(lambda line: line.meet(b""), without=gone)
+        assert time.monotonic() - start < 5
+    assert str(one) == str(other)
+    assert f"rank {gone} ({place}) is lost: its process has ended" in str(one)
+
+
+def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
+    """Not before: for as long as it beats it may be busy."""
+    away = replace(Place.here(), host="afar", space="another kernel's")
+    patience = replace(QUICK, join_s=60)
+    with Ranks(2, patience) as ranks:
+        ranks.store.set("shardwise/alive/place/1", away.encode())
+        stop = threading.Event()
+
+        def beat() -> None:
+            beats = 0
+            while not stop.wait(0.05):
+                beats += 1
+                ranks.store.set("shardwise/alive/pulse/1", f"{beats} 0.05".encode())
+
+        beating = threading.Thread(target=beat)
+        beating.start()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ranks.each, lambda line: line.meet(b""), without=1)
+            time.sleep(3 * QUICK.silence_s)
+            assert not waiting.done()
+            stop.set()
+            beating.join()
+            start = time.monotonic()
+            (error,) = waiting.result(timeout=20)
+    assert time.monotonic() - start < 4 * QUICK.silence_s
+    assert f"rank 1 (host afar, process {away.process}) is lost: no sign of life" in str(error)
+
+
+def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
+    """A library may not let other threads run."""
+    with Ranks(2) as ranks:
+        ranks.store.set("shardwise/alive/place/1", Place.here().encode())
+        ranks.store.set("shardwise/alive/pulse/1", b"7 0.05")
+        (error,) = ranks.each(lambda line: line.meet(b""), without=1)
+    assert "rank 1 has not come to this call" in str(error)
+
+
+def test_a_pulse_goes_on_until_its_store_or_its_process_ends():
+    program = """if True:
+        import sys, torch.distributed as dist
+        from shardwise.execution.presence import keep_beating
+        store = dist.FileStore(sys.argv[1], 9)
+        keep_beating(store, 5, 60.0)
+    """
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-c", program, f"{folder}/store"], check=True)
+        assert time.monotonic() - start < 30
+        store = dist.FileStore(f"{folder}/store", 9)
+        assert store.check(["shardwise/alive/pulse/5"])
+        assert store.get("shardwise/alive/pulse/5") == b"ended"
+    store = dist.HashStore()
+    seen = store.clone()
+    before = set(threading.enumerate())
+    keep_beating(store, 3, 60.0)
+    keep_beating(store, 3, 0.01)
+    (pulse,) = set(threading.enumerate()) - before
+    deadline = time.monotonic() + 5
+    while seen.get("shardwise/alive/pulse/3").split()[0] == b"1" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert int(seen.get("shardwise/alive/pulse/3").split()[0]) > 1
+    del store
+    pulse.join(5)
+    assert not pulse.is_alive()
 
 
 class DeadStore:

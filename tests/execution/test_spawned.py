@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.execution import faults
 
-from shardwise.errors import PlacementError, StorageError
-from shardwise.execution.spawned import BOTH_BACKENDS, at_own_gpu, run_spawned
+from shardwise.errors import PlacementError, RankLostError, StorageError
+from shardwise.execution.local_ranks import ProcessEnded, RankError
+from shardwise.execution.ranks import this_device
+from shardwise.execution.spawned import _meant, at_own_gpu, run_spawned
 
 
 @pytest.mark.distributed
@@ -34,20 +37,49 @@ def test_ranks_share_one_import_and_the_parent_needs_none():
     assert len(set(ran.stdout.split())) == 1
 
 
-def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
+@pytest.fixture
+def machine_with(monkeypatch):
+    """``machine_with("xpu", 4)``: torch has four of these. What ranks take is told."""
     taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
-    assert at_own_gpu(3, 4) == BOTH_BACKENDS
+
+    def pretend(kind: str, count: int) -> list[int]:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=taken.append))
+        monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+        return taken
+
+    return pretend
+
+
+@pytest.mark.parametrize(("kind", "backends"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
+def test_a_rank_takes_the_accelerator_of_its_number(machine_with, kind, backends):
+    taken = machine_with(kind, 4)
+    assert at_own_gpu(3, 4) == backends
     assert at_own_gpu(3, 5) == "gloo"
     assert taken == [3]
 
 
-def test_a_rank_forked_from_a_user_of_cuda_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_accelerators_without_collectives_of_many_ranks_are_passed_by(machine_with):
+    assert machine_with("mps", 1) == []
+    assert at_own_gpu(0, 1) == "gloo"
+    assert this_device() == torch.device("cpu")
+
+
+def test_a_rank_forked_from_a_user_of_cuda_is_refused(machine_with, monkeypatch):
+    machine_with("cuda", 2)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(PlacementError, match="torchrun --nproc-per-node 2"):
         at_own_gpu(0, 2)
+
+
+def test_what_nobody_raised_on_purpose_is_shown_rather_than_that_it_was_missed():
+    """Others only lost a rank: to say so is of use where nothing else is known."""
+    lost, missed = RankLostError("rank 1 is lost"), RankLostError("rank 1 has left the call")
+    died = RankError({0: "lost", 1: "exit code -9"}, {0: lost, 1: ProcessEnded("exit code -9")})
+    assert _meant(died) is lost
+    mistaken = RankError({0: "left", 1: "Traceback: ValueError"}, {0: missed, 1: ValueError("no")})
+    assert str(_meant(mistaken)) == "[rank 1] Traceback: ValueError"
+    refused = RankError({0: "left", 1: "gone"}, {0: missed, 1: StorageError("gone")})
+    assert str(_meant(refused)) == "gone"

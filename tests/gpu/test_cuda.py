@@ -115,3 +115,59 @@ def test_states_go_to_the_host_and_back(one_rank, fused):
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert one.device.type == "cuda"
         assert torch.equal(truth.whole(one), truth.whole(other))
+
+
+LONG = 200_000_000
+"""Cycles: about a tenth of a second."""
+
+
+@pytest.fixture
+def side():
+    """A stream that is not the one that threads begin with."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield stream
+    stream.synchronize()
+
+
+def test_a_load_comes_after_what_was_asked_of_the_device_before(mixtral, side):
+    """Weights that are still being written over, in the stream of the caller."""
+    device = torch.device("cuda", 0)
+    options = shardwise.LoadOptions(device=device)
+    model = shardwise.from_pretrained(mixtral, options=options)
+    expected = on_cpu(truth.snapshot(model)["values"])
+    torch.cuda._sleep(LONG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    shardwise.load(model, mixtral, options=options)
+    found = on_cpu(truth.snapshot(model)["values"])
+    assert truth.differences({"values": found, "ties": []}, {"values": expected, "ties": []}) == []
+
+
+def test_a_save_has_what_was_asked_of_the_device_before(mixtral, side, tmp_path):
+    model = shardwise.from_pretrained(mixtral, options=shardwise.LoadOptions(device=torch.device("cuda", 0)))
+    torch.cuda._sleep(LONG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    shardwise.save(model, tmp_path / "saved")
+    saved = shardwise.from_pretrained(tmp_path / "saved")
+    assert all(bool((parameter == 7).all()) for parameter in saved.parameters())
+
+
+def test_memory_that_torch_keeps_counts_as_free(mixtral):
+    """A load that fits only into what was freed and is kept."""
+    from shardwise.execution.memory import available_memory
+
+    device = torch.device("cuda", 0)
+    free = torch.cuda.mem_get_info(device)[0]
+    filler = torch.empty(free - (256 << 20), dtype=torch.uint8, device=device)
+    before = available_memory(device).device_bytes
+    del filler
+    after = available_memory(device).device_bytes
+    assert before is not None
+    assert after is not None
+    assert after - before >= free - (512 << 20)
+    shardwise.from_pretrained(mixtral, options=shardwise.LoadOptions(device=device))
+    torch.cuda.empty_cache()

@@ -31,3 +31,6 @@ class MemoryKeeper:
 
     def wait(self) -> None:
         self.waited += 1
+
+    def newest(self) -> int | None:
+        return max(self.kept, default=None)

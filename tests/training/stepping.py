@@ -458,7 +458,37 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(base, config)
 
 
-MODELS = {"adapted": adapted, "qwen3": qwen3, "tied": tied, "capped": capped, "cohere": cohere, "granite": granite}
+def experts(**changes: Any) -> nn.Module:
+    """A mixture of experts whose config asks for the router's loss."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.1}
+    router = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes | heads | router | changes))
+
+
+MODELS = {
+    "adapted": adapted,
+    "qwen3": qwen3,
+    "tied": tied,
+    "capped": capped,
+    "cohere": cohere,
+    "granite": granite,
+    "experts": experts,
+}
+
+
+def routed() -> list[Any]:
+    """A step of a mixture of experts, a batch for each of two ranks, or both for one."""
+    both = [batch(2), batch(2, seed=1)]
+    own = both[dist.get_rank() :: 2] if dist.is_initialized() else both
+    found = []
+    for choice in (WholeLogits(), ChunkedLogits(5)):
+        model = sharded(experts())
+        loss = prepare_loss(World.current(), model, choice).loss
+        facts = work_on(model, loss=loss).gradient(own)
+        found.append((facts.loss, facts.grad_norm, gradients(model)))
+    return found
 
 
 def in_chunks(kind: str, plan: str, rows: int = 4) -> dict[str, Any]:

@@ -17,7 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.world import World
-from shardwise.training.losses import ChunkedLogits, WholeLogits, chunked_cross_entropy, prepare_loss
+from shardwise.training.data import IGNORED, Batch
+from shardwise.training.evaluation import evaluating
+from shardwise.training.losses import (
+    ChunkedLogits,
+    LossInChunks,
+    WholeLogits,
+    chunked_cross_entropy,
+    prepare_loss,
+)
 
 ROWS, WIDTH, WORDS, CHUNK = 23, 8, 50, 4
 
@@ -246,6 +254,61 @@ def test_a_model_that_changes_its_ways_is_an_error():
     model.forward = lambda **_: SimpleNamespace(logits=torch.zeros(2, 12, stepping.WORDS))
     with pytest.raises(TrainingError, match="not those of its output embeddings"):
         loss.summed(model, stepping.batch())
+
+
+@pytest.mark.parametrize("choice", [WholeLogits(), ChunkedLogits(5)])
+def test_the_router_s_loss_that_a_config_asks_for_counts_as_in_transformers(choice):
+    """Loss and gradients of one forward pass are those of the model's own loss."""
+    given = stepping.batch()
+    model, own = stepping.experts(), stepping.experts()
+    loss = prepare_loss(World(0, 1), model, choice).loss
+    assert type(loss) is (WholeLogits if isinstance(choice, WholeLogits) else LossInChunks)
+    facts = stepping.work_on(model, loss=loss).gradient([given])
+    theirs = own(**given.inputs(), labels=given.labels, use_cache=False)
+    theirs.loss.backward()
+    assert facts.loss == pytest.approx(theirs.loss.item(), rel=1e-6)
+    assert 0.5 * theirs.aux_loss.item() > 0.5  # which is not little, beside the loss
+    torch.testing.assert_close(stepping.gradients(model), stepping.gradients(own), rtol=1e-5, atol=1e-7)
+    with evaluating(model):  # of which the perplexity is told
+        counted = float(loss.summed(model, given)) / given.supervised_tokens
+    assert counted == pytest.approx((theirs.loss - 0.5 * theirs.aux_loss).item(), rel=1e-5)
+
+
+def test_the_router_s_loss_of_a_batch_without_rows_is_none():
+    model = stepping.experts()
+    empty = Batch(*[torch.zeros(1, 1, dtype=torch.long)] * 2, torch.full((1, 1), IGNORED), 0)
+    assert float(WholeLogits().summed(model, empty)) == 0
+
+
+def test_a_router_s_loss_is_not_counted_where_the_config_does_not_ask():
+    model = stepping.experts(output_router_logits=False)
+    given = stepping.batch()
+    theirs = model(**given.inputs(), labels=given.labels, use_cache=False).loss
+    assert stepping.work_on(model).gradient([given]).loss == pytest.approx(theirs.item(), rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_router_s_losses_of_several_ranks_and_forward_passes(worlds):
+    """Each counts by its share of the supervised tokens, wherever it was computed."""
+    expected = stepping.routed()
+    torch.testing.assert_close(expected[0], expected[1], rtol=1e-5, atol=1e-6)
+    for found in worlds(2).run(stepping.routed):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_config_asks_for_and_cannot_be_counted_is_refused():
+    model = stepping.experts()
+    forward = model.forward
+
+    def more(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.25
+        return output
+
+    model.forward = more
+    with pytest.raises(ConfigError, match="output_router_logits is on, but MixtralForCausalLM adds something"):
+        prepare_loss(World(0, 1), model, WholeLogits())
 
 
 def test_chunks_have_tokens():

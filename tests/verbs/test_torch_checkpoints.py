@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests import truth, zoo
 from tests.verbs import torch_saves
@@ -16,7 +17,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
-from shardwise import CoverageError, FormatError
+from shardwise import ConfigError, CoverageError, FormatError
 from shardwise.models import transformers_compat as compat
 from shardwise.verbs.verify import verify_load
 
@@ -194,6 +195,15 @@ def test_a_folder_of_accelerate(worlds, tmp_path, qwen3):
     kind, text = errors[0]
     assert kind == "FormatError"
     assert f"pass the folder of the model: {tmp_path}/pytorch_model_fsdp_0" in text
+
+
+def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
+    model = small_qwen3()
+    dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no config\.json.*pass config="):
+        shardwise.from_pretrained(tmp_path)
+    found = shardwise.from_pretrained(tmp_path, config=model.config, dtype=torch.float32)
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.distributed

@@ -111,7 +111,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of which there is a complete checkpoint, in order. Collective: yes."""
-        with self._world() as world:
+        with self._world("steps") as world:
             return world.from_first(lambda: folder.steps_in(self._root))
 
     def latest(self) -> int | None:
@@ -148,8 +148,10 @@ class Checkpointer:
             self.wait()
         with ExitStack() as stack:
             # Joined before the ranks meet for the first time: whoever is lost from then on is missed there, too.
-            beside = None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world(_BESIDE))
-            with self._world() as world:
+            beside = (
+                None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world("save", _BESIDE))
+            )
+            with self._world("save") as world:
                 with clock.phase("look"):
                     own, agreed = self._agree(world, step, state)
                 with clock.phase("plan"):
@@ -226,7 +228,7 @@ class Checkpointer:
         """
         self.wait()
         tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-        with self._world() as world:
+        with self._world("restore") as world:
             asked = repr((which, tolerance, self._only))
             world.require_equal(asked, "what is asked to be restored (which, only, on_...)")
             report = restoring.restore(world, self._root, state, which, self._only, tolerance, self._options)
@@ -242,7 +244,7 @@ class Checkpointer:
             StorageError: something cannot be removed.
         """
         self.wait()
-        with self._world() as world:
+        with self._world("discard_after") as world:
 
             def discard() -> list[int]:
                 return folder.remove(self._root, [late for late in folder.steps_in(self._root) if late > step])
@@ -280,8 +282,9 @@ class Checkpointer:
             raise
         self._newest = step
 
-    def _world(self, purpose: str = "") -> World:
-        return World.current(self._options.process_group, self._options.patience, purpose=purpose)
+    def _world(self, call: str, purpose: str = "") -> World:
+        group, patience = self._options.process_group, self._options.patience
+        return World.current(group, patience, purpose=purpose, call=f"Checkpointer.{call}")
 
     @collected_later()
     def _take_down(self, step: int, state: TrainState, rank: int) -> _Own:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.models.accelerators import module_of
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import Segment
@@ -58,7 +59,9 @@ class HostLanding:
 
 
 class DeviceLanding:
-    """Staging for tensors on a CUDA device: two pinned slabs in turn, and a stream of its own.
+    """Staging for tensors on an accelerator: two pinned slabs in turn, and a stream of its own.
+
+    Made by the thread that made the tensors, or last wrote to them: what it has asked of the device comes first.
 
     While one slab is on its way to the device, the next request is read into the other. What only has to be moved
     is moved straight into the tensor; what must be cast or is strided goes to a slab on the device first, and is
@@ -68,32 +71,35 @@ class DeviceLanding:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._module = module_of(device)
+        self._stream = self._module.Stream(device)
+        self._stream.wait_stream(self._module.current_stream(device))
         self._pinned: list[torch.Tensor] = []
         self._on_device: list[torch.Tensor] = []
-        self._sent: list[torch.cuda.Event] = []
+        self._sent: list[Any] = []
         self._turn = 0
 
     def begin(self) -> memoryview:
         if not self._pinned:
-            self._pinned = [
-                torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
-            ]
-            self._sent = [torch.cuda.Event() for _ in range(2)]
+            with self._module.device(self._device):  # a thread begins at the first one of the machine
+                self._pinned = [
+                    torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+                ]
+                self._sent = [self._module.Event() for _ in range(2)]
         self._turn = 1 - self._turn
         self._sent[self._turn].synchronize()
         return memory_of(self._pinned[self._turn])
 
     def put(self, segment: Segment, start: int, tensor: torch.Tensor) -> None:
         copy = segment.copy
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             source = as_stored(self._pinned[self._turn], segment, start)
             target = strided_view(tensor, copy.target)
             if copy.source.is_contiguous and copy.target.is_contiguous and source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
                 return
             if not self._on_device:
-                with torch.cuda.device(self._device):
+                with self._module.device(self._device):
                     self._on_device = [
                         torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)
                     ]

@@ -35,6 +35,10 @@ def on_cpu(_rank: int, _size: int) -> str:
     return "gloo"
 
 
+class ProcessEnded(RuntimeError):
+    """A rank's process has ended in the middle of a call."""
+
+
 class RankError(ShardwiseError):
     """A rank failed: ``failures`` has its traceback (or how its process ended) by rank."""
 
@@ -153,7 +157,7 @@ class LocalRanks:
         except EOFError:
             self._processes[rank].join(timeout=5)
             code = self._processes[rank].exitcode
-            return "failure", (f"its process ended with exit code {code}", RuntimeError(f"exit code {code}"))
+            return "failure", (f"its process ended with exit code {code}", ProcessEnded(f"exit code {code}"))
 
     def kill(self) -> None:
         """End the processes at once."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.models.accelerators import free_memory
 from shardwise.planning.forecast import Available
 
 _MEMINFO = Path("/proc/meminfo")
@@ -18,11 +19,12 @@ _NO_LIMIT = 1 << 60
 def available_memory(home: torch.device) -> Available:
     """Free memory of the host, and of the accelerator, in bytes; None where it cannot be known.
 
+    Of an accelerator: with what torch has taken and not given to a tensor, which it gives to the next.
     Of the host: what can be had without swapping, and not more than the control groups of this process allow.
     """
     device_bytes = None
-    if home.type == "cuda":
-        device_bytes = int(torch.cuda.mem_get_info(home)[0])
+    if home.type != "cpu":
+        device_bytes = free_memory(home)
     pools = host_pools()
     return Available(device_bytes, min(pools.values(), default=None), pools)
 

@@ -195,9 +195,11 @@ class Placer:
                 self.read_bytes += request.bytes.nbytes
                 self.progress.advance(request.bytes.nbytes)
 
-        Workers(carry_out, tools, self.world.check).run(requests)
-        for landing in tools:
-            landing.finish()
+        try:
+            Workers(carry_out, tools, self.world.check).run(requests)
+        finally:  # whatever fails, nothing may be on its way to memory that is freed then
+            for landing in tools:
+                landing.finish()
 
     def _read_request(
         self,

@@ -82,8 +82,8 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
         if len(names) != world.size:
             raise PlacementError(
                 f"{folder}: {len(names)} ranks saved what they held, each into a file of its own, and nothing says "
-                f"how to deal it to {world.size}; load it on {len(names)} ranks and save it in another form, or "
-                "save with use_dcp=True"
+                f"how to deal it to {world.size}; load it on {len(names)} ranks (load_accelerate_model does) and "
+                "save it in another form, or save with use_dcp=True"
             )
         file = folder / names[world.rank]
         found = load_plain(file)

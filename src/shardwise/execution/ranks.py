@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.spawned import BOTH_BACKENDS
 from shardwise.execution.world import World
+from shardwise.models.accelerators import accelerator, both_backends, has_collectives, module_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ def run_seated(seat: Seat, function: Callable[..., Any], *args: Any) -> list[Any
     Collective: yes, over all ranks.
     """
     backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(seat.local_rank)
-        backend = BOTH_BACKENDS
+    kind = accelerator()
+    if kind is not None:
+        module_of(kind).set_device(seat.local_rank)
+        backend = both_backends(kind)
     dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size)
     values = World.current().gather(function(*args))
     dist.barrier()
@@ -57,9 +58,8 @@ def this_place() -> tuple[int, int]:
 
 
 def this_device() -> torch.device:
-    """Where this rank computes: its GPU, else the CPU."""
-    if not torch.cuda.is_available():
+    """Where this rank computes: its accelerator, else the CPU."""
+    kind = accelerator()
+    if kind is None or (dist.is_initialized() and not has_collectives(kind)):
         return torch.device("cpu")
-    if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kind.type, module_of(kind).current_device())

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeAlias
 
-from shardwise.errors import PlacementError, ShardwiseError
-from shardwise.execution.local_ranks import LocalRanks, RankError, start_server
-
-BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+from shardwise.errors import PlacementError, RankLostError, ShardwiseError
+from shardwise.execution.local_ranks import LocalRanks, ProcessEnded, RankError, start_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,9 @@ def run_spawned(
 ) -> list[Any]:
     """Call the function on ``size`` new processes of this machine; its values by rank.
 
-    Each has a GPU of its own where there are enough, else all compute on the CPU. When this process is interrupted
-    (Ctrl-C) or terminated, they end as ``ending`` says. They are forked from a process that has imported
-    ``preloaded``, so that this takes the time and the memory of one import, however many they are.
+    Each has an accelerator of its own where there are enough, else all compute on the CPU. When this process is
+    interrupted (Ctrl-C) or terminated, they end as ``ending`` says. They are forked from a process that has
+    imported ``preloaded``, so that this takes the time and the memory of one import, however many they are.
 
     Raises:
         ShardwiseError: as raised by the function, on the lowest rank where it was.
@@ -64,7 +62,7 @@ def run_spawned(
 
 
 def at_own_gpu(rank: int, size: int) -> str:
-    """Take this rank's GPU, if there is one for each; the backends of its process group.
+    """Take this rank's accelerator, if there is one for each; the backends of its process group.
 
     Raises:
         PlacementError: a module that was imported before the ranks were forked has begun to use GPUs.
@@ -73,26 +71,33 @@ def at_own_gpu(rank: int, size: int) -> str:
     from tqdm import tqdm
 
     from shardwise.models._torch_private import is_forked_from_cuda
+    from shardwise.models.accelerators import accelerator, both_backends, module_of
 
     # Else tqdm makes a lock for several processes, which outlives this one: a worker ends without ceremony.
     tqdm.set_lock(threading.RLock())
-    if not torch.cuda.is_available() or torch.cuda.device_count() < size:
+    kind = accelerator()
+    if kind is None or torch.accelerator.device_count() < size:
         return "gloo"
     if is_forked_from_cuda():
         raise PlacementError(
             "a library that was imported before the ranks were started uses CUDA already, and ranks cannot share "
             f"that; start them by torchrun --nproc-per-node {size} instead"
         )
-    torch.cuda.set_device(rank)
-    return BOTH_BACKENDS
+    module_of(kind).set_device(rank)
+    return both_backends(kind)
 
 
 def _meant(error: RankError) -> ShardwiseError:
-    """The error a rank raised on purpose, rather than those of ranks that then missed it."""
-    for _, found in sorted(error.errors.items()):
+    """The error a rank raised on purpose, rather than those of ranks that then missed it.
+
+    What nobody raised on purpose is shown with its traceback, and ranks that only missed that one are left out.
+    """
+    raised = {rank: found for rank, found in sorted(error.errors.items()) if not isinstance(found, ProcessEnded)}
+    others = {rank: found for rank, found in raised.items() if not isinstance(found, RankLostError)}
+    for found in (others or raised).values():
         if isinstance(found, ShardwiseError):
             return found
-    return error
+    return RankError({rank: error.failures[rank] for rank in others}, others) if others else error
 
 
 @contextmanager

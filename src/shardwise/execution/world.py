@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import socket
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -23,8 +22,11 @@ import torch.distributed as dist
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, DisagreementError
-from shardwise.execution.line import Line, Patience
+from shardwise.execution.breakages import is_of_a_collective, is_out_of_memory
+from shardwise.execution.line import ANY_CALL, Line, Patience
+from shardwise.execution.presence import keep_beating
 from shardwise.models import _torch_private
+from shardwise.storage import machine
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ class World:
         patience: Patience | None = None,
         around: World | None = None,
         purpose: str = "",
+        call: str = ANY_CALL,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -58,9 +61,12 @@ class World:
         self._line: Line | None = None
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
+            if around is not None:
+                name += f"/in {around.joined_line()}"
+            patience = patience or Patience()
             store = _torch_private.default_store()
-            numbers = dist.get_process_group_ranks(group)
-            self._line = Line(store, name, rank, size, patience or Patience(), numbers)
+            keep_beating(store, dist.get_rank(), patience.beat_s)
+            self._line = Line(store, name, rank, size, patience, dist.get_process_group_ranks(group), call)
             if around is not None:
                 self._line.while_waiting = around.check
             self._close: Callable[[], object] = weakref.finalize(self, self._line.close)
@@ -72,6 +78,7 @@ class World:
         patience: Patience | None = None,
         around: World | None = None,
         purpose: str = "",
+        call: str = ANY_CALL,
     ) -> World:
         """The given group, else the default group, else this process alone. Collective: no.
 
@@ -80,17 +87,26 @@ class World:
 
         Ranks that meet in two threads at once tell these meetings apart by a ``purpose``. In a thread beside the
         one that computes only small things may be told: what is large travels by a collective.
+
+        A ``call`` is what users call it. Ranks that meet in different calls all raise one DisagreementError.
         """
         if not dist.is_initialized():
             return cls(0, 1)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
-        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose, call)
 
     @property
     def place(self) -> float:
         """Where this rank is among all: from 0 to, but for, 1."""
         return self.rank / self.size
+
+    def joined_line(self) -> str:
+        """The line of these ranks, the same on all of them, and another one for each of their calls."""
+        assert self._line is not None, "a group within one process alone"
+        if not self._line.number:
+            self._line.join()
+        return f"{self._line.name}/{self._line.number}"
 
     def __enter__(self) -> Self:
         if self._line is not None:
@@ -104,9 +120,11 @@ class World:
             return
         if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
-            self._line.leave(f"{type(error).__name__}: {error}")
+            self._line.leave(_told(error))
         elif self._around is None and not isinstance(error, errors.RankLostError):
-            with contextlib.suppress(errors.RankLostError):  # all has been said; whoever is lost now is not missed
+            with contextlib.suppress(
+                errors.RankLostError, DisagreementError
+            ):  # all has been said; whoever is lost now is not missed
                 self._line.part()
         self._close()
 
@@ -118,6 +136,7 @@ class World:
         Raises:
             CheckpointError: (or a subclass) the same on every rank, when it raised on any.
             RankLostError: a rank has been lost.
+            DisagreementError: ranks are in different calls.
         """
         value, failure = self._attempt(function)
         outcomes = self._meet(None if failure is None else _Failure.of(failure))
@@ -183,9 +202,9 @@ class World:
         return self.together(add)
 
     def is_first_on_host(self) -> bool:
-        """Whether this rank is the lowest one of its machine. Collective: yes."""
-        hosts = self.gather(socket.gethostname())
-        return hosts.index(hosts[self.rank]) == self.rank
+        """Whether this rank is the lowest one of those that see its machine's files. Collective: yes."""
+        spaces = self.gather(machine.file_space())
+        return spaces.index(spaces[self.rank]) == self.rank
 
     # While working
 
@@ -208,6 +227,43 @@ class World:
             _torch_private.keep_forever(self.group)
             raise
         work.wait()
+
+    @contextlib.contextmanager
+    def naming_the_lost(self, where: Callable[[], str]) -> Iterator[None]:
+        """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
+
+        What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
+        memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks.
+
+        Raises:
+            RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
+        """
+        try:
+            yield
+        except errors.ShardwiseError:
+            raise
+        except Exception as error:
+            is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
+            if is_out or not is_broken:
+                self._leave(_SHORT.format(str(error).partition("\n")[0]) if is_out else _told(error))
+            try:
+                self._find_lost(error)
+            except errors.RankLostError as lost:
+                if is_out or is_broken:
+                    raise errors.RankLostError(f"{where()}: {lost}") from error
+            else:
+                self._leave(_told(error))
+            raise
+
+    def _leave(self, cause: str) -> None:
+        if self._line is not None:
+            self._line.leave(cause)
+
+    def _find_lost(self, error: Exception) -> None:
+        if self._line is not None:
+            self._line.find_lost()
+        elif is_out_of_memory(error):
+            raise errors.RankLostError(_SHORT.format(str(error).partition("\n")[0]))
 
     @property
     def while_waiting(self) -> Callable[[], None] | None:
@@ -291,6 +347,13 @@ class World:
 
 class _Stopped(Exception):
     """This rank left its work because another one has failed."""
+
+
+_SHORT = "out of memory ({}); smaller batches, activation checkpointing or more ranks take less"
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 _LARGE = b"l"

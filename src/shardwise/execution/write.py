@@ -15,6 +15,7 @@ from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Ahead, Workers
 from shardwise.execution.world import World
 from shardwise.formats import TensorEntry
+from shardwise.models.accelerators import settle
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import Request, Segment, aligned
 from shardwise.planning.staging import Staging
@@ -98,7 +99,8 @@ class Emitter:
         return sorted(differing)
 
     def _desks(self) -> list[_Desk]:
-        is_pinned = any(tensor.device.type == "cuda" for tensor in self.tensors)
+        is_pinned = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        settle(self.tensors)
         return [_Desk(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
     def _buffers(self, request: Request, desk: _Desk) -> list[memoryview]:

@@ -176,8 +176,9 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
     of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
     if of_ranks:
         lines.append(
-            f"  {listed(map(shown, of_ranks))}: what each rank held, without a word of what belongs where; only "
-            "accelerate can load them, on as many ranks: save with use_dcp=True."
+            f"  {listed(map(shown, of_ranks))}: what each rank held, without a word of what belongs where. "
+            "load_accelerate_model loads them on as many ranks, and so does accelerate; for any other number, load "
+            "them so and save in another form (use_dcp=True)."
         )
     torch_files = [name for name in names if name.endswith(_TORCH_WEIGHTS) and name not in of_ranks]
     if torch_files:
@@ -236,7 +237,10 @@ def where_models_are(reader: StorageReader, names: Iterable[str] = ()) -> str:
         also = f" ({listed(map(shown, optimizers))}: an optimizer's state)" if optimizers else ""
         return f"pass the folder of the model: {' or '.join(map(shown, models[:LISTED]))}{also}"
     if optimizers:
-        return f"{listed(map(shown, optimizers))}: an optimizer's state; the model's folder is not beside it"
+        return (
+            f"{listed(map(shown, optimizers))}: an optimizer's state; the model's folder is not beside it. That "
+            "path works for merge_weights (optimizer.bin), and for load_accelerate_optimizer"
+        )
     return ""
 
 

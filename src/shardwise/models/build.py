@@ -25,6 +25,11 @@ def read_config(directory: Path, *, trust_remote_code: bool, overrides: Mapping[
         ConfigError: when there is none, it cannot be read, an override is unknown to it, or the checkpoint is
             quantised.
     """
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"no usable config in {directory}: there is no config.json, so nothing says what model it is; put the "
+            "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
+        )
     try:
         config, unused = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides

@@ -18,6 +18,7 @@ from shardwise.errors import PlacementError
 from shardwise.models import blocks
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import parameters_in, walk
+from shardwise.models.accelerators import accelerator, has_collectives
 from shardwise.models.blocks import ActivationCheckpointing, Compiling, Off
 from shardwise.models.groups import Grouping, group_parameters, shard_dim
 from shardwise.models.policies import Automatic, WrapPolicy, repeated_blocks
@@ -50,8 +51,8 @@ def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
     """
     if not dist.is_initialized():
         return None
-    accelerated = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
-    kind = "cuda" if accelerated else "cpu"
+    found = accelerator()
+    kind = found.type if found is not None and has_collectives(found, group) else "cpu"
     if group is not None:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))

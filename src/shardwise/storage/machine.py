@@ -9,6 +9,7 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_NAMESPACE = "/proc/self/ns/pid"
+_MOUNT_NAMESPACE = "/proc/self/ns/mnt"
 
 
 @cache
@@ -29,3 +30,42 @@ def process_space() -> str:
         return f"{boot()}/{os.stat(_PROCESS_NAMESPACE).st_ino}"
     except OSError:
         return f"{boot()}/{socket.gethostname()}"
+
+
+def file_space() -> str:
+    """The files that have the same names here: one kernel, one namespace of mounts (containers have their own)."""
+    try:
+        return f"{boot()}/{os.stat(_MOUNT_NAMESPACE).st_ino}"
+    except OSError:
+        return f"{boot()}/{socket.gethostname()}"
+
+
+def born(process: int) -> str:
+    """When a process of this process space began, in ticks since the machine did; "" where there is none.
+
+    There is none any more once it has ended, even if its parent has not asked about it yet.
+    """
+    try:
+        state, *numbers = _status(process)
+        return "" if state in "ZX" else numbers[18]
+    except (OSError, IndexError, ValueError):
+        pass
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except OSError:
+        return "alive"
+    return "alive"
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process of this process space is stopped (SIGSTOP, a debugger)."""
+    try:
+        return _status(process)[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def _status(process: int) -> list[str]:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
 from shardwise.checkpoints.checkpointer import Checkpointer
+from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError
 
@@ -25,6 +26,10 @@ class Keeper(Protocol):
 
     def wait(self) -> object:
         """Return when what was saved counts. Collective: yes."""
+        ...
+
+    def newest(self) -> int | None:
+        """The newest step that can be gone on from, as far as this rank sees. Collective: no."""
         ...
 
 
@@ -89,6 +94,9 @@ class KeptInFolders:
 
     def wait(self) -> object:
         return self.checkpointer.wait()
+
+    def newest(self) -> int | None:
+        return max(steps_in(self.checkpointer.directory), default=None)
 
 
 @dataclass(frozen=True, slots=True)

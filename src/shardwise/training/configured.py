@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
+from shardwise.models.accelerators import accelerator
 from shardwise.models.blocks import CompileBlocks, Off, PerBlock
 from shardwise.models.policies import (
     Automatic,
@@ -60,7 +61,7 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
         wrap=_wrap_of(section),
         mp_policy=mixed_precision(options, getattr(torch, section.reduce_dtype)),
         offload_policy=(
-            CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if section.offload == "cpu" else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=accelerator() is not None) if section.offload == "cpu" else OffloadPolicy()
         ),
         reshard_after_forward=section.reshard_after_forward,
         activation_checkpointing=PerBlock(int(every)) if (every := section.activation_checkpointing) else Off(),

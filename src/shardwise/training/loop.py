@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from shardwise.checkpoints.state import TrainState
-from shardwise.errors import ConfigError, ShardwiseError, TrainingError
+from shardwise.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.world import World
+from shardwise.models.accelerators import module_of
 from shardwise.models.standing import computing_device
 from shardwise.training.accumulation import Accumulation, WholeGradients
 from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, Standing
@@ -105,7 +106,8 @@ def train(
     """Train all parameters that require a gradient, by AdamW.
 
     The loss of a step is the cross entropy of its supervised tokens divided by their number on all ranks and in all
-    micro-batches, so that the numbers of ranks and of micro-batches do not change the result.
+    micro-batches, so that the numbers of ranks and of micro-batches do not change the result. A router's loss that
+    the config asks for is added to it ([Note: Router losses] in ``training/router_loss.py``).
 
     Collective: yes, over the default process group, which must be the ranks of the model's mesh.
     Memory: gradients and two moments for each trained parameter, sharded as it is; between micro-batches what
@@ -118,7 +120,8 @@ def train(
         on_facts: told about each step, evaluation and checkpoint, on every rank, after it.
         loss: how it is taken; see :func:`~shardwise.training.losses.prepare_loss`.
         accumulation: what is kept of gradients between micro-batches.
-        when_ready: called on every rank once the model has its weights, before the first step.
+        when_ready: called on every rank once the model has its weights, after what may be refused here has been
+            looked at, and before the first step.
         evaluation: what else is looked at, and when.
         checkpoints: what is kept, and gone on from.
         stop: asked on any rank, it lets all ranks finish the same step, keep it, and return.
@@ -127,22 +130,19 @@ def train(
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step, and no
             checkpoint was taken since. Or the loss of an evaluation is not. Or no parameter gets a gradient.
         ConfigError: nothing requires a gradient, or what does is neither sharded nor averaged; or the schedule
-            cannot be made.
+            cannot be made; or the config asks for a router's loss that cannot be counted.
+        RankLostError: a rank is lost, or has run out of memory; the same on every rank that is left.
     """
-    world = World.current()
+    world = World.current(call="the training's steps")
     world.together(lambda: require_trained(model))
     run = _Run(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
-    run.resume()
-    world.together(lambda: require_synchronised(model, world))
-    when_ready()
-    run.prepare(loss, accumulation)
-    try:
+    with run.ending_in_order(), world.naming_the_lost(run.where):
+        run.resume()
+        world.together(lambda: require_synchronised(model, world))
+        run.prepare(loss, accumulation, when_ready)
         run.go()
-    except ShardwiseError:  # the same on every rank, so that all can see to it that what is on its way counts
-        run.wait_for_checkpoint()
-        raise
     model.train(mode)
     return TrainReport(
         rank=world.rank,
@@ -234,13 +234,16 @@ class _Run:
             self.remarks.append(note)
             self._tell(Remark(self.step, note))
 
-    def prepare(self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation) -> None:
-        """Find out how the loss of this model is taken. Collective: yes."""
+    def prepare(
+        self, loss: WholeLogits | ChunkedLogits, accumulation: Accumulation, when_ready: Callable[[], object]
+    ) -> None:
+        """Find out how the loss of this model is taken, and begin. Collective: yes."""
         parameters = trained_parameters(self.model)
         self.device = computing_device(parameters[0])
         prepared = prepare_loss(
             self.world, self.model, loss, lambda: computing_in(self.model, self.device, self.options)
         )
+        when_ready()
         if prepared.note:
             self.remarks.append(prepared.note)
             self._tell(Remark(self.step, prepared.note))
@@ -277,11 +280,23 @@ class _Run:
                 self._keep()
             self.checkpoints.keeper.wait()
 
-    def wait_for_checkpoint(self) -> None:
-        """Let a checkpoint that is on its way come to its end, whatever that is. Collective: yes."""
-        if isinstance(self.checkpoints, Checkpoints):
+    def where(self) -> str:
+        """How far this training is."""
+        return f"in step {self.step + 1}" if self.step < self.total else f"after step {self.step}, the last"
+
+    @contextlib.contextmanager
+    def ending_in_order(self) -> Iterator[None]:
+        """Whatever ends it, a checkpoint that is on its way comes to its end, whatever that is, and is told of."""
+        try:
+            yield
+        except ShardwiseError as error:
+            if not isinstance(self.checkpoints, Checkpoints):
+                raise
             with contextlib.suppress(ShardwiseError):
                 self.checkpoints.keeper.wait()
+            if not isinstance(error, RankLostError):
+                raise
+            raise RankLostError(f"{error}. {_told_kept(self.checkpoints.keeper.newest())}") from error
 
     def _step(self, batches: Sequence[Batch], start: float) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
@@ -395,6 +410,12 @@ class _Run:
         return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, standing.to_dict())
 
 
+def _told_kept(newest: int | None) -> str:
+    if newest is None:
+        return "No checkpoint was kept; the same command begins anew"
+    return f"The newest checkpoint is of step {newest}; the same command goes on from there"
+
+
 def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:
     """transformers' schedule of this name.
 
@@ -474,8 +495,8 @@ def evaluate(work: StepWork, batches: Iterable[Batch]) -> tuple[float, int]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most allocated on a CUDA device so far, else the most this process has had resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Bytes: the most allocated on an accelerator so far, else the most this process has had resident."""
+    if device.type != "cpu":
+        return int(module_of(device).max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,18 @@ from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
-
-Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+from shardwise.training.recorded_logits import RecordedLogits, StandIn, Step
+from shardwise.training.router_loss import require_router_loss, with_router_loss
 
 
 class Loss(Protocol):
     """How the loss of a batch is taken."""
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The cross entropy of a batch's supervised tokens, summed, in float32. Collective: as the model is."""
+        """The cross entropy of a batch's supervised tokens, summed, in float32. Collective: as the model is.
+
+        In training with the router's loss, where the config asks for one ([Note: Router losses]).
+        """
         ...
 
 
@@ -52,9 +55,10 @@ class WholeLogits:
         output = model(**batch.inputs(), use_cache=False)
         logits: torch.Tensor = output.logits
         # All of them: to pick those that are learned takes copies, and on an accelerator the host would wait.
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             logits.flatten(0, 1).float(), _following(batch), reduction="sum", ignore_index=IGNORED
         )
+        return with_router_loss(loss, model, output, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,11 @@ def prepare_loss(
     ``computing`` is what forward passes are run in, such as ``torch.autocast``.
 
     Collective: yes. Changes nothing; nothing is left gathered.
+
+    Raises:
+        ConfigError: the config asks for a router's loss that cannot be counted.
     """
+    require_router_loss(world, model, computing)
     if isinstance(choice, WholeLogits):
         return PreparedLoss(choice)
     head = _head_of(model)
@@ -153,11 +161,22 @@ class LossInChunks:
         own: Callable[..., Any] = root.forward
 
         def forward(*args: Any, **keywords: Any) -> torch.Tensor:
-            return self._attempt(lambda: self._through_head(*self._hidden(own, args, keywords), batch), batch)
+            return self._attempt(lambda: self._loss(own, args, keywords, model, batch), batch)
 
         with _forward_of(root, forward):
             found: torch.Tensor = model(**batch.inputs(), use_cache=False)
         return found
+
+    def _loss(
+        self,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        keywords: dict[str, Any],
+        model: nn.Module,
+        batch: Batch,
+    ) -> torch.Tensor:
+        hidden, steps, output = self._hidden(forward, args, keywords)
+        return with_router_loss(self._through_head(hidden, steps, batch), model, output, batch)
 
     def _through_head(self, hidden: torch.Tensor, steps: Sequence[Step], batch: Batch) -> torch.Tensor:
         """The head, called as ever, with its hooks; it returns the loss."""
@@ -195,86 +214,18 @@ class LossInChunks:
 
     def _hidden(
         self, forward: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Step]]:
-        """What the model gives to its head, and what it does to what the head gives."""
-        stand_in = _StandIn(self.head.module)
+    ) -> tuple[torch.Tensor, Sequence[Step], Any]:
+        """What the model gives to its head, what it does to what the head gives, and all that it returned."""
+        stand_in = StandIn(self.head.module)
         setattr(self.head.parent, self.head.attribute, stand_in)
         try:
-            logits = forward(*args, **keywords).logits
+            output = forward(*args, **keywords)
         finally:
             setattr(self.head.parent, self.head.attribute, self.head.module)
+        logits = output.logits
         if not isinstance(logits, RecordedLogits) or len(stand_in.given) != 1:
             raise TrainingError("the model's logits are not those of its output embeddings")
-        return stand_in.given[0], logits.steps
-
-
-class RecordedLogits:
-    """Stands for logits that nobody has computed, and writes down what is done to each of them.
-
-    Anything that is not done to every logit alike is refused.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, steps: tuple[Step, ...] = ()) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.steps = steps
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), keywords: dict[str, Any] | None = None
-    ) -> RecordedLogits:
-        return _record(function.__name__, function, args, keywords or {})
-
-    def __getattr__(self, name: str) -> Callable[..., RecordedLogits]:
-        if name not in _ALIKE:
-            raise TrainingError(f"the model reads {name!r} of its logits")
-        return lambda *args, **keywords: _record(name, getattr(torch.Tensor, name), (self, *args), keywords)
-
-    def __mul__(self, other: Any) -> RecordedLogits:
-        return _record("mul", torch.mul, (self, other), {})
-
-    def __truediv__(self, other: Any) -> RecordedLogits:
-        return _record("div", torch.div, (self, other), {})
-
-    def __getitem__(self, index: Any) -> RecordedLogits:
-        raise TrainingError("the model takes a part of its logits")
-
-    __rmul__ = __mul__
-
-
-_ALIKE = frozenset({"mul", "div", "true_divide", "tanh", "float", "to", "contiguous", "__mul__", "__rmul__"})
-"""Functions and methods of tensors that do the same to every element."""
-
-
-def _record(
-    name: str, function: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]
-) -> RecordedLogits:
-    others = [value for value in (*args, *keywords.values()) if isinstance(value, torch.Tensor)]
-    recorded = [value for value in args if isinstance(value, RecordedLogits)]
-    if name not in _ALIKE or len(recorded) != 1 or any(o.numel() != 1 or o.requires_grad for o in others):
-        raise TrainingError(f"the model applies {name} to its logits")
-
-    def step(logits: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = function(*(logits if value is recorded[0] else value for value in args), **keywords)
-        return result
-
-    return RecordedLogits(recorded[0].dtype, recorded[0].device, (*recorded[0].steps, step))
-
-
-class _StandIn(nn.Module):
-    """In the place of a head: keeps what it is given. Whatever else is asked of it, the head answers."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.given: list[torch.Tensor] = []
-        self._answers = (head,)  # in a tuple, so that it is no part of the model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_answers"][0], name)
-
-    def forward(self, hidden: torch.Tensor) -> RecordedLogits:
-        self.given.append(hidden)
-        return RecordedLogits(hidden.dtype, hidden.device)
+        return stand_in.given[0], logits.steps, output
 
 
 def chunked_cross_entropy(

@@ -51,6 +51,7 @@ class MetricsFile:
         after = facts.step if isinstance(facts, CheckpointFacts) and facts.kind == "restored" else 0
         try:
             if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 _cut(self.path, after)
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(json.dumps(values_of(facts)) + "\n")

@@ -16,7 +16,8 @@ class StepFacts:
     step: int
     """From 1."""
     loss: float
-    """Mean cross entropy of the supervised tokens, in nats, before the step's update."""
+    """Mean cross entropy of the supervised tokens, in nats, before the step's update; with the router's loss, where
+    the config asks for one."""
     learning_rate: float
     grad_norm: float
     """Of the whole gradient, before it was clipped."""

@@ -121,7 +121,6 @@ class Session:
             if found is not None:
                 require_embeddings(model, found)
         layout = row_layout(config.data, attention_of(model))
-        world.from_first(lambda: _write_config(config, output))
         steps = step_loader(data, options, layout)
         return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
@@ -155,7 +154,7 @@ class Session:
                 tell,
                 loss=loss_of(self.config.training),
                 accumulation=accumulation_of(self.config.training),
-                when_ready=lambda: require_blind_rows(self.model, self.steps.batches.layout, self.config.options()),
+                when_ready=self._begin_writing,
                 evaluation=self._evaluation(),
                 checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
                 stop=stop,
@@ -166,6 +165,11 @@ class Session:
             raise
         World.current().together(close)
         return trained
+
+    def _begin_writing(self) -> None:
+        """Nothing is written before all that may be refused has been looked at. Collective: yes."""
+        require_blind_rows(self.model, self.steps.batches.layout, self.config.options())
+        World.current().from_first(lambda: _write_config(self.config, self.output))
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
         if self.rank != 0:
@@ -243,6 +247,7 @@ def _write_config(config: TrainConfig, output: Path) -> None:
     """Write down what was asked for, with every default; replaced in one go."""
     fresh = output / "config.yaml.new"
     try:
+        output.mkdir(parents=True, exist_ok=True)
         fresh.write_text(config.to_yaml(), "utf-8")
         fresh.replace(output / "config.yaml")
     except OSError as error:

@@ -30,7 +30,8 @@ class StepGradient:
     """What a step's gradient is, the same on every rank. The gradient itself is in the parameters, clipped."""
 
     loss: float
-    """Mean cross entropy of the supervised tokens of all ranks and micro-batches, in nats."""
+    """Mean cross entropy of the supervised tokens of all ranks and micro-batches, in nats; with the router's loss,
+    where the config asks for one."""
     grad_norm: float
     """Of the whole gradient, without the scale of the loss, before it was clipped."""
     tokens: int

@@ -94,7 +94,10 @@ def save_accelerate_model(
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="save_accelerate_model") as world,
+        torch.device("cpu"),
+    ):
         folder = _asked(world, directory, form, number, only, options=options)
         held = world.together(lambda: look_inside(model))
         require_alike_models(world, held, [])
@@ -142,7 +145,10 @@ def save_accelerate_optimizer(
     """
     start = time.perf_counter()
     model = without_compile(model)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="save_accelerate_optimizer") as world,
+        torch.device("cpu"),
+    ):
         folder = _asked(world, directory, form, number, options=options)
         held, bounds = optimizers.looked_at(world, model, optimizer)
         tensors, scalars = optimizers.held_by(world, bounds)
@@ -199,7 +205,7 @@ def load_accelerate_model(
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with (
-        World.current(options.process_group, options.patience) as world,
+        World.current(options.process_group, options.patience, call="load_accelerate_model") as world,
         torch.device("cpu"),
         ExitStack() as stack,
     ):
@@ -253,7 +259,7 @@ def load_accelerate_optimizer(
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
     with (
-        World.current(options.process_group, options.patience) as world,
+        World.current(options.process_group, options.patience, call="load_accelerate_optimizer") as world,
         torch.device("cpu"),
         ExitStack() as stack,
     ):

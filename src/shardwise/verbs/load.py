@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,7 +68,16 @@ from shardwise.planning.forecast import (
 from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
-from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
+from shardwise.storage import (
+    HubOptions,
+    OpenStorage,
+    StorageReader,
+    is_local,
+    is_url,
+    machine,
+    open_storage,
+    resolve,
+)
 from shardwise.tensors import Box
 
 _TOLD_NAMES = 1000
@@ -160,7 +168,7 @@ def load(
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     transforms: list[Any] = []
-    with World.current(options.process_group, options.patience) as world:
+    with World.current(options.process_group, options.patience, call="load") as world:
         with clock.phase("index"):
             source = open_source(world, checkpoint, hub)
 
@@ -413,7 +421,7 @@ def agree_on(world: World, ready: Prepared) -> int:
         options.seed,
         plan.digest,
         plan.layout.local_nbytes,
-        socket.gethostname(),
+        (machine.boot(), machine.process_space()),
         ready.forecast,
         ready.available,
         isinstance(options.shared_reads, InIntervals),
@@ -429,12 +437,13 @@ def agree_on(world: World, ready: Prepared) -> int:
     if len(set(digests)) > 1:
         raise DisagreementError(disagreement(world, plan))
     # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
+    # Control groups have a name within their container only.
     needed: Counter[tuple[str, str]] = Counter()
     for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
-        needed.update({(host, pool): forecast.host_bytes for pool in available.by_pool()})
+        needed.update({(host[bool(pool)], pool): forecast.host_bytes for pool in available.by_pool()})
     for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
         for pool, free in available.by_pool().items():
-            together = replace(forecast, host_bytes=needed[host, pool])
+            together = replace(forecast, host_bytes=needed[host[bool(pool)], pool])
             require_fits(together, Available(available.device_bytes, free), options.memory_check)
     return sum(sizes)
 

@@ -67,7 +67,10 @@ def optimizer_state(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="optimizer_state") as world,
+        torch.device("cpu"),
+    ):
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
         held, bounds = looked_at(world, model, optimizers)
@@ -128,7 +131,10 @@ def set_optimizer_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="set_optimizer_state") as world,
+        torch.device("cpu"),
+    ):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
 

@@ -129,7 +129,10 @@ def from_pretrained(
     """
     options = keywords.get("options", LoadOptions())
     clock = Clock()
-    with World.current(options.process_group, options.patience) as world, ExitStack() as stack:
+    with (
+        World.current(options.process_group, options.patience, call="from_pretrained") as world,
+        ExitStack() as stack,
+    ):
         sharding = world.together(lambda: _asked(keywords, asks_for_report=output_loading_info))
         with clock.phase("index"):
             found = _find(world, name_or_path, keywords, stack)

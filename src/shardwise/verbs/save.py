@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import re
 import secrets
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -45,7 +45,7 @@ from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_write
 from shardwise.planning.schedule import Request
 from shardwise.planning.staging import Staging, staging_within
 from shardwise.report import SaveReport
-from shardwise.storage import StorageWriter, WritePolicy, open_storage, open_writer
+from shardwise.storage import StorageWriter, WritePolicy, is_url, machine, open_storage, open_writer
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
 from shardwise.verbs.load import Clock
@@ -152,7 +152,7 @@ def save(
         nbytes = in_bytes_of(max_shard_size)
         return _Request(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
 
-    return _save(request, verify, options)
+    return _save(request, verify, options, "save")
 
 
 def save_adapter(
@@ -191,13 +191,13 @@ def save_adapter(
     def request(token: str) -> _Request:
         return _Request(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
 
-    return _save(request, verify, options)
+    return _save(request, verify, options, "save_adapter")
 
 
-def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOptions) -> SaveReport:
+def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOptions, call: str) -> SaveReport:
     """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
     clock = Clock()
-    with World.current(options.process_group, options.patience) as world:
+    with World.current(options.process_group, options.patience, call=call) as world:
         with clock.phase("plan"):
             token = world.from_first(_new_token)
             request = world.together(lambda: ask(token))
@@ -214,17 +214,28 @@ def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOpt
 
 
 def require_writable(directory: str | os.PathLike[str]) -> None:
-    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind in it.
+    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind.
 
     Collective: no.
 
     Raises:
         StorageError: the directory cannot be written to, or another save is writing to it.
     """
-    with open_writer(directory) as writer:
-        token = _new_token()
-        take_lock(writer, token)
-        release_lock(writer, token)
+    made = [] if is_url(directory) else _folders_to_make(Path(os.path.abspath(directory)))
+    try:
+        with open_writer(directory) as writer:
+            token = _new_token()
+            take_lock(writer, token)
+            release_lock(writer, token)
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # somebody else has put something into it
+                folder.rmdir()
+
+
+def _folders_to_make(folder: Path) -> list[Path]:
+    """A folder and those above it, as far as they are not there; the innermost first."""
+    return [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +465,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
     which would undo each other's bytes in the blocks that they share.
     """
-    hosts = world.gather((writer.policy.has_random_writes, writer.policy.block_bytes, socket.gethostname()))
+    hosts = world.gather((writer.policy.has_random_writes, writer.policy.block_bytes, machine.boot()))
     takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
     is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
     return not takes_ranges or is_shared

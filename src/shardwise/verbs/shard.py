@@ -39,7 +39,7 @@ class ShardOptions:
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
         process_group: the ranks of the mesh; None is the default group, or this process alone.
-        nodes: the machine of each rank, by any name; None asks for the host's name.
+        nodes: the machine of each rank, by any name; None asks each for its own.
         patience: how long ranks wait for each other.
     """
 
@@ -97,7 +97,7 @@ def shard(
     """
     model = without_compile(model)
     clock = Clock()
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with World.current(options.process_group, options.patience, call="shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
             settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
             held = world.together(lambda: look_inside(model))

@@ -65,7 +65,7 @@ def model_state(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with World.current(options.process_group, options.patience, call="model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, only, options=options)
         held = world.together(lambda: look_inside(model))
@@ -125,7 +125,10 @@ def set_model_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="set_model_state") as world,
+        torch.device("cpu"),
+    ):
         with clock.phase("agree"):
             require_same_call(world, only, tolerance, options=options)
             given = world.together(lambda: by_canonical_names(state, "state"))

@@ -119,7 +119,7 @@ def _walk(
     dtype: torch.dtype | None,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with World.current(options.process_group, options.patience) as world:
+    with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
         held = world.together(lambda: look_inside(model))
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")

@@ -120,7 +120,10 @@ def load_trainer_checkpoint(
     """
     model = without_compile(model)
     folder = Path(checkpoint)
-    with World.current(options.process_group, options.patience) as world, torch.device("cpu"):
+    with (
+        World.current(options.process_group, options.patience, call="load_trainer_checkpoint") as world,
+        torch.device("cpu"),
+    ):
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         names, state = world.from_first(lambda: (_names_in(folder), _read_state(folder)))
         found = world.together(lambda: _Contents.of(folder, names, adapter=adapter, is_peft=has_adapters(model)))
@@ -342,7 +345,7 @@ def _set_model(
     tolerance = Tolerance(unexpected=on_unexpected)
     folder, name = found.adapter.parent, found.adapter.name
     with (
-        World.current(options.process_group, options.patience) as world,
+        World.current(options.process_group, options.patience, call="load_trainer_checkpoint") as world,
         torch.device("cpu"),
         ExitStack() as stack,
     ):

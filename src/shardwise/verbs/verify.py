@@ -33,7 +33,7 @@ def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> Ver
     model, report = from_pretrained(name_or_path, output_loading_info=True, **keywords)
     held = look_inside(model)
     options = keywords.get("options", LoadOptions())
-    with World.current(options.process_group, options.patience) as world:
+    with World.current(options.process_group, options.patience, call="verify_load") as world:
         tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
         buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
         found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]

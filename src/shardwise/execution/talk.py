@@ -1,0 +1,265 @@
+"""What ranks say to each other over the store, and how they find out that one is gone or in another call."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwise.errors import CheckpointError, DisagreementError, RankLostError
+from shardwise.execution.keys import Keys
+from shardwise.execution.presence import Place, Pulse, Pulses
+
+if TYPE_CHECKING:
+    from shardwise.execution.line import Line
+
+_FIRST_POLL_S = 0.0001
+_LAST_POLL_S = 0.05
+_LATENESS = 0.05
+"""By what part of its wait a rank may notice its end too late."""
+
+_MISSED_BEATS = 4
+"""A process that beats rarely between calls is lost after so many of them at the earliest."""
+
+_LOST, _NEVER_CAME, _OTHER_CALL = "lost", "never came", "other call"
+"""Kinds of verdicts; each is written before its text."""
+
+
+class Talk:
+    """What the line's thread does with the store, from this rank's first meeting on."""
+
+    def __init__(self, keys: Keys, pulses: Pulses, line: Line) -> None:
+        self._line = line
+        self._pulses = pulses
+        self.number, self._keys = self._next_line(keys)
+        self._step = 0
+        self._beats = 0
+        self._last_beat = -math.inf
+        now = time.monotonic()
+        others = range(1, line.size) if line.rank == 0 else (0,)
+        self._watched = {rank: _Sign(since=now) for rank in others}
+        self._keys.set(f"joined/{line.rank}", Place.here().encode())
+        self._keys.set(f"call/{line.rank}", line.call.encode())
+        if self._keys.set_first("call", line.call.encode()).decode() != line.call:
+            self._publish(_OTHER_CALL, self._calls())
+        self._keys.set(f"beat/{line.rank}", b"0 0")
+
+    def _next_line(self, keys: Keys) -> tuple[int, Keys]:
+        """A rank's n-th line meets the n-th of every other rank; but not one in which it was given up.
+
+        Whoever waited there for a rank that made another call instead is at the next line by now. Where the calls
+        have the same name, this rank came too late, and is told so.
+        """
+        while True:
+            number = keys.count(f"lines/{self._line.rank}", 1)
+            found = keys.below(f"line{number}")
+            verdict = found.find("lost")
+            is_over = verdict is not None and verdict.decode().startswith(_NEVER_CAME)
+            if not is_over or found.get_all(["call"])[0].decode() == self._line.call:
+                return number, found
+
+    def _calls(self) -> str:
+        """Who is in which call, of those that have come."""
+        came = [rank for rank in range(self._line.size) if self._keys.has(f"call/{rank}")]
+        calls: dict[str, list[int]] = {}
+        for rank, call in zip(came, self._keys.get_all([f"call/{rank}" for rank in came]), strict=True):
+            calls.setdefault(call.decode(), []).append(self._line.numbers[rank])
+        (usual, most), *others = sorted(calls.items(), key=lambda item: (-len(item[1]), item[1]))
+        told = ", ".join(f"{_ranks(ranks)} in {call or 'another call'}" for call, ranks in others)
+        return (
+            f"{told}, where {_ranks(most)} in {usual or 'another call'}: a call was skipped, or made by some ranks "
+            "alone; every rank has to make the same calls in the same order. The next call of all ranks is in step"
+        )
+
+    def meet(self, message: bytes) -> list[bytes]:
+        """Everybody's messages: each rank hands in its own, the first rank hands out all of them."""
+        line, step = self._line, self._step
+        self._keys.set(f"{step}/{line.rank}", message)
+        if line.rank == 0:
+            members = [f"{step}/{rank}" for rank in range(line.size)]
+            self._wait(lambda: self._keys.count(f"{step}/in", 0) == line.size - 1)
+            self.heed_verdict()  # all came, but they may have given this rank up since
+            messages = self._keys.get_all(members)
+            self._keys.set(f"{step}/all", _pack(messages))
+            if step:  # who has come to this meeting has left the one before
+                before = (*range(line.size), "in", "all", "out", "cut")
+                self._keys.forget([f"{step - 1}/{key}" for key in before])
+        else:
+            self._keys.count(f"{step}/in", 1)
+            self._wait(lambda: self._keys.has(f"{step}/all"))
+            messages = _unpack(self._keys.get_all([f"{step}/all"])[0])
+            self._keys.count(f"{step}/out", 1)
+        self._step += 1
+        line.note_meeting()
+        return messages
+
+    def part(self) -> list[bytes]:
+        """Wait until all have left the last meeting: the store may end with the first rank's process."""
+        line, last = self._line, self._step - 1
+        if line.rank == 0 and last >= 0:
+            self._wait(lambda: self._keys.count(f"{last}/out", 0) == line.size - 1)
+        return []
+
+    def cut(self) -> list[bytes]:
+        """Of the work before the next meeting."""
+        self._line.note_cut()
+        self._keys.set(f"{self._step}/cut", b"1")
+        return []
+
+    def leave(self, cause: str) -> list[bytes]:
+        line = self._line
+        name = f"rank {line.numbers[line.rank]} ({Place.here()})"
+        self._publish(_LOST, f"{name} has left the call: {cause}")
+        return []
+
+    def find_lost(self, limit_s: float) -> list[bytes]:
+        """Wait for a verdict, but not longer. Raises it; returns when there is none."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self._line.is_closing:
+            self.beat()
+            time.sleep(_LAST_POLL_S)
+        return []
+
+    def beat(self) -> None:
+        """A sign of life, and a look at the others'."""
+        line, now = self._line, time.monotonic()
+        if now - self._last_beat >= line.patience.beat_s / 2:
+            self._last_beat = now
+            self._beats += 1
+            self._keys.set(f"beat/{line.rank}", f"{self._beats} {line.progress}".encode())
+            if self._keys.has(f"{self._step}/cut"):
+                line.note_cut()
+            line.heard()
+            self._watch(now)
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Poll, the less often the longer it takes, and beat meanwhile."""
+        start = time.monotonic()
+        while not is_done():
+            if self._line.is_closing:
+                raise RankLostError(f"rank {self._line.numbers[self._line.rank]} has left the call")
+            self._line.heard()
+            waited = time.monotonic() - start
+            time.sleep(min(max(_FIRST_POLL_S, waited * _LATENESS), _LAST_POLL_S))
+            self.beat()
+
+    def _watch(self, now: float) -> None:
+        """Raise when a rank is lost, or in another call.
+
+        Raises:
+            RankLostError, DisagreementError: the first verdict is everybody's.
+        """
+        line = self._line
+        self.heed_verdict()
+        absent = [rank for rank, sign in self._watched.items() if not (sign.beat or self._keys.has(f"beat/{rank}"))]
+        joined = [rank for rank in self._watched if rank not in absent]
+        beats = dict(zip(joined, self._keys.get_all([f"beat/{rank}" for rank in joined]), strict=True))
+        for rank, beat in beats.items():
+            sign = self._watched[rank]
+            if beat != sign.beat:
+                sign.beat, sign.since = beat, now
+                sign.place = sign.place or Place.of(self._keys.get_all([f"joined/{rank}"])[0])
+            assert sign.place is not None
+            self._judge(rank, sign.place, now - sign.since, line.patience.silence_s)
+        self._watch_absent(absent, now)
+        line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
+
+    def _watch_absent(self, ranks: list[int], now: float) -> None:
+        """Of ranks that have not come to this call there is a pulse at most, from an earlier one."""
+        patience = self._line.patience
+        pulses = self._pulses.find([self._line.numbers[rank] for rank in ranks])
+        for rank in ranks:
+            sign, number = self._watched[rank], self._line.numbers[rank]
+            pulse = pulses.get(number)
+            if pulse is not None:
+                if pulse != sign.pulse:
+                    sign.pulse, sign.pulse_since = pulse, now
+                place = sign.place = sign.place or self._pulses.place(number)
+                # A pulse may pause, where a library does not let other threads run: that is seen on this machine.
+                silence = 0.0 if place.is_running() else now - sign.pulse_since
+                patience_s = max(patience.silence_s, _MISSED_BEATS * pulse.beat_s)
+                self._judge(rank, place, silence, patience_s, has_ended=pulse.has_ended)
+            if now - sign.since > patience.join_s:
+                self._raise(
+                    _NEVER_CAME,
+                    f"rank {number} has not come to this call within {now - sign.since:.0f} s; every rank has to "
+                    "make it",
+                )
+
+    def _judge(
+        self, rank: int, place: Place, silence: float, patience_s: float, *, has_ended: bool = False
+    ) -> None:
+        if has_ended or place.has_ended():
+            cause = "its process has ended"
+        elif silence > patience_s:
+            cause = f"no sign of life for {silence:.0f} s; it was killed, has ended, or is stopped"
+        else:
+            return
+        self._raise(
+            _LOST,
+            f"rank {self._line.numbers[rank]} ({place}) is lost: {cause}; look at its own output, and at the "
+            "system's log for a process killed for want of memory",
+        )
+
+    def heed_verdict(self) -> None:
+        """Raise what some rank has found out.
+
+        Raises:
+            RankLostError, DisagreementError: it.
+        """
+        verdict = self._keys.find("lost")
+        if verdict is not None:
+            self._follow(verdict)
+
+    def _publish(self, kind: str, text: str) -> bytes:
+        """The first verdict, this one or another's."""
+        return self._keys.set_first("lost", f"{kind}\n{text}".encode())
+
+    def _raise(self, kind: str, text: str) -> NoReturn:
+        self._follow(self._publish(kind, text))
+
+    def _follow(self, verdict: bytes) -> NoReturn:
+        """Not before the others have read it, too: the store may end with the first rank's process."""
+        line = self._line
+        heard = self._keys.count("heard", 1)
+        deadline = time.monotonic() + 2 * line.patience.beat_s
+        while line.rank == 0 and heard < line.size - 1 and time.monotonic() < deadline:
+            time.sleep(_LAST_POLL_S)
+            heard = self._keys.count("heard", 0)
+        kind, _, text = verdict.decode().partition("\n")
+        error: type[CheckpointError] = DisagreementError if kind == _OTHER_CALL else RankLostError
+        raise error(text)
+
+
+@dataclass(slots=True)
+class _Sign:
+    """A rank's last beat and pulse, and since when they are those."""
+
+    since: float
+    beat: bytes | None = None
+    pulse: Pulse | None = None
+    pulse_since: float = 0.0
+    place: Place | None = None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    told = ", ".join(map(str, ranks))
+    return f"rank {told} is" if len(ranks) == 1 else f"ranks {told} are"
+
+
+def _pack(messages: Sequence[bytes]) -> bytes:
+    head = len(messages).to_bytes(4) + b"".join(len(message).to_bytes(4) for message in messages)
+    return head + b"".join(messages)
+
+
+def _unpack(packed: bytes) -> list[bytes]:
+    count = int.from_bytes(packed[:4])
+    sizes = [int.from_bytes(packed[4 + 4 * item : 8 + 4 * item]) for item in range(count)]
+    messages: list[bytes] = []
+    start = 4 + 4 * count
+    for size in sizes:
+        messages.append(packed[start : start + size])
+        start += size
+    return messages

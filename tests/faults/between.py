@@ -1,0 +1,73 @@
+"""What the ranks of a doomed world do when one of them skips a call, or is lost between two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch.distributed as dist
+from tests.faults.doomed import Seat
+from tests.verbs.on_ranks import Plain, angles, shard_plain
+
+import shardwise
+from shardwise.execution.line import Patience
+
+Told = tuple[str, str]
+
+
+def attempt(call: Any) -> Told:
+    """The error's type and text; "" for none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[Told]:
+    """Rank 1 skips a save and comes to a load; all load; it skips a load and comes to another call; all go on."""
+    model = shard_plain(Plain())
+    options = shardwise.LoadOptions(patience=patience, progress=False)
+    saving = shardwise.SaveOptions(patience=patience, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    def save() -> object:
+        return shardwise.save(model, folder, options=saving)
+
+    def state() -> object:
+        return shardwise.model_state(model, options=shardwise.StateOptions(patience=patience))
+
+    told = [attempt(load)]
+    told.append(attempt(load if seat.rank == 1 else save))
+    told.append(attempt(load))
+    told.append(attempt(state if seat.rank == 1 else load))
+    told.extend([attempt(save), attempt(load)])
+    return told
+
+
+def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) -> Told:
+    """All load; a rank is lost as it computes; the others go on to another call."""
+    model = shard_plain(Plain())
+    options = shardwise.LoadOptions(patience=patience, progress=False)
+
+    def load() -> object:
+        return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
+
+    load()
+    dist.barrier()
+    if seat.rank == rank:
+        seat.tell()
+        match kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                seat.wait_to_be_stopped()
+            case "end":
+                os._exit(0)
+    else:
+        time.sleep(0.3)
+    return attempt(load)
