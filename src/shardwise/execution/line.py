@@ -43,7 +43,7 @@ class Patience:
 
     Attributes:
         beat_s: between two signs of life.
-        silence_s: without a sign of life, after which a rank counts as lost.
+        silence_s: without a sign of life, after which a rank counts as lost, in a call or since its last one.
         join_s: for a rank to come to the call at all; until then it may be busy with something else.
     """
 

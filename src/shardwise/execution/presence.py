@@ -74,7 +74,6 @@ class _Beating:
         self.beat_s = beat_s
         self._rank = rank
         self._store = weakref.ref(store)
-        self._keys = _keys(store.clone() if hasattr(store, "clone") else store)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="shardwise-pulse", daemon=True)
         self._thread.start()
@@ -85,9 +84,13 @@ class _Beating:
             self._ended.set()
             self._thread.join(timeout=_LAST_WORDS_S)
 
+    def _own_keys(self) -> Keys:
+        store: Any = self._store()
+        return _keys(store.clone() if hasattr(store, "clone") else store)
+
     def _beat(self) -> None:
-        keys, beats = self._keys, 0
         try:
+            keys, beats = self._own_keys(), 0
             keys.set(f"place/{self._rank}", Place.here().encode())
             while self._store() is not None:
                 beats += 1

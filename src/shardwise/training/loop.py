@@ -412,7 +412,7 @@ class _Run:
 
 def _told_kept(newest: int | None) -> str:
     if newest is None:
-        return "No checkpoint was kept; the same command begins anew"
+        return "No checkpoint was kept; the same command begins where this one did"
     return f"The newest checkpoint is of step {newest}; the same command goes on from there"
 
 
