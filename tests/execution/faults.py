@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -66,8 +68,11 @@ def disagree() -> tuple[str, str]:
     return "", ""
 
 
-def first_on_host() -> bool:
-    return World.current().is_first_on_host()
+def first_on_host(with_names: bool = False) -> bool:
+    """With names, every rank has a host name of its own, as containers of one machine have."""
+    name = f"container-{dist.get_rank()}" if with_names else socket.gethostname()
+    with mock.patch("socket.gethostname", return_value=name):
+        return World.current().is_first_on_host()
 
 
 def exit_on(rank: int) -> None:

@@ -169,7 +169,7 @@ CALLS = st.lists(st.tuples(*[st.sampled_from(["load", "save", "shard"])] * 3), m
 
 @given(rounds=CALLS, late=st.integers(0, 2))
 @example(rounds=[("save", "load", "save"), ("load",) * 3, ("save", "save", "load"), ("save",) * 3], late=0)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_ranks_in_different_calls_are_told_so_and_meet_in_the_next(rounds, late):
     store = dist.HashStore()
 

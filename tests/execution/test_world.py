@@ -42,6 +42,7 @@ def test_ranks_that_disagree_are_named(worlds):
 
 def test_one_rank_of_a_machine_is_the_first(worlds):
     assert worlds(3).run(faults.first_on_host) == [True, False, False]
+    assert worlds(3).run(faults.first_on_host, True) == [True, False, False]
 
 
 def test_ranks_of_a_group_meet_again_after_a_call_in_which_not_all_of_them_came(worlds):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 from shardwise.storage import machine
 
@@ -21,3 +24,26 @@ def test_a_name_is_all_there_is_without_proc(monkeypatch, tmp_path) -> None:  # 
         assert machine.process_space().startswith(machine.boot())
     finally:
         machine.boot.cache_clear()
+
+
+def test_a_process_is_known_by_its_birth_until_it_ends() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        born = machine.born(process.pid)
+        assert born == machine.born(process.pid) != ""
+        assert born != machine.born(1)
+        assert not machine.is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not machine.is_stopped(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert machine.is_stopped(process.pid)
+        assert machine.born(process.pid) == born
+    finally:
+        process.kill()
+    while machine.born(process.pid) and time.monotonic() < deadline + 10:
+        time.sleep(0.01)
+    assert machine.born(process.pid) == ""  # although nobody has waited for it yet
+    process.wait()
+    assert machine.born(process.pid) == ""
+    assert not machine.is_stopped(process.pid)

@@ -23,7 +23,7 @@ _LATENESS = 0.05
 _MISSED_BEATS = 4
 """A process that beats rarely between calls is lost after so many of them at the earliest."""
 
-_LOST, _NEVER_CAME, _OTHER_CALL = "lost", "never came", "other call"
+_LOST, _OTHER_CALL = "lost", "other call"
 """Kinds of verdicts; each is written before its text."""
 
 
@@ -47,16 +47,16 @@ class Talk:
         self._keys.set(f"beat/{line.rank}", b"0 0")
 
     def _next_line(self, keys: Keys) -> tuple[int, Keys]:
-        """A rank's n-th line meets the n-th of every other rank; but not one in which it was given up.
+        """A rank's n-th line meets the n-th of every other rank; but not one that is over, and was of another call.
 
-        Whoever waited there for a rank that made another call instead is at the next line by now. Where the calls
-        have the same name, this rank came too late, and is told so.
+        Whoever waited there for a rank that makes another call now is at the next line. Where the calls have the
+        same name, this rank comes too late, and is told so.
         """
         while True:
             number = keys.count(f"lines/{self._line.rank}", 1)
             found = keys.below(f"line{number}")
             verdict = found.find("lost")
-            is_over = verdict is not None and verdict.decode().startswith(_NEVER_CAME)
+            is_over = verdict is not None and not verdict.decode().startswith(_OTHER_CALL)
             if not is_over or found.get_all(["call"])[0].decode() == self._line.call:
                 return number, found
 
@@ -183,7 +183,7 @@ class Talk:
                 self._judge(rank, place, silence, patience_s, has_ended=pulse.has_ended)
             if now - sign.since > patience.join_s:
                 self._raise(
-                    _NEVER_CAME,
+                    _LOST,
                     f"rank {number} has not come to this call within {now - sign.since:.0f} s; every rank has to "
                     "make it",
                 )
