@@ -277,7 +277,7 @@ def test_the_router_s_loss_that_a_config_asks_for_counts_as_in_transformers(choi
 def test_the_router_s_loss_of_a_batch_without_rows_is_none():
     model = stepping.experts()
     empty = Batch(*[torch.zeros(1, 1, dtype=torch.long)] * 2, torch.full((1, 1), IGNORED), 0)
-    assert float(WholeLogits().summed(model, empty)) == 0
+    assert WholeLogits().summed(model, empty).item() == 0
 
 
 def test_a_router_s_loss_is_not_counted_where_the_config_does_not_ask():

@@ -245,7 +245,7 @@ class World:
         except Exception as error:
             is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
             if is_out or not is_broken:
-                self._leave(_SHORT.format(str(error).partition("\n")[0]) if is_out else _told(error))
+                self._leave(_short(error) if is_out else _told(error))
             try:
                 self._find_lost(error)
             except errors.RankLostError as lost:
@@ -263,7 +263,7 @@ class World:
         if self._line is not None:
             self._line.find_lost()
         elif is_out_of_memory(error):
-            raise errors.RankLostError(_SHORT.format(str(error).partition("\n")[0]))
+            raise errors.RankLostError(_short(error))
 
     @property
     def while_waiting(self) -> Callable[[], None] | None:
@@ -349,7 +349,9 @@ class _Stopped(Exception):
     """This rank left its work because another one has failed."""
 
 
-_SHORT = "out of memory ({}); smaller batches, activation checkpointing or more ranks take less"
+def _short(error: BaseException) -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
 
 
 def _told(error: BaseException) -> str:
