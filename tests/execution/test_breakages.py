@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.execution.breakages import is_of_a_collective, is_out_of_memory
+from shardwise.execution.lost_ranks import naming_the_lost
 from shardwise.execution.world import World
 
 GLOO = (
@@ -44,5 +45,5 @@ def test_what_torch_says_of_host_memory_is_known():
 
 
 def test_one_process_has_nobody_to_ask():
-    with pytest.raises(RuntimeError, match="Connection closed"), World(0, 1).naming_the_lost(lambda: "here"):
+    with pytest.raises(RuntimeError, match="Connection closed"), naming_the_lost(World(0, 1), lambda: "here"):
         raise RuntimeError(GLOO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests.faults.doomed import Seat
+from tests.faults.doomed import End, Seat
 from tests.training import stepping, tiny
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.cli import train as command
+from shardwise.errors import RankLostError
+from shardwise.execution.line import Patience
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.data import Batch, read_data, step_loader
 from shardwise.training.loop import train
@@ -33,6 +36,8 @@ def strike(kind: str) -> None:
             torch.empty(1 << 60)
         case "memory of Python":
             raise MemoryError
+        case "nothing":
+            pass
         case "mistake":
             raise ValueError("not like this")
 
@@ -50,6 +55,25 @@ def struck(kind: str, rank: int, step: int, tell: Callable[[], None] = lambda: N
         return original(self, batches, *more)
 
     return mock.patch.object(StepWork, "gradient", gradient)
+
+
+def train_stuck(seat: Seat, folder: str) -> None:
+    """Rank 1 is stopped in step 4. Nobody is patient here."""
+    seat.leaves = True
+    data = read_data(Path(folder, "chats.jsonl"), tiny.tokenizer(), max_length=64)
+    model = stepping.sharded(tiny.model())
+
+    def end(error: RankLostError) -> None:
+        seat.pipe.send(("end", End(type(error).__name__, str(error), None, time.monotonic())))
+        os._exit(2)
+
+    quick = Patience(beat_s=0.1, silence_s=2.0, join_s=60.0)
+    with (
+        mock.patch("shardwise.execution.world.Patience", return_value=quick),
+        mock.patch("shardwise.execution.lost_ranks._STUCK_S", 0.5),
+        struck("nothing", 1, 4, seat.wait_to_be_stopped),
+    ):
+        train(model, step_loader(data, OPTIONS), OPTIONS, when_stuck=end)
 
 
 def train_until(seat: Seat, folder: str, kind: str, rank: int) -> None:

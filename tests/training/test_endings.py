@@ -47,6 +47,19 @@ def test_a_rank_that_dies_in_a_step_is_named_on_all_others(kind, rank, told, tmp
     assert outcome.seconds() < 15
 
 
+@pytest.mark.distributed
+def test_a_rank_that_waits_in_a_collective_for_one_that_is_stopped_can_say_so(tmp_path):
+    tiny.write_chats(tmp_path / "chats.jsonl", 18)
+    with Doomed(3) as world:
+        outcome = world.run(ending.train_stuck, str(tmp_path), limit_s=60)
+    ((error, text),) = set(outcome.errors().values())
+    assert sorted(outcome.ends) == [0, 2]
+    assert error == "RankLostError"
+    assert text.startswith(f"in step 4: rank 1 (host {socket.gethostname()}, process {outcome.pids[1]}) is lost")
+    assert "no sign of life" in text
+    assert outcome.seconds() < 15
+
+
 @pytest.mark.parametrize("kind", ["memory", "memory of Python"])
 def test_one_process_that_runs_out_of_memory_says_so_in_a_line(kind, tmp_path):
     tiny.write_chats(tmp_path / "chats.jsonl", 8)

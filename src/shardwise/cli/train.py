@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from shardwise.cli.launch import TRAINING, fail, run_ranks
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
@@ -120,9 +121,16 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
         session = Session.begin(request.config)
         log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
         log.begin(session)
-        trained = session.train(log.tell, stop)
+        trained = session.train(log.tell, stop, end_stuck)
         saved = None if trained.is_stopped else session.save_last()
     return TrainOutcome(session.loaded, trained, saved)
+
+
+def end_stuck(error: RankLostError) -> None:
+    """Say which rank was lost, and end this one, which waits for it in a collective."""
+    click.echo(f"error: {error}", err=True)
+    sys.stderr.flush()
+    os._exit(2)
 
 
 class StepLog:

@@ -94,6 +94,8 @@ class Line:
         self.is_closing = False
         self.while_waiting: Callable[[], None] | None = None
         """Called about once a beat by a rank that waits in :meth:`meet`; what it raises ends the wait."""
+        self.on_lost: Callable[[RankLostError], None] | None = None
+        """Called once, on the line's thread, when a rank is lost while this one works."""
         self.name = name
         self._keys = Keys(store, name)
         self._pulses = Pulses(store)
@@ -199,8 +201,12 @@ class Line:
     def _while_working(self, talk: Talk) -> None:
         try:
             talk.beat()
-        except Exception:  # the next meeting says what is wrong
+        except Exception as error:  # the next meeting says what is wrong
             self._cut.set()
+            if isinstance(error, RankLostError):
+                tell, self.on_lost = self.on_lost, None
+                if tell is not None:
+                    tell(error)
 
     def heard(self) -> None:
         """Note that the store answered just now."""

@@ -12,7 +12,7 @@ import pickle
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, DisagreementError
-from shardwise.execution.breakages import is_of_a_collective, is_out_of_memory
 from shardwise.execution.line import ANY_CALL, Line, Patience
 from shardwise.execution.presence import keep_beating
 from shardwise.models import _torch_private
@@ -97,6 +96,11 @@ class World:
         return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose, call)
 
     @property
+    def line(self) -> Line | None:
+        """Through which these ranks meet; None where there is one."""
+        return self._line
+
+    @property
     def place(self) -> float:
         """Where this rank is among all: from 0 to, but for, 1."""
         return self.rank / self.size
@@ -120,7 +124,7 @@ class World:
             return
         if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
-            self._line.leave(_told(error))
+            self._line.leave(f"{type(error).__name__}: {error}")
         elif self._around is None and not isinstance(error, errors.RankLostError):
             with contextlib.suppress(
                 errors.RankLostError, DisagreementError
@@ -228,43 +232,6 @@ class World:
             raise
         work.wait()
 
-    @contextlib.contextmanager
-    def naming_the_lost(self, where: Callable[[], str]) -> Iterator[None]:
-        """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
-
-        What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
-        memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks.
-
-        Raises:
-            RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
-        """
-        try:
-            yield
-        except errors.ShardwiseError:
-            raise
-        except Exception as error:
-            is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
-            if is_out or not is_broken:
-                self._leave(_short(error) if is_out else _told(error))
-            try:
-                self._find_lost(error)
-            except errors.RankLostError as lost:
-                if is_out or is_broken:
-                    raise errors.RankLostError(f"{where()}: {lost}") from error
-            else:
-                self._leave(_told(error))
-            raise
-
-    def _leave(self, cause: str) -> None:
-        if self._line is not None:
-            self._line.leave(cause)
-
-    def _find_lost(self, error: Exception) -> None:
-        if self._line is not None:
-            self._line.find_lost()
-        elif is_out_of_memory(error):
-            raise errors.RankLostError(_short(error))
-
     @property
     def while_waiting(self) -> Callable[[], None] | None:
         """What to do now and then while this rank waits for the others."""
@@ -347,15 +314,6 @@ class World:
 
 class _Stopped(Exception):
     """This rank left its work because another one has failed."""
-
-
-def _short(error: BaseException) -> str:
-    detail = str(error).partition("\n")[0] or type(error).__name__
-    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 _LARGE = b"l"

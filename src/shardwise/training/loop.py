@@ -19,6 +19,7 @@ from transformers import get_scheduler
 
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
+from shardwise.execution.lost_ranks import naming_the_lost
 from shardwise.execution.world import World
 from shardwise.models.accelerators import module_of
 from shardwise.models.standing import computing_device
@@ -102,6 +103,7 @@ def train(
     evaluation: Evaluating = _NOT_EVALUATED,
     checkpoints: Checkpointing = _NOT_KEPT,
     stop: StopRequest | None = None,
+    when_stuck: Callable[[RankLostError], object] = lambda error: None,
 ) -> TrainReport:
     """Train all parameters that require a gradient, by AdamW.
 
@@ -125,6 +127,8 @@ def train(
         evaluation: what else is looked at, and when.
         checkpoints: what is kept, and gone on from.
         stop: asked on any rank, it lets all ranks finish the same step, keep it, and return.
+        when_stuck: called on another thread where a rank was lost and this one waits for it in a collective, which
+            nothing can call back: there is no more to do than to say so and to end the process.
 
     Raises:
         TrainingError: the loss or the gradient is not finite; the parameters are those before that step, and no
@@ -138,7 +142,10 @@ def train(
     run = _Run(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
-    with run.ending_in_order(), world.naming_the_lost(run.where):
+    with (
+        run.ending_in_order(),
+        naming_the_lost(world, run.where, lambda lost: when_stuck(run.with_newest(lost))),
+    ):
         run.resume()
         world.together(lambda: require_synchronised(model, world))
         run.prepare(loss, accumulation, when_ready)
@@ -296,7 +303,18 @@ class _Run:
                 self.checkpoints.keeper.wait()
             if not isinstance(error, RankLostError):
                 raise
-            raise RankLostError(f"{error}. {_told_kept(self.checkpoints.keeper.newest())}") from error
+            raise self.with_newest(error) from error
+
+    def with_newest(self, lost: RankLostError) -> RankLostError:
+        """The error, and what can be gone on from."""
+        if not isinstance(self.checkpoints, Checkpoints):
+            return lost
+        newest = self.checkpoints.keeper.newest()
+        if newest is None:
+            return RankLostError(f"{lost}. No checkpoint was kept; the same command begins where this one did")
+        return RankLostError(
+            f"{lost}. The newest checkpoint is of step {newest}; the same command goes on from there"
+        )
 
     def _step(self, batches: Sequence[Batch], start: float) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
@@ -408,12 +426,6 @@ class _Run:
     def _state(self) -> TrainState:
         standing = Standing(self.step, self.evaluated_step, self.best_loss)
         return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, standing.to_dict())
-
-
-def _told_kept(newest: int | None) -> str:
-    if newest is None:
-        return "No checkpoint was kept; the same command begins where this one did"
-    return f"The newest checkpoint is of step {newest}; the same command goes on from there"
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError, RankLostError, StorageError
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.models.transformers_compat import attention_of
@@ -128,12 +128,18 @@ class Session:
     def output(self) -> Path:
         return Path(self.config.output.directory)
 
-    def train(self, on_facts: Callable[[Facts], object], stop: StopRequest) -> TrainReport:
+    def train(
+        self,
+        on_facts: Callable[[Facts], object],
+        stop: StopRequest,
+        when_stuck: Callable[[RankLostError], object] = lambda error: None,
+    ) -> TrainReport:
         """Train, with metrics and trackers kept on the first rank. Collective: yes.
 
         Raises:
             TrainingError, ConfigError: as :func:`~shardwise.training.loop.train`.
             StorageError: metrics cannot be written.
+            RankLostError: a rank is lost, or has run out of memory; ``when_stuck`` as of the loop.
         """
         listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
 
@@ -158,6 +164,7 @@ class Session:
                 evaluation=self._evaluation(),
                 checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
                 stop=stop,
+                when_stuck=when_stuck,
             )
         except BaseException:  # which other ranks may know nothing of
             with contextlib.suppress(Exception):
