@@ -247,6 +247,18 @@ def test_a_rank_whose_process_ended_between_calls_is_named_at_once(gone):
     assert f"rank {gone} ({place}) is lost: its process has ended" in str(one)
 
 
+def test_a_rank_that_ended_after_it_had_said_all_is_not_missed():
+    """Its process may be gone before the others have read what it said."""
+    with Ranks(2) as ranks:
+        ranks.store.set("test/line1/joined/0", ended().encode())
+        ranks.store.set("test/line1/beat/0", b"1 0")
+        line = ranks.lines[1]
+        assert line._order(lambda talk: talk.beat(lambda: True) or []) == []
+        time.sleep(QUICK.beat_s)
+        with pytest.raises(RankLostError, match="rank 0 .* its process has ended"):
+            line._order(lambda talk: talk.beat(lambda: False) or [])
+
+
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
     away = replace(Place.here(), host="afar", space="another kernel's")

@@ -67,9 +67,9 @@ class Talk:
         for rank, call in zip(came, self._keys.get_all([f"call/{rank}" for rank in came]), strict=True):
             calls.setdefault(call.decode(), []).append(self._line.numbers[rank])
         (usual, most), *others = sorted(calls.items(), key=lambda item: (-len(item[1]), item[1]))
-        told = ", ".join(f"{_ranks(ranks)} in {call or 'another call'}" for call, ranks in others)
+        told = ", ".join(f"{_ranks(ranks)} in {call}" for call, ranks in others)
         return (
-            f"{told}, where {_ranks(most)} in {usual or 'another call'}: a call was skipped, or made by some ranks "
+            f"{told}, where {_ranks(most)} in {usual}: a call was skipped, or made by some ranks "
             "alone; every rank has to make the same calls in the same order. The next call of all ranks is in step"
         )
 
@@ -122,8 +122,8 @@ class Talk:
             time.sleep(_LAST_POLL_S)
         return []
 
-    def beat(self) -> None:
-        """A sign of life, and a look at the others'."""
+    def beat(self, is_done: Callable[[], bool] = lambda: False) -> None:
+        """A sign of life, and a look at the others'; of those that have ended nobody is missed if all is done."""
         line, now = self._line, time.monotonic()
         if now - self._last_beat >= line.patience.beat_s / 2:
             self._last_beat = now
@@ -132,7 +132,7 @@ class Talk:
             if self._keys.has(f"{self._step}/cut"):
                 line.note_cut()
             line.heard()
-            self._watch(now)
+            self._watch(now, is_done)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Poll, the less often the longer it takes, and beat meanwhile."""
@@ -143,9 +143,9 @@ class Talk:
             self._line.heard()
             waited = time.monotonic() - start
             time.sleep(min(max(_FIRST_POLL_S, waited * _LATENESS), _LAST_POLL_S))
-            self.beat()
+            self.beat(is_done)
 
-    def _watch(self, now: float) -> None:
+    def _watch(self, now: float, is_done: Callable[[], bool]) -> None:
         """Raise when a rank is lost, or in another call.
 
         Raises:
@@ -162,7 +162,8 @@ class Talk:
                 sign.beat, sign.since = beat, now
                 sign.place = sign.place or Place.of(self._keys.get_all([f"joined/{rank}"])[0])
             assert sign.place is not None
-            self._judge(rank, sign.place, now - sign.since, line.patience.silence_s)
+            if self._is_gone(sign.place, now - sign.since, line.patience.silence_s) and not is_done():
+                self._raise_lost(rank, sign.place, now - sign.since)
         self._watch_absent(absent, now)
         line.total_progress = line.progress + sum(int(beat.split()[1]) for beat in beats.values())
 
@@ -180,7 +181,8 @@ class Talk:
                 # A pulse may pause, where a library does not let other threads run: that is seen on this machine.
                 silence = 0.0 if place.is_running() else now - sign.pulse_since
                 patience_s = max(patience.silence_s, _MISSED_BEATS * pulse.beat_s)
-                self._judge(rank, place, silence, patience_s, has_ended=pulse.has_ended)
+                if pulse.has_ended or self._is_gone(place, silence, patience_s):
+                    self._raise_lost(rank, place, silence, has_ended=pulse.has_ended)
             if now - sign.since > patience.join_s:
                 self._raise(
                     _LOST,
@@ -188,15 +190,15 @@ class Talk:
                     "make it",
                 )
 
-    def _judge(
-        self, rank: int, place: Place, silence: float, patience_s: float, *, has_ended: bool = False
-    ) -> None:
+    @staticmethod
+    def _is_gone(place: Place, silence: float, patience_s: float) -> bool:
+        return silence > patience_s or place.has_ended()
+
+    def _raise_lost(self, rank: int, place: Place, silence: float, *, has_ended: bool = False) -> NoReturn:
         if has_ended or place.has_ended():
             cause = "its process has ended"
-        elif silence > patience_s:
-            cause = f"no sign of life for {silence:.0f} s; it was killed, has ended, or is stopped"
         else:
-            return
+            cause = f"no sign of life for {silence:.0f} s; it was killed, has ended, or is stopped"
         self._raise(
             _LOST,
             f"rank {self._line.numbers[rank]} ({place}) is lost: {cause}; look at its own output, and at the "

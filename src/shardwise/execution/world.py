@@ -97,7 +97,7 @@ class World:
 
     @property
     def line(self) -> Line | None:
-        """Through which these ranks meet; None where there is one."""
+        """Through which these ranks meet; None where there is one rank."""
         return self._line
 
     @property
@@ -126,9 +126,8 @@ class World:
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
         elif self._around is None and not isinstance(error, errors.RankLostError):
-            with contextlib.suppress(
-                errors.RankLostError, DisagreementError
-            ):  # all has been said; whoever is lost now is not missed
+            # All has been said: whoever is lost now is not missed.
+            with contextlib.suppress(errors.RankLostError, DisagreementError):
                 self._line.part()
         self._close()
 
