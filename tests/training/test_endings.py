@@ -20,7 +20,6 @@ GOING_ON = "The newest checkpoint is of step 2; the same command goes on from th
 @pytest.mark.parametrize(
     ("kind", "rank", "told"),
     [
-        ("kill", 1, "is lost: its process has ended"),
         ("kill", 0, "is lost: its process has ended"),
         ("memory", 2, "has left the call: out of memory ("),
         ("mistake", 1, "has left the call: ValueError: not like this"),
@@ -67,6 +66,7 @@ def test_one_process_that_runs_out_of_memory_says_so_in_a_line(kind, tmp_path):
         ending.alone(kind, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_prints_one_line_for_a_rank_that_was_killed(tmp_path):
     model = tiny.write_model(tmp_path / "model")
