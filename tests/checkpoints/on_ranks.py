@@ -355,6 +355,40 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     return error, differences(training.taken(), before) if before else []
 
 
+def flip(place: Path, position: int) -> None:
+    """One bit of a file, or back."""
+    if tiny.rank() == 0:
+        with place.open("r+b") as file:
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 0x10]))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def restore_damaged(
+    folder: str, places: list[tuple[str, int]], way: str = "flat", base: str = ""
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The errors where one bit of a file has been flipped, each in turn, and the report where none has."""
+
+    def restore() -> dict[str, Any]:
+        if base:
+            model = shardwise.from_pretrained(base, weights=shardwise.Later())
+            state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+        else:
+            state = Training(seed=1, way=way).state
+        return Checkpointer(folder).restore(state).to_dict()
+
+    step = Path(folder, f"step-{Checkpointer(folder).latest()}")
+    errors: list[tuple[str, str]] = []
+    for name, position in places:
+        flip(step / name, position)
+        errors.append(attempt(restore))
+        flip(step / name, position)
+    return errors, restore()
+
+
 # Adapters
 
 
