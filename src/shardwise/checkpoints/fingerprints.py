@@ -1,7 +1,7 @@
 """What was written into the files of a checkpoint, as a small file beside them tells it.
 
 [Note: Every byte is told of] A data file is runs of bytes: elements of tensors, of which the file of fingerprints
-has one each, added up in parts ([Note: Fingerprints]); values that are no tensors, each with a digest; and what
+has one each, added up in parts ([Note: Sectors]); values that are no tensors, each with a digest; and what
 lies around these (archives' directories, padding), with one digest for all of it. The digest of the file itself is
 among the facts, as that of ``.metadata`` is, and the facts have one of themselves.
 """
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from shardwise.checkpoints.plan import Chunk
 from shardwise.errors import FormatError
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
 MAX_FINGERPRINTS_BYTES: Final = 256 << 20
 """What is longer is none: of some five million chunks."""
@@ -88,7 +88,7 @@ class Marker:
 
     def add(self, chunk: int, start: int, block: memoryview) -> None:
         """A block of a chunk, from its byte ``start`` on."""
-        self.sums[chunk] = (self.sums[chunk] + fingerprint(block, start)) % MODULUS
+        self.sums[chunk] = (self.sums[chunk] + sector_fingerprint(block, start)) % MODULUS
 
     def add_around(self, content: bytes) -> None:
         self._around.update(content)

@@ -2,7 +2,7 @@
 
 A reader that sees every byte on its way works out fingerprints of what it brings, where it is still in the
 processor's cache. A run of bytes that one rank has read whole it judges itself; of one that several ranks have
-read in parts, the parts are added up ([Note: Fingerprints]). What was read in pieces that are no parts of a whole
+read in parts, the parts are added up ([Note: Sectors]). What was read in pieces that are no parts of a whole
 (columns of a matrix, straight from the page cache) is read once more, by one of the ranks.
 """
 
@@ -22,9 +22,14 @@ from shardwise.checkpoints.fingerprints import MarksByFile, Run, hexadecimal
 from shardwise.errors import FormatError
 from shardwise.execution.world import World
 from shardwise.storage import LocalReader
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
+"""What is read at once where nothing else says how much."""
+
+_PIECE_BYTES = 1 << 20
+"""What is read of a local file before it is looked at: it is in the processor's cache then."""
+
 _SHOWN = 5
 
 Names: TypeAlias = Mapping[tuple[str, int], str]
@@ -81,17 +86,18 @@ class Witness(LocalReader):
         self._taking_down = threading.Lock()
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        super().read_vectored(file, start, buffers)
         found: list[tuple[int, Seen]] = []
-        for buffer in buffers:
-            content = buffer.cast("B")
-            stop = start + content.nbytes
-            for number in self._touched(file, start, stop):
-                run = self._runs[number][1]
-                first, last = max(start, run.start), min(stop, run.stop)
-                mark = fingerprint(content[first - start : last - start], first - run.start)
-                found.append((number, Seen(first - run.start, last - run.start, mark)))
-            start = stop
+        most = self.policy.request_bytes if self.policy.is_remote else _PIECE_BYTES
+        for piece in _pieces(buffers, most):
+            super().read_vectored(file, start, piece)
+            for content in piece:
+                stop = start + content.nbytes
+                for number in self._touched(file, start, stop):
+                    run = self._runs[number][1]
+                    first, last = max(start, run.start), min(stop, run.stop)
+                    mark = sector_fingerprint(content[first - start : last - start], first - run.start)
+                    found.append((number, Seen(first - run.start, last - run.start, mark)))
+                start = stop
         self._take_down(found)
 
     def cached(self, file: str, start: int, stop: int) -> memoryview | None:
@@ -108,7 +114,7 @@ class Witness(LocalReader):
         """
         for file in files:
             found = hashlib.sha256()
-            memory = bytearray(_BLOCK_BYTES)
+            memory = bytearray(BLOCK_BYTES)
             for start, stop in self._marks[file].gaps(self.size(file)):
                 for part in _blocks(self, file, start, stop, memory):
                     found.update(part)
@@ -146,7 +152,7 @@ class Witness(LocalReader):
                 again.append(number)
         if again:
             mine = again[world.rank :: world.size]
-            memory = bytearray(_BLOCK_BYTES)
+            memory = bytearray(BLOCK_BYTES)
 
             def reread() -> list[int]:
                 return [n for n in mine if mark_of(self, *self._runs[n], memory) != self._runs[n][1].mark]
@@ -205,9 +211,26 @@ def mark_of(reader: LocalReader, file: str, run: Run, memory: bytearray) -> str:
     """The fingerprint of a run, read into this memory block by block."""
     total, at = 0, 0
     for part in _blocks(reader, file, run.start, run.stop, memory):
-        total += fingerprint(part, at)
+        total += sector_fingerprint(part, at)
         at += part.nbytes
     return hexadecimal(total % MODULUS)
+
+
+def _pieces(buffers: Sequence[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """The same memory, in lists of so many bytes at most."""
+    piece: list[memoryview] = []
+    room = most
+    for buffer in buffers:
+        content = buffer.cast("B")
+        while content.nbytes:
+            part, content = content[:room], content[room:]
+            piece.append(part)
+            room -= part.nbytes
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
 
 
 def _blocks(reader: LocalReader, file: str, start: int, stop: int, memory: bytearray) -> Iterator[memoryview]:
