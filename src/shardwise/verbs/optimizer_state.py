@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import DisagreementError
+from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
 from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.models.dtypes import in_memory, to_torch
+from shardwise.models.optimizer_kind import by_parameter, entries_of, unlike
 from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
-from shardwise.models.rebind import Bound, Key, Scalar, look_at, state_like
+from shardwise.models.rebind import Bound, Key, Scalar, label, look_at, state_like
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
 from shardwise.planning.forms import Form, FullState, require_form
@@ -26,7 +27,7 @@ from shardwise.planning.groups import GroupMatch, match_groups
 from shardwise.planning.matching import Brought, Match, OnFault, Place, Tolerance, few, match
 from shardwise.planning.sources import digest
 from shardwise.report import StateReport
-from shardwise.tensors import DType
+from shardwise.tensors import Box, DType
 from shardwise.verbs.load import Clock
 
 
@@ -112,13 +113,15 @@ def set_optimizer_state(
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
             optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
-        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold, and for
+            state that optimizers of these classes do not keep (as in ``"layer.weight: max_exp_avg_sq"``).
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honoured.
-        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
         DisagreementError: ranks have different models or optimizers, or bring different states.
         PlacementError: as of :func:`optimizer_state`; the state has tensors on meta.
         RankLostError: a rank has been lost.
@@ -295,24 +298,70 @@ def _agreed(world: World, given: Given) -> _Agreed:
     return _Agreed(groups, settings, scalars, keys, tuple(bringing))
 
 
+def _require_same_kind(ours: Ours, agreed: _Agreed) -> None:
+    """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
+    stored = {
+        name: ("", settings)
+        for names, settings in zip(agreed.groups, agreed.settings, strict=True)
+        for name in names
+    }
+    if found := unlike(by_parameter(ours.bounds), stored):
+        shown = "\n  ".join(few(found))
+        raise CoverageError(
+            f"the state is of other optimizers than these:\n  {shown}\nMake the optimizers as they were made when "
+            "it was saved."
+        )
+
+
 def _match(
     ours: Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
 ) -> Match:
     """The state that is set. Numbers need no match: only what is there now must not get lost."""
     unexpected, missing = set(groups.unexpected), set(groups.missing)
+    unknown, lacking = _entries_of_others(ours, agreed, groups)
     known = [
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
     ]
     places = [
         Place((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
         for name, item in next((found for found in known if found), {}).items()
+        if name not in unknown
     ]
-    places += [
-        Place((name,), (), DType.OTHER)
-        for name, key in ours.keys.items()
-        if name not in agreed.keys and key.parameter not in missing
-    ]
+    held = [name for name, key in ours.keys.items() if name not in agreed.keys and key.parameter not in missing]
+    places += [Place((name,), (), DType.OTHER) for name in dict.fromkeys([*held, *lacking])]
+    number = Brought((), DType.OTHER, (Box.whole(()),))
+    strange = {name: number for name in unknown if name in agreed.scalars}
+    bringing = [bool(found) for found in known] if any(known) else [rank == 0 for rank in range(len(known))]
+    known = [found | strange if is_one else found for found, is_one in zip(known, bringing, strict=True)]
     return match(places, known, tolerance)
+
+
+def _entries_of_others(ours: Ours, agreed: _Agreed, groups: GroupMatch) -> tuple[set[str], list[str]]:
+    """Labels of state that optimizers of these classes do not keep, and of what they do and the state lacks."""
+    given: dict[str, set[str]] = {}
+    for parameter, entry in agreed.keys.values():
+        given.setdefault(parameter, set()).add(entry)
+    held: dict[str, set[str]] = {}
+    for key in ours.keys.values():
+        held.setdefault(key.parameter, set()).add(key.entry)
+    present = [
+        (bound.optimizer, names, group)
+        for bound in ours.bounds
+        for names, group in zip(bound.groups, bound.optimizer.param_groups, strict=True)
+    ]
+    unknown: set[str] = set()
+    lacking: list[str] = []
+    for (optimizer, names, group), giver in zip(present, groups.giver_of, strict=True):
+        settings = {**group, **(agreed.settings[giver] if giver is not None else {})}
+        for name in names:
+            if name not in given:
+                continue
+            wanted = entries_of(optimizer, settings, ours.parameters[name].ndim)
+            kept = held.get(name) if wanted is None else wanted
+            if kept is not None:
+                unknown |= {label(name, entry) for entry in given[name] - kept}
+            lacking += [label(name, entry) for entry in sorted((wanted or set()) - given[name])]
+    return unknown, lacking
 
 
 def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
@@ -340,7 +389,7 @@ class Fitting:
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        return self.groups.unexpected
+        return self.groups.unexpected + self.matched.unexpected
 
     def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
         """Where the state arrives: what the optimizers have already, else new memory."""
@@ -360,7 +409,7 @@ class Fitting:
         scalars = {
             Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
             for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_of
+            if name in self.agreed.scalars and parameter in optimizer_of and name not in self.matched.unexpected
         }
         present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
         for group, giver in zip(present, self.groups.giver_of, strict=True):
@@ -380,10 +429,12 @@ def fit(
     Collective: yes.
 
     Raises:
-        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
         DisagreementError: ranks bring different states.
     """
     agreed = _agreed(world, given)
+    world.together(lambda: _require_same_kind(ours, agreed))
     groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
     matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
     return Fitting(agreed, groups, matched)
