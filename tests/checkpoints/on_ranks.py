@@ -355,6 +355,42 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     return error, differences(training.taken(), before) if before else []
 
 
+def restore_others(folder: str) -> list[tuple[Any, ...]]:
+    """Into optimizers of other kinds: the error, and what has changed nevertheless."""
+    found: list[tuple[Any, ...]] = []
+    for make, settings in (
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+    ):
+        training = Training(seed=3, make=make, **settings)
+        before = training.taken()
+        error = attempt(lambda training=training: Checkpointer(folder).restore(training.state))
+        found.append((error, differences(training.taken(), before)))
+    return found
+
+
+def resume_with_torch(step: str) -> dict[str, Any]:
+    """What torch's own loader makes of a checkpoint, in a training that is somewhere else."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    training = Training(seed=1)
+    training.step(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = get_state_dict(training.model, training.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=step, no_dist=not dist.is_initialized())
+        set_state_dict(
+            training.model,
+            training.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    return training.taken()
+
+
 def flip(place: Path, position: int) -> None:
     """One bit of a file, or back."""
     if tiny.rank() == 0:

@@ -107,7 +107,10 @@ def run(worlds, tmp_path_factory):
 
 MISFITS = {
     "optimizer of others": ("CoverageError", "unexpected"),
-    "other optimizer": ("CoverageError", "no group of the state has the parameters of group 0"),
+    "other optimizer": (
+        "CoverageError",
+        "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD now",
+    ),
     "no optimizer": ("CoverageError", "unexpected 1     optimizers"),
     "scaler": ("CoverageError", "missing 1        scaler"),
     "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
