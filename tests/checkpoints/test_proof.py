@@ -7,11 +7,14 @@ import random
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 from tests.verbs.on_ranks import attempt
 
+import shardwise
 from shardwise import Checkpointer, Ignore, TrainState
+from shardwise.cli import main
 
 pytestmark = pytest.mark.distributed
 
@@ -133,3 +136,45 @@ def test_a_checkpoint_of_before_is_restored_and_said_to_be_unchecked(run, tmp_pa
     assert "not checked all of it" in " ".join(str(report).split())
     Checkpointer(run).restore(other.state)
     assert differences(training.taken(), other.taken()) == []
+
+
+# Opened again
+
+
+def command(folder, *options):
+    return CliRunner().invoke(main, ["verify", str(folder), *options])
+
+
+def test_verify_reads_all_of_a_training(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    step = tmp_path / "run" / "step-3"
+    for place in (tmp_path / "run", step):
+        report = shardwise.verify(place)
+        assert report.is_sound
+        assert report.checkpoint == str(step)
+        assert (report.files, report.tensors) == (2, 49)
+        assert report.compared == sum(len(item["tensors"]) + len(item["values"]) + 1 for item in told(run).values())
+    assert "a training after 3 steps, saved by 2 ranks: model, data, optimizers, rng, schedulers" in str(report)
+    step.rename(tmp_path / "elsewhere")
+    assert command(tmp_path / "elsewhere").exit_code == 0
+    (tmp_path / "elsewhere").rename(step)
+    draw = random.Random(1)
+    for file in sorted(told(run)):
+        for position in [draw.randrange((step / file).stat().st_size) for _ in range(10)]:
+            on_ranks.flip(step / file, position)
+            assert command(step).exit_code in (1, 2)
+            on_ranks.flip(step / file, position)
+    [(file, position), *_] = tensor_places(run, 3)
+    on_ranks.flip(step / file, position)
+    [damaged] = shardwise.verify(step).damaged
+    assert f"of {file})" in damaged
+    result = command(tmp_path / "run")
+    assert result.exit_code == 1
+    assert damaged.split(" ")[0] in result.output
+
+
+def test_verify_of_a_checkpoint_that_was_never_completed(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "step-3" / ".metadata").unlink()
+    with pytest.raises(shardwise.StorageError, match="step 3 was begun and never completed"):
+        shardwise.verify(tmp_path / "run")

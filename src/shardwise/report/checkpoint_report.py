@@ -116,7 +116,7 @@ class RestoreReport:
             f"  {len(self.model)} tensors of the model, {len(self.optimizers)} values of optimizers",
             f"  saved by {self.saved_by} ranks; this rank read {in_bytes(self.read_bytes)}",
             f"  restored: {', '.join(self.restored)}",
-            f"  {in_bytes(self.checked_bytes)} of tensors are what was written",
+            *([f"  {in_bytes(self.checked_bytes)} of tensors are what was written"] if self.checked_bytes else []),
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
         lines += [f"  {what}: {text}" for what, text in (("rng", self.rng), ("data", self.data)) if text]
