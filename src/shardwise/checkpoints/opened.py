@@ -113,7 +113,7 @@ def open_folder(place: Path) -> Opened:
             _require_size(reader, place, file, nbytes)
         marks = _marks(reader, facts)
         metadata = parse_metadata(content, "", what=f"{place}/{METADATA}")
-        index = open_state(reader)
+        index = open_state(reader, metadata=metadata)
         if strange := sorted(index.files.keys() - facts.files.keys()):
             raise FormatError(f"{place}/{METADATA}: names {strange[0]}, which {FACTS} does not; it is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}

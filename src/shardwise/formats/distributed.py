@@ -84,18 +84,21 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 
 
 def read_distributed(
-    reader: StorageReader, folder: str = "", choose: Callable[[Collection[Path]], Choice | None] = choose_model
+    reader: StorageReader,
+    folder: str = "",
+    choose: Callable[[Collection[Path]], Choice | None] = choose_model,
+    metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
 
-    Read are the metadata, and of every chunk the directory of its archive.
+    Read are the metadata, unless they are given, and of every chunk the directory of its archive.
 
     Raises :class:`FormatError` for what contradicts itself or holds what is no data,
     :class:`~shardwise.errors.StorageError` for bytes that do not come.
     """
     file = f"{folder}{METADATA}"
     what = f"{shown(file)} in {reader.root}"
-    metadata = read_metadata(reader, folder)
+    metadata = read_metadata(reader, folder) if metadata is None else metadata
     choice = choose(metadata.tensors)
     if choice is None:
         return None
