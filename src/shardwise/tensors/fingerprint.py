@@ -49,24 +49,35 @@ def sector_fingerprint(data: memoryview, start: int = 0) -> int:
         word = int.from_bytes(data, "little") << 8 * (start % _WORD)
         return word * _weight(start // _SECTOR) % MODULUS
     flat = np.frombuffer(data, dtype=np.uint8)
-    first, last = start // _SECTOR, -(-stop // _SECTOR)
     head = min(stop, -(-start // _SECTOR) * _SECTOR)
     tail = max(head, stop // _SECTOR * _SECTOR)
-    sums: Any = np.zeros(last - first, dtype="<u8")
-    whole = flat[head - start : tail - start].view("<u8").reshape(-1, _SECTOR // _WORD)
-    sums[-(-start // _SECTOR) - first :][: len(whole)] = np.einsum("ij->i", whole)
+    total = 0
     if start < head:
-        sums[0] += _sum_of(flat[: head - start], start)
+        total += _sum_of(flat[: head - start], start) * _weight(start // _SECTOR)
     if tail < stop:
-        sums[-1] += _sum_of(flat[tail - start :], tail)
-    return fingerprint(memoryview(sums.view(np.uint8)), first * _WORD)
+        total += _sum_of(flat[tail - start :], tail) * _weight(tail // _SECTOR)
+    if head < tail:
+        sectors = flat[head - start : tail - start].view("<u8").reshape(-1, _SECTOR // _WORD)
+        total += _weighed(np.einsum("ij->i", sectors), head // _SECTOR)
+    return total % MODULUS
 
 
-def _sum_of(part: Any, start: int) -> Any:
+def _sum_of(part: Any, start: int) -> int:
     """The words of a part of a sector, added up."""
     padded = np.zeros(_SECTOR + _WORD, dtype=np.uint8)
     padded[start % _WORD :][: len(part)] = part
-    return np.add.reduce(padded.view("<u8"))
+    return int(np.add.reduce(padded.view("<u8")))
+
+
+def _weighed(words: Any, first: int) -> int:
+    """The sum of words, the first of which is this one, times their weights."""
+    total = 0
+    while len(words):
+        lane = first % _LANES
+        part = words[: _LANES - lane]
+        total += _block_weight(first // _LANES) * int(np.dot(part, _lane_weights()[lane : lane + len(part)]))
+        words, first = words[len(part) :], first + len(part)
+    return total
 
 
 def _weight(word: int) -> int:
