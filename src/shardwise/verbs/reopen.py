@@ -41,12 +41,12 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     """
     start = time.perf_counter()
     with open_storage(directory).reader as reader:
-        index = open_checkpoint(reader)
+        adapter = _adapter_in(reader)
+        index = open_checkpoint(reader, weights_name=adapter)
         model_class = ""
         if _CONFIG in reader.list():
             model_class = plan(directory, ranks=1, device="cpu").model_class
         found = _compare(reader, index)
-        is_adapter = index.files.keys() <= set(ADAPTER_WEIGHTS)
     return ReopenReport(
         checkpoint=index.root,
         files=len(index.files),
@@ -56,9 +56,18 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
         compared=found.compared,
         damaged=found.damaged,
         seconds=time.perf_counter() - start,
-        holds="an adapter of PEFT's; what of it a base model needs is told when it is loaded" if is_adapter else "",
+        holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
         changed=found.changed,
     )
+
+
+def _adapter_in(reader: StorageReader) -> str | None:
+    """The file of an adapter that lies there by itself."""
+    names = [name for name in reader.list() if "/" not in name]
+    others = [name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")]
+    if set(others) - set(ADAPTER_WEIGHTS):
+        return None
+    return next((name for name in ADAPTER_WEIGHTS if name in names), None)
 
 
 @dataclass(frozen=True, slots=True)
