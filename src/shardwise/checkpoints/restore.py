@@ -35,7 +35,7 @@ from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
 from shardwise.tensors import Box
 from shardwise.verbs.load import Clock, LoadOptions, LoadRequest, OpenSource, carry_out
-from shardwise.verbs.optimizer_state import Fitting, Ours, fit
+from shardwise.verbs.optimizer_fitting import Fitting, Ours, fit
 
 
 @torch.no_grad()
