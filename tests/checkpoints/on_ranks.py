@@ -355,6 +355,29 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     return error, differences(training.taken(), before) if before else []
 
 
+def save_in_small_messages(folder: str) -> list[int]:
+    """The sizes of what is told while a checkpoint is written in the background, and that it is whole."""
+    from shardwise.execution.world import World
+
+    sizes: list[int] = []
+    original = World.gather
+
+    def gather(self: World, value: Any) -> Any:
+        sizes.extend([len(value)] if isinstance(value, bytes) else [])
+        return original(self, value)
+
+    training = Training()
+    with (
+        mock.patch("shardwise.checkpoints.fingerprints._MESSAGE_BYTES", 48),
+        mock.patch.object(World, "gather", gather),
+        Checkpointer(folder, mode=Asynchronous()) as checkpointer,
+    ):
+        checkpointer.save(1, training.state)
+        checkpointer.wait()
+    assert Checkpointer(folder).restore(Training(seed=1).state).checked_bytes
+    return sizes
+
+
 def restore_others(folder: str) -> list[tuple[Any, ...]]:
     """Into optimizers of other kinds: the error, and what has changed nevertheless."""
     found: list[tuple[Any, ...]] = []

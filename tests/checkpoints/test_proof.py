@@ -138,6 +138,13 @@ def test_a_checkpoint_of_before_is_restored_and_said_to_be_unchecked(run, tmp_pa
     assert differences(training.taken(), other.taken()) == []
 
 
+def test_what_ranks_tell_beside_a_training_comes_in_small_messages(worlds, tmp_path):
+    """Large ones would travel by a collective, in the middle of the training's own."""
+    for sizes in worlds(2).run(on_ranks.save_in_small_messages, str(tmp_path)):
+        assert len(sizes) > 1
+        assert max(sizes) == 48
+
+
 # Opened again
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 from shardwise.checkpoints.plan import Chunk
 from shardwise.errors import FormatError
+from shardwise.execution.world import World
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
 MAX_FINGERPRINTS_BYTES: Final = 256 << 20
@@ -24,6 +25,7 @@ MAX_FINGERPRINTS_BYTES: Final = 256 << 20
 
 _FORMAT: Final = "shardwise checkpoint fingerprints 1"
 _WORD_BYTES = 8
+_MESSAGE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Marker:
         self._around.update(content)
 
     def told(self) -> Marked:
-        """All of it, small enough to be told to other ranks: 8 bytes for a chunk."""
+        """All of it, 8 bytes for a chunk."""
         words = b"".join(value.to_bytes(_WORD_BYTES) for value in self.sums)
         return Marked(words, tuple(self.values), self._around.hexdigest())
 
@@ -120,6 +122,19 @@ class Marked:
             runs.append(Run(end, end + nbytes, mark))
             end += nbytes
         return Marks(tensors, tuple(runs), self.around)
+
+
+def told_by_all(world: World, own: Marked) -> list[Marked]:
+    """What each rank tells, by rank. Collective: yes.
+
+    In messages small enough for a store: ranks that meet beside a training take part in no collective.
+    """
+    others = world.gather((len(own.words), replace(own, words=b"")))
+    words = [bytearray() for _ in others]
+    for start in range(0, max(nbytes for nbytes, _ in others), _MESSAGE_BYTES):
+        for found, part in zip(words, world.gather(own.words[start : start + _MESSAGE_BYTES]), strict=True):
+            found += part
+    return [replace(told, words=bytes(found)) for (_, told), found in zip(others, words, strict=True)]
 
 
 def to_bytes(files: MarksByFile) -> bytes:

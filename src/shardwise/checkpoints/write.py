@@ -17,7 +17,7 @@ from typing import Protocol
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.archive import envelope
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
-from shardwise.checkpoints.fingerprints import Marked, Marker, digest
+from shardwise.checkpoints.fingerprints import Marked, Marker, digest, told_by_all
 from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
 from shardwise.checkpoints.folder import data_file
 from shardwise.checkpoints.modes import Keep, KeepLast
@@ -158,7 +158,8 @@ def _carried_out(world: World, job: Job, token: str) -> Written:
     sizes = world.each(ask)
     [content] = contents
     files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-    marked = world.each(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
+    own = world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
+    marked = told_by_all(world, own)
     removed = world.from_first(lambda: _commit(job, token, sizes, files, marked))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
