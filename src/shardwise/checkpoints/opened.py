@@ -14,12 +14,14 @@ from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Fa
 from shardwise.checkpoints.fingerprints import MAX_FINGERPRINTS_BYTES, MarksByFile, Run, digest, from_bytes
 from shardwise.checkpoints.modes import AtStep, Which
 from shardwise.checkpoints.state import Keys
+from shardwise.conversion import Expression
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.torch_out import loaded
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.checkpoint_index import open_state
 from shardwise.formats.distributed import METADATA, Place, parse_metadata
+from shardwise.planning import stored_tensors
 from shardwise.storage import LocalReader
 
 
@@ -39,6 +41,11 @@ class Opened:
     objects: Mapping[Keys, Place]
     shapes: Mapping[Keys, tuple[int, ...]]
     marks: MarksByFile | None
+
+    @cached_property
+    def expressions(self) -> dict[str, Expression]:
+        """What each tensor is made of, by key."""
+        return stored_tensors(self.index)
 
     @cached_property
     def names(self) -> dict[tuple[str, int], str]:

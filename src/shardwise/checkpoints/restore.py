@@ -29,7 +29,7 @@ from shardwise.models.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
-from shardwise.planning import Consent, stored_tensors
+from shardwise.planning import Consent
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
@@ -203,7 +203,7 @@ def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
             values.setdefault(path[2], {})[path[3]] = value
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
     numbers: list[tuple[Keys, Expression]] = []
     for path, shape in opened.shapes.items():
         if path[0] == "model":
@@ -234,7 +234,7 @@ def _dtype_of(opened: Opened, path: Keys) -> torch.dtype:
 
 def _place(placer: Placer, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and see that nothing of them is left out."""
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
     items = [
         Destination(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
@@ -254,7 +254,7 @@ def _bring_up(
 ) -> int:
     """Give a model on meta memory and values, as a load does; the bytes read. Collective: yes."""
     model = looked.model
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
 
     def ask() -> LoadRequest:
         hollow = [item.fqn for item in looked.held if item.tensor.is_meta and item.kind.is_saved]
