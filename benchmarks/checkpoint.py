@@ -287,13 +287,7 @@ def table(results: Mapping[str, Any]) -> str:
 def verdicts(what: str, arms: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
     """The aims, and what they came to."""
     if RESTORES[0] in arms:
-        with_it, without = (statistics.median(arms[arm]["blocked"][1:]) for arm in RESTORES)
-        share = with_it / without - 1
-        verdict = "met" if share <= RESTORE_AIM else "missed"
-        costs = (
-            f"Comparing every byte of a restore costs {share:.1%} of it; the aim is {RESTORE_AIM:.0%}: {verdict}."
-        )
-        return [costs]
+        return [_cost(arms, *RESTORES[:2]), f"From the disk: {_cost(arms, *RESTORES[2:])}"]
     sync, beside, copy = (
         statistics.median(arms[arm]["blocked"][1:]) for arm in ("synchronous", "asynchronous", "the copy alone")
     )
