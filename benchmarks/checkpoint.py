@@ -2,12 +2,17 @@
 
     python -m benchmarks.checkpoint                 # a full tuning, some minutes
     python -m benchmarks.checkpoint --what lora     # the adapter of a 1.7B model and its AdamW
+    python -m benchmarks.checkpoint --way restore   # back again, with every byte compared and without
 
 Four gloo ranks hold a model of random values and its AdamW with moments, in float32. The arms take turns; the clock
 of a rank runs from a barrier until the call returns, and the slowest rank counts. With the asynchronous arms it
 goes on until the checkpoint is complete. "the copy alone" is what no asynchronous checkpoint can do without: every
 rank copies its own shards to memory that is there already. Every arm syncs what it writes to the disk. torch's
 arms write the model and its moments only.
+
+A restore puts values into a model and an optimizer that are there: from the page cache, which is as quick as memory
+is, so that comparing costs most there; and from the disk, as after a machine was lost. "Not compared" is the same
+checkpoint, from whose folder the fingerprints have been taken away, as before there were any.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from shardwise.execution.local_ranks import LocalRanks
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
 AIM = 0.15
 LORA_AIM_S = 1.0
+RESTORES = ("compared", "not compared", "compared, from the disk", "not compared, from the disk")
+RESTORE_AIM = 0.05
 
 
 def measure(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict[str, Any]:
@@ -60,6 +67,62 @@ def measure(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict
                 os.sync()
             dist.barrier()
     return {"rounds": rounds, "parameters": sum(parameter.numel() for parameter in parameters)}
+
+
+def measure_restore(what: str, layers: int, hidden: int, out: str, repeats: int) -> dict[str, Any]:
+    """Seconds of every round by arm. Collective: yes."""
+    import torch
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise import Checkpointer, TrainState
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model, parameters = _lora() if what == "lora" else _full(layers, hidden)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = TrainState(model, optimizer)
+    only = shardwise.AdapterOnly() if what == "lora" else shardwise.Everything()
+    Checkpointer(f"{out}/compared", only=only).save(1, state)
+    if dist.get_rank() == 0:
+        _without_fingerprints(Path(out, "compared", "step-1"), Path(out, "not compared", "step-1"))
+    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in RESTORES}
+    for number in range(repeats + 1):
+        for arm in RESTORES if number % 2 else reversed(RESTORES):
+            folder, _, is_cold = arm.partition(", ")
+            if is_cold and dist.get_rank() == 0:
+                _forget(Path(out, folder, "step-1"))
+            dist.barrier()
+            start = time.perf_counter()
+            report = Checkpointer(f"{out}/{folder}", only=only).restore(state)
+            elapsed = time.perf_counter() - start
+            assert bool(report.checked_bytes) == (folder == "compared")
+            rounds[arm].append({"blocked": elapsed, "total": elapsed, **report.seconds})
+    return {"rounds": rounds, "parameters": sum(parameter.numel() for parameter in parameters)}
+
+
+def _forget(step: Path) -> None:
+    """Have the page cache let go of a checkpoint."""
+    for path in step.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _without_fingerprints(step: Path, copy: Path) -> None:
+    from dataclasses import replace
+
+    from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
+
+    shutil.copytree(step, copy, copy_function=os.link)
+    facts = replace(Facts.from_bytes((step / FACTS).read_bytes(), FACTS), fingerprints_sha256="")
+    for name in (FACTS, FINGERPRINTS):
+        (copy / name).unlink()
+    (copy / FACTS).write_bytes(facts.to_bytes())
 
 
 def _full(layers: int, hidden: int) -> tuple[Any, list[Any]]:
@@ -223,6 +286,8 @@ def table(results: Mapping[str, Any]) -> str:
 
 def verdicts(what: str, arms: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
     """The aims, and what they came to."""
+    if RESTORES[0] in arms:
+        return [_cost(arms, *RESTORES[:2]), f"From the disk: {_cost(arms, *RESTORES[2:])}"]
     sync, beside, copy = (
         statistics.median(arms[arm]["blocked"][1:]) for arm in ("synchronous", "asynchronous", "the copy alone")
     )
@@ -241,9 +306,20 @@ def verdicts(what: str, arms: Mapping[str, Mapping[str, list[float]]]) -> list[s
     return lines
 
 
+def _cost(arms: Mapping[str, Mapping[str, list[float]]], compared: str, other: str) -> str:
+    middle = statistics.median(arms[compared]["blocked"][1:]) / statistics.median(arms[other]["blocked"][1:]) - 1
+    best = min(arms[compared]["blocked"][1:]) / min(arms[other]["blocked"][1:]) - 1
+    verdict = "met" if middle <= RESTORE_AIM else "missed"
+    return (
+        f"Comparing every byte of a restore costs {middle:.1%} of it (the quickest rounds: {best:.1%}); the aim is "
+        f"{RESTORE_AIM:.0%}: {verdict}."
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--what", choices=("full", "lora"), default="full")
+    parser.add_argument("--way", choices=("save", "restore"), default="save")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
@@ -253,7 +329,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="a folder for the results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.dir) as out, LocalRanks(RANKS, timeout_s=1800) as ranks:
-        told = ranks.run(measure, given.what, given.layers, given.hidden, out, given.repeats)
+        function = measure if given.way == "save" else measure_restore
+        told = ranks.run(function, given.what, given.layers, given.hidden, out, given.repeats)
     arms = summary(told)
     results = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -267,7 +344,8 @@ def main() -> int:
     text = table(results)
     print(text)
     if given.results is not None:
-        name = f"checkpoint-{given.what}-{results['date']}-{results['commit'].split()[0]}"
+        what = given.what if given.way == "save" else f"restore-{given.what}"
+        name = f"checkpoint-{what}-{results['date']}-{results['commit'].split()[0]}"
         (given.results / f"{name}.json").write_text(json.dumps(results, indent=1))
         (given.results / f"{name}.md").write_text(text + "\n")
     return 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Latest,
         Synchronous,
     )
+    from shardwise.checkpoints.reopened import verify
     from shardwise.checkpoints.state import TrainState
     from shardwise.errors import (
         CheckpointError,
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from shardwise.verbs.optimizer_state import optimizer_state, set_optimizer_state
     from shardwise.verbs.plan import plan
     from shardwise.verbs.pretrained import FromFiles, Later, from_pretrained
-    from shardwise.verbs.reopen import verify
     from shardwise.verbs.save import (
         CompareWithMemory,
         HubNames,
@@ -209,7 +209,7 @@ _HOMES = {
     "set_model_state": "shardwise.verbs.state",
     "set_optimizer_state": "shardwise.verbs.optimizer_state",
     "shard": "shardwise.verbs.shard",
-    "verify": "shardwise.verbs.reopen",
+    "verify": "shardwise.checkpoints.reopened",
 }
 
 __all__ = [

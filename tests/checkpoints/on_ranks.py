@@ -355,6 +355,99 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     return error, differences(training.taken(), before) if before else []
 
 
+def save_in_small_messages(folder: str) -> list[int]:
+    """The sizes of what is told while a checkpoint is written in the background, and that it is whole."""
+    from shardwise.execution.world import World
+
+    sizes: list[int] = []
+    original = World.gather
+
+    def gather(self: World, value: Any) -> Any:
+        sizes.extend([len(value)] if isinstance(value, bytes) else [])
+        return original(self, value)
+
+    training = Training()
+    with (
+        mock.patch("shardwise.checkpoints.fingerprints._MESSAGE_BYTES", 48),
+        mock.patch.object(World, "gather", gather),
+        Checkpointer(folder, mode=Asynchronous()) as checkpointer,
+    ):
+        checkpointer.save(1, training.state)
+        checkpointer.wait()
+    assert Checkpointer(folder).restore(Training(seed=1).state).checked_bytes
+    return sizes
+
+
+def restore_others(folder: str) -> list[tuple[Any, ...]]:
+    """Into optimizers of other kinds: the error, and what has changed nevertheless."""
+    found: list[tuple[Any, ...]] = []
+    for make, settings in (
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+    ):
+        training = Training(seed=3, make=make, **settings)
+        before = training.taken()
+        error = attempt(lambda training=training: Checkpointer(folder).restore(training.state))
+        found.append((error, differences(training.taken(), before)))
+    return found
+
+
+def resume_with_torch(step: str) -> dict[str, Any]:
+    """What torch's own loader makes of a checkpoint, in a training that is somewhere else."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    training = Training(seed=1)
+    training.step(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = get_state_dict(training.model, training.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=step, no_dist=not dist.is_initialized())
+        set_state_dict(
+            training.model,
+            training.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    return training.taken()
+
+
+def flip(place: Path, position: int) -> None:
+    """One bit of a file, or back."""
+    if tiny.rank() == 0:
+        with place.open("r+b") as file:
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 0x10]))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def restore_damaged(
+    folder: str, places: list[tuple[str, int]], way: str = "flat", base: str = ""
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The errors where one bit of a file has been flipped, each in turn, and the report where none has."""
+
+    def restore() -> dict[str, Any]:
+        if base:
+            model = shardwise.from_pretrained(base, weights=shardwise.Later())
+            state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+        else:
+            state = Training(seed=1, way=way).state
+        return Checkpointer(folder).restore(state).to_dict()
+
+    step = Path(folder, f"step-{Checkpointer(folder).latest()}")
+    errors: list[tuple[str, str]] = []
+    for name, position in places:
+        flip(step / name, position)
+        errors.append(attempt(restore))
+        flip(step / name, position)
+    return errors, restore()
+
+
 # Adapters
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.checkpoints.tiny import Training
 
 import shardwise
 from shardwise import Checkpointer, CheckpointerOptions, KeepLast
+from shardwise.checkpoints.facts import Facts
 
 pytestmark = pytest.mark.distributed
 
@@ -105,7 +107,10 @@ def run(worlds, tmp_path_factory):
 
 MISFITS = {
     "optimizer of others": ("CoverageError", "unexpected"),
-    "other optimizer": ("CoverageError", "no group of the state has the parameters of group 0"),
+    "other optimizer": (
+        "CoverageError",
+        "optimizers: saved by torch.optim.AdamW, and there is torch.optim.SGD now",
+    ),
     "no optimizer": ("CoverageError", "unexpected 1     optimizers"),
     "scaler": ("CoverageError", "missing 1        scaler"),
     "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
@@ -144,6 +149,9 @@ def rewritten(step: Path, change) -> None:
     change(facts)
     facts["metadata_sha256"] = hashlib.sha256((step / ".metadata").read_bytes()).hexdigest()
     facts["files"] = {name: (step / name).stat().st_size for name in facts["files"] if (step / name).exists()}
+    facts["fingerprints_sha256"] = ""
+    (step / "shardwise.fingerprints.json").unlink()
+    del facts["sha256"]  # so are those of earlier versions
     file.write_text(json.dumps(facts))
 
 
@@ -179,6 +187,25 @@ def spoil(fault: str, step: Path, bomb: Path) -> None:
             whole = (step / "__0_0.distcp").read_bytes()
             at = whole.index(b"schedulers") if b"schedulers" in whole else whole.rindex(b"PK\x05\x06")
             (step / "__0_0.distcp").write_bytes(whole[: at + 1] + b"\0" * (len(whole) - at - 1))
+        case "seal":
+            facts.write_text(facts.read_text().replace('"best": 0.25', '"best": 0.75'))
+        case "no seal":
+            facts.write_text(facts.read_text().replace('"sha256"', '"sha257"'))
+        case "untold":
+            marks = (step / "shardwise.fingerprints.json").read_bytes()
+            rewritten(step, lambda found: None)
+            (step / "shardwise.fingerprints.json").write_bytes(marks)
+        case "other fingerprints":
+            (step / "shardwise.fingerprints.json").write_bytes(b"{}")
+        case "hostile fingerprints":
+            marks = json.loads((step / "shardwise.fingerprints.json").read_text())
+            marks["files"]["__0_0.distcp"]["tensors"][0][1] = 1 << 70
+            (step / "shardwise.fingerprints.json").write_text(json.dumps(marks))
+            told = replace(
+                Facts.from_bytes(facts.read_bytes(), ""),
+                fingerprints_sha256=hashlib.sha256((step / "shardwise.fingerprints.json").read_bytes()).hexdigest(),
+            )
+            facts.write_bytes(told.to_bytes())
         case _:
             raise AssertionError(fault)
 
@@ -194,7 +221,12 @@ DAMAGE = {
     "pickle": "pathlib",
     "climbing": "refused",
     "other names": "schedulerz, which no checkpoint of shardwise has",
-    "object": "cannot be read as plain data",
+    "object": r"__0_0.distcp: what lies around its tensors|is not what was written",
+    "seal": r"shardwise.checkpoint.json: is not what was written",
+    "no seal": r"shardwise.checkpoint.json: is not what was written",
+    "untold": "does not tell of it",
+    "other fingerprints": "shardwise.fingerprints.json: is not the one that",
+    "hostile fingerprints": "does not tell of the files of this checkpoint",
 }
 
 

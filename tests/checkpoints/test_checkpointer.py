@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
+from torch.optim import lr_scheduler as schedules
 
 from shardwise import AtStep, Checkpointer, Latest, TrainState
 
@@ -71,15 +73,41 @@ def test_optimizers_of_several_kinds(tmp_path, make, settings):
     assert found[0]["losses"] == saved[0]["losses"]
 
 
+class Shrinking:
+    """A schedule's function that has a state of its own."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def __call__(self, step):
+        self.factor *= 0.9
+        return self.factor
+
+
+class Plateau(schedules.ReduceLROnPlateau):
+    """Of a loss that never gets better."""
+
+    def step(self, metrics=1.0, epoch=None):
+        super().step(metrics, epoch)
+
+
+def in_sequence(optimizer):
+    first = schedules.LinearLR(optimizer, 0.1, total_iters=3)
+    return schedules.SequentialLR(optimizer, [first, schedules.MultiStepLR(optimizer, [1, 2])], milestones=[3])
+
+
 SCHEDULES = {
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ConstantLR(o)],
-        milestones=[3],
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "lambda with a state": lambda o: schedules.LambdaLR(o, [Shrinking(), Shrinking()]),
+    "step": lambda o: schedules.StepLR(o, 2),
+    "several steps": lambda o: schedules.MultiStepLR(o, [1, 3, 3, 5]),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+    "plateau": lambda o: Plateau(o, patience=1),
+    "sequence": in_sequence,
+    "chain": lambda o: schedules.ChainedScheduler(
+        [schedules.MultiStepLR(o, [2, 4]), schedules.ExponentialLR(o, 0.9)], optimizer=o
     ),
 }
 
@@ -105,7 +133,7 @@ def test_what_is_written_is_the_state_at_the_call(worlds, tmp_path):
     assert [is_early for _, is_early in found] == [False] * 3
     ranks.run(on_ranks.train_and_save, str(tmp_path / "sync"), 2)
     files = sorted(path.name for path in (tmp_path / "sync" / "step-2").iterdir())
-    assert len(files) == 5
+    assert len(files) == 6
     for name in files:
         one, other = ((tmp_path / mode / "step-2" / name).read_bytes() for mode in ("sync", "async"))
         assert one == other, name
@@ -132,16 +160,32 @@ def test_torch_reads_it(worlds, tmp_path):
         warnings.simplefilter("ignore")  # that there is no process group
         dcp_to_torch_save(tmp_path / "step-2", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    first = {name: tensor for name, tensor in saved["model"].items() if name != "head.weight"}
-    assert differences(whole["model"], first) == []
+    assert differences(whole["model"], saved["model"]) == []
     assert differences(whole["optimizer"]["state"], saved["moments"]) == []
     assert whole["optimizer"]["param_groups"] == saved["groups"]
     assert whole["data"]["rank_0"] == {"at": 2}
-    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in first.items()}}
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in saved["model"].items()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    assert differences(state["model"], first) == []
+    assert differences(state["model"], saved["model"]) == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_torch_resumes_from_it_with_tied_weights(worlds, tmp_path, size):
+    """Both names of a tied tensor are there for it, and its bytes once."""
+    saved = worlds(2).run(on_ranks.train_and_save, str(tmp_path), 2)[0]["state"]
+    run = [on_ranks.resume_with_torch] if size == 1 else [worlds(size).run, on_ranks.resume_with_torch]
+    found = run[0](*run[1:], str(tmp_path / "step-2"))
+    for state in [found] if size == 1 else found:
+        assert differences(state["model"], saved["model"]) == []
+        assert differences(state["moments"], saved["moments"]) == []
+        assert state["groups"] == saved["groups"]
+    step = tmp_path / "step-2"
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    chunks = {(info.relative_path, info.offset): info.length for info in metadata.storage_data.values()}
+    assert sum(chunks.values()) <= sum(path.stat().st_size for path in step.glob("*.distcp"))
+    assert {"model.embed.weight", "model.head.weight"} <= metadata.state_dict_metadata.keys()
 
 
 def test_our_loader_reads_the_model_in_it(worlds, tmp_path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import EveryRank, FullState, TrainState, model_state, optimizer_state
 
@@ -64,10 +64,15 @@ def built(seed: int = 0, way: str = "flat") -> nn.Module:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for block in [*model.blocks, model]:
+        fully_shard(block, mesh=mesh, shard_placement_fn=by_columns if way == "columns" else None)
     return model
+
+
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    """For the way "columns", where dimensions can be split evenly."""
+    size = dist.get_world_size()
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % size == 0 else None
 
 
 class Training:

@@ -214,3 +214,51 @@ def test_a_tensor_of_several_blocks(tmp_path, monkeypatch):
     with (tmp_path / entry.file).open("r+b") as file:
         flip(file, entry.start + 4095)
     assert shardwise.verify(tmp_path).damaged == ("weight",)
+
+
+# Small files, and adapters
+
+
+def test_a_config_that_was_changed_is_told(saved):
+    """By hand or by damage, in words that fit; weights are sound all the same."""
+    assert shardwise.verify(saved).changed == ()
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    (saved / "generation_config.json").unlink()
+    report = shardwise.verify(saved)
+    assert report.changed == ("config.json", "generation_config.json (it is gone)")
+    assert report.is_sound
+    result = command(saved)
+    assert result.exit_code == 0
+    assert "changed     config.json: edited since it was saved, or damaged" in result.output
+
+
+@pytest.mark.parametrize("stored", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_is_verified(tmp_path, stored):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(small_qwen3(), LoraConfig(r=4, target_modules=["q_proj"]))
+    shardwise.save_adapter(model, tmp_path)
+    report = shardwise.verify(tmp_path)
+    assert report.compared == report.tensors == 4
+    assert (report.damaged, report.changed) == ((), ())
+    assert "an adapter" in report.holds
+    with (tmp_path / stored).open("r+b") as file:
+        flip(file, (tmp_path / stored).stat().st_size - 1 if stored.endswith("s") else 4)
+    report = shardwise.verify(tmp_path)
+    if stored.endswith("s"):
+        assert len(report.damaged) == 1
+        assert command(tmp_path).exit_code == 1
+    else:
+        assert report.changed == (stored,)
+
+
+def test_saves_of_before_have_no_record_of_small_files(saved):
+    recorded = json.loads((saved / SIDECAR).read_text())
+    for save in recorded["saves"]:
+        del save["beside"]
+    (saved / SIDECAR).write_text(json.dumps(recorded))
+    (saved / "config.json").write_text((saved / "config.json").read_text() + " ")
+    report = shardwise.verify(saved)
+    assert report.compared == report.tensors
+    assert report.changed == ()

@@ -49,6 +49,7 @@ from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
+from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.planning.consent import Refuse
 from shardwise.planning.matching import OnFault, Tolerance
@@ -316,6 +317,7 @@ class Checkpointer:
             alike=agreed.alike,
             data=agreed.data,
             user=own.contents.user,
+            optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in own.looked.bounds],
         )
 
     def _agree(self, world: World, step: int, state: TrainState) -> tuple[_Own, _Agreed]:
@@ -353,7 +355,7 @@ class Checkpointer:
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-        plan = world.together(lambda: plan_tensors(shapes, told))
+        plan = world.together(lambda: plan_tensors(shapes, told, looked.others_of))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
         return _Planned(looked, _layout(looked), plan, places)
 
@@ -419,7 +421,7 @@ def _layout(looked: Looked) -> _Layout:
             (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
         )
         for path, tensor in looked.tensors.items()
-    }
+    } | {path: (first,) for path, first in looked.others_of.items()}
 
 
 def _require_kinds(keep: object, mode: object, only: object) -> None:

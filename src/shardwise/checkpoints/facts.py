@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Final
 from shardwise.errors import ConfigError, FormatError
 
 FACTS: Final = "shardwise.checkpoint.json"
+FINGERPRINTS: Final = "shardwise.fingerprints.json"
 _KIND: Final = "shardwise training checkpoint"
 _VERSION: Final = 1
 MAX_FACTS_BYTES: Final = 64 << 20
@@ -31,6 +33,8 @@ class Facts:
         user: the user's own.
         files: names and sizes in bytes of the files with tensors.
         metadata_sha256: of the file ``.metadata`` that belongs to this one.
+        fingerprints_sha256: of the file of fingerprints; "" where there is none (before there were any).
+        optimizers: the class of each optimizer and the number of its parameter groups; None where it is not known.
     """
 
     step: int
@@ -43,9 +47,12 @@ class Facts:
     user: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
     metadata_sha256: str = ""
+    fingerprints_sha256: str = ""
+    optimizers: list[list[Any]] | None = None
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}, indent=1).encode()
+        content = {"kind": _KIND, "version": _VERSION, **asdict(self)}
+        return json.dumps({**content, _SEAL: _seal(content)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> Facts:
@@ -61,9 +68,17 @@ class Facts:
                 f"{what}: is of version {found.get('version')!r}, and this shardwise reads {_VERSION}; take the "
                 "version of shardwise that wrote it"
             )
-        values: dict[str, Any] = {name: found.get(name) for name in _KINDS}
+        is_sealed = bool(_SEAL in found or found.get("fingerprints_sha256"))  # those of earlier versions are not
+        if is_sealed and found.pop(_SEAL, None) != _seal(found):
+            raise FormatError(f"{what}: is not what was written; it is damaged, or was changed by hand")
+        values: dict[str, Any] = {name: found.get(name, _LATER.get(name)) for name in _KINDS}
         wrong = [name for name, kinds in _KINDS.items() if type(values[name]) not in kinds]
-        if wrong or not _are_sizes(values["files"]) or not all(isinstance(name, str) for name in found["alike"]):
+        if (
+            wrong
+            or not _are_classes(values["optimizers"])
+            or not _are_sizes(values["files"])
+            or not all(isinstance(name, str) for name in found["alike"])
+        ):
             raise FormatError(f"{what}: {', '.join(wrong) or 'files'} is not what belongs there; it is damaged")
         return cls(**values)
 
@@ -79,7 +94,28 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "files": (dict,),
     "metadata_sha256": (str,),
     "user": (dict,),
+    "fingerprints_sha256": (str,),
+    "optimizers": (list, type(None)),
 }
+_LATER: Final[Mapping[str, Any]] = {"fingerprints_sha256": "", "optimizers": None}
+"""What facts of earlier versions do not tell."""
+
+_SEAL: Final = "sha256"
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    """A digest of the facts, however they are laid out."""
+    try:
+        plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        return ""
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _are_classes(optimizers: Any) -> bool:
+    return optimizers is None or all(
+        type(item) is list and [type(part) for part in item] == [str, int] for item in optimizers
+    )
 
 
 def _are_sizes(files: Any) -> bool:

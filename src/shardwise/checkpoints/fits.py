@@ -8,9 +8,10 @@ from typing import Any
 
 from shardwise.checkpoints.opened import Opened
 from shardwise.checkpoints.state import Keys, Looked, Stateful, TrainState, adapter_settings, in_words
-from shardwise.errors import CoverageError
+from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.garbage import collected_later
 from shardwise.models.dtypes import in_memory
+from shardwise.models.optimizer_kind import by_parameter, unlike
 from shardwise.models.selection import Selection
 from shardwise.planning.matching import Tolerance
 from shardwise.planning.matching import in_words as faults_in_words
@@ -58,6 +59,11 @@ def compare(
     if "schedulers" in kept and (why := _unlike(state.all_schedulers, common["schedulers",])):
         faults.mismatched("schedulers", f"schedulers: {why}")
         kept.discard("schedulers")
+    if "optimizers" in kept:
+        stored = _settings(opened, looked, common["optimizer", "param_groups"])
+        if others := unlike(by_parameter(looked.bounds), stored):
+            faults.mismatched("optimizers", f"optimizers: {'; '.join(others)}")
+            kept.discard("optimizers")
     if "data" in kept and opened.facts.data == "each" and opened.facts.world_size != world_size:
         saved = opened.facts.world_size
         faults.mismatched("data", f"data: a position for each of {saved} ranks, and now there are {world_size}")
@@ -149,6 +155,23 @@ def _compare_model(opened: Opened, looked: Looked, faults: _Faults) -> dict[str,
             faults.mismatched(fqn, f"{fqn}: one tensor in the model, and {len(names)} stored: {', '.join(names)}")
             found.pop(fqn, None)
     return found
+
+
+def _settings(opened: Opened, looked: Looked, groups: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The class of the optimizer that each parameter had, and its settings there."""
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise FormatError(f"{opened.folder}: its optimizers have no groups of parameters; it is damaged")
+    classes = [name for name, count in opened.facts.optimizers or () for _ in range(min(count, len(groups)))]
+    if len(classes) != len(groups):
+        classes = [""] * len(groups)
+    first = {name: item.fqn for item in looked.held for name in item.names}
+    return {
+        first.get(name, name): (kind, group)
+        for kind, group in zip(classes, groups, strict=True)
+        for name in map(str, group["params"])
+    }
 
 
 def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:

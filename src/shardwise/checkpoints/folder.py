@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
-from shardwise.checkpoints.facts import FACTS
+from shardwise.checkpoints.facts import FACTS, FINGERPRINTS
 from shardwise.errors import ConfigError, StorageError
 from shardwise.formats.distributed import METADATA
 from shardwise.storage import StorageWriter, is_url, open_writer
@@ -25,7 +25,8 @@ from shardwise.storage.writer import INCOMPLETE
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_INTERIM = re.compile(rf"\.(?:{re.escape(METADATA)}|{re.escape(FACTS)})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
+_BESIDE = (METADATA, FACTS, FINGERPRINTS)
+_INTERIM = re.compile(rf"\.(?:{'|'.join(map(re.escape, _BESIDE))})(?:\.[0-9a-f]+)?{re.escape(INCOMPLETE)}")
 
 
 def name_of(step: int) -> str:
@@ -130,6 +131,6 @@ def empty(writer: StorageWriter) -> None:
         writer.remove(METADATA)
         writer.sync_names()
     for name in names:
-        if name == FACTS or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
+        if name in _BESIDE or _DATA.fullmatch(name) or _INTERIM.fullmatch(name):
             writer.remove(name)
     writer.sync_names()

@@ -5,31 +5,57 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.facts import FACTS, MAX_FACTS_BYTES, Facts
+from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
+from shardwise.checkpoints.fingerprints import MAX_FINGERPRINTS_BYTES, MarksByFile, Run, digest, from_bytes
 from shardwise.checkpoints.modes import AtStep, Which
 from shardwise.checkpoints.state import Keys
+from shardwise.conversion import Expression
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.torch_out import loaded
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.checkpoint_index import open_state
 from shardwise.formats.distributed import METADATA, Place, parse_metadata
+from shardwise.planning import stored_tensors
 from shardwise.storage import LocalReader
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A complete checkpoint whose files have been looked at. The same on every rank."""
+    """A complete checkpoint whose files have been looked at. The same on every rank.
+
+    Attributes:
+        objects: where values lie that are no tensors.
+        shapes: of tensors.
+        marks: what was written into each file; None of a checkpoint of before they were taken down.
+    """
 
     folder: Path
     facts: Facts
     index: CheckpointIndex
     objects: Mapping[Keys, Place]
     shapes: Mapping[Keys, tuple[int, ...]]
+    marks: MarksByFile | None
+
+    @cached_property
+    def expressions(self) -> dict[str, Expression]:
+        """What each tensor is made of, by key."""
+        return stored_tensors(self.index)
+
+    @cached_property
+    def names(self) -> dict[tuple[str, int], str]:
+        """What the runs of tensors are called, by file and first byte."""
+        return {(entry.file, entry.start): key for key, entry in self.index.entries.items()}
+
+    @cached_property
+    def digests(self) -> dict[tuple[str, int], Run]:
+        """Those of values, by file and first byte."""
+        return {(file, run.start): run for file, item in (self.marks or {}).items() for run in item.values}
 
     @property
     def model(self) -> dict[str, str]:
@@ -74,10 +100,16 @@ def open_checkpoint(root: Path, step: int) -> Opened:
         StorageError: a file cannot be read.
     """
     place = root / folder.name_of(step)
+    opened = open_folder(place)
+    if opened.facts.step != step:
+        raise FormatError(f"{place}/{FACTS}: tells of step {opened.facts.step}; the folder was renamed or mixed up")
+    return opened
+
+
+def open_folder(place: Path) -> Opened:
+    """The same of one checkpoint's own folder, whatever its name is."""
     with LocalReader(place) as reader:
         facts = Facts.from_bytes(_small(reader, FACTS, MAX_FACTS_BYTES), f"{place}/{FACTS}")
-        if facts.step != step:
-            raise FormatError(f"{place}/{FACTS}: tells of step {facts.step}; the folder was renamed or mixed up")
         content = reader.read(METADATA, 0, reader.size(METADATA))
         if hashlib.sha256(content).hexdigest() != facts.metadata_sha256:
             raise FormatError(
@@ -86,14 +118,51 @@ def open_checkpoint(root: Path, step: int) -> Opened:
             )
         for file, nbytes in facts.files.items():
             _require_size(reader, place, file, nbytes)
+        marks = _marks(reader, facts)
         metadata = parse_metadata(content, "", what=f"{place}/{METADATA}")
-        index = open_state(reader)
+        index = open_state(reader, metadata=metadata)
         if strange := sorted(index.files.keys() - facts.files.keys()):
             raise FormatError(f"{place}/{METADATA}: names {strange[0]}, which {FACTS} does not; it is damaged")
     shapes = {path: tensor.shape for path, tensor in metadata.tensors.items()}
     if odd := [path for path in [*shapes, *metadata.objects] if not _is_known(path)]:
         raise FormatError(f"{place}/{METADATA}: has {'.'.join(odd[0])}, which no checkpoint of shardwise has")
-    return Opened(place, facts, index, metadata.objects, shapes)
+    opened = Opened(place, facts, index, metadata.objects, shapes, marks)
+    _require_told(opened)
+    return opened
+
+
+def _marks(reader: LocalReader, facts: Facts) -> MarksByFile | None:
+    what = f"{reader.root}/{FINGERPRINTS}"
+    if not facts.fingerprints_sha256:
+        if FINGERPRINTS in reader.list():
+            raise FormatError(
+                f"{what}: is there, and {FACTS} does not tell of it; the folder mixes two checkpoints"
+            )
+        return None
+    content = _small(reader, FINGERPRINTS, MAX_FINGERPRINTS_BYTES)
+    if digest(content) != facts.fingerprints_sha256:
+        raise FormatError(
+            f"{what}: is not the one that {FACTS} tells of; the folder mixes two checkpoints, or is damaged: "
+            "restore another one"
+        )
+    return from_bytes(content, facts.files, what)
+
+
+def _require_told(opened: Opened) -> None:
+    """What was written down of the files is of the very bytes that tensors and values are read from."""
+    if opened.marks is None:
+        return
+    runs = {(file, run.start, run.stop) for file, item in opened.marks.items() for run in item.tensors}
+    places = {(entry.file, entry.start, entry.stop) for entry in opened.index.entries.values() if entry.nbytes}
+    values = {(file, start, run.stop) for (file, start), run in opened.digests.items()}
+    objects = {(item.file, item.bytes.start, item.bytes.stop) for item in opened.objects.values()}
+    for told, found in ((runs, places), (values, objects)):
+        if odd := sorted(told ^ found):
+            file, start, stop = odd[0]
+            raise FormatError(
+                f"{opened.folder}/{file}: bytes {start}..{stop} are not what {FINGERPRINTS} tells of; the file is "
+                "damaged: restore another checkpoint"
+            )
 
 
 def _is_known(path: Keys) -> bool:
@@ -133,10 +202,17 @@ def value_of(reader: LocalReader, opened: Opened, path: Keys) -> Any:
     """A value that is no tensor: plain data, read as such.
 
     Raises:
-        FormatError: it is not there, or is no plain data.
+        FormatError: it is not there, is no plain data, or not what was written.
     """
     what = f"{'.'.join(path)} in {opened.folder}"
     place = opened.objects.get(path)
     if place is None:
         raise FormatError(f"{what}: is missing; the checkpoint is damaged, restore another one")
-    return loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
+    content = reader.read(place.file, place.bytes.start, place.bytes.stop)
+    run = opened.digests.get((place.file, place.bytes.start))
+    if run is not None and digest(content) != run.mark:
+        raise FormatError(
+            f"{what}: is not what was written (bytes {run.start}..{run.stop} of {place.file}); the file is "
+            "damaged: restore another checkpoint"
+        )
+    return loaded(content, what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def _require_plain(value: object, what: str, level: int) -> None:
     kind = type(value)  # exactly: an object of a subclass is written by the name of its class
     if level > _MOST_LEVELS:
         raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):  # MultiStepLR counts its milestones
         assert isinstance(value, dict)
         for key, item in value.items():
             if type(key) not in (str, int, float, bool):
@@ -60,7 +60,7 @@ def _at_home(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return type(value)((key, _at_home(item)) for key, item in value.items())
+        return type(value)({key: _at_home(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_at_home(item) for item in value)
     return value

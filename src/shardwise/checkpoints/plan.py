@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -62,10 +62,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorsPlan:
-    """The tensors of a checkpoint, and the chunks of each rank's file, in their order there."""
+    """The tensors of a checkpoint, and the chunks of each rank's file, in their order there.
+
+    ``others`` are further names of tensors that have several, with the keys of their first ones.
+    """
 
     tensors: Mapping[str, tuple[Keys, tuple[int, ...], torch.dtype]]
     by_rank: tuple[tuple[Chunk, ...], ...]
+    others: Mapping[Keys, str]
 
     @property
     def state_bytes(self) -> int:
@@ -80,9 +84,11 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, TensorFacts]]
+    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]],
+    told: Sequence[Mapping[str, TensorFacts]],
+    others: Mapping[Keys, Keys],
 ) -> TensorsPlan:
-    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
+    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key; ``others`` are further names.
 
     Raises:
         DisagreementError: the ranks have different tensors.
@@ -110,7 +116,7 @@ def plan_tensors(
             f"the ranks do not hold, together, each element of {names}; pass a process_group that has all ranks of "
             "the tensors' meshes"
         )
-    return TensorsPlan(found, tuple(map(tuple, files)))
+    return TensorsPlan(found, tuple(map(tuple, files)), {path: key_of(first) for path, first in others.items()})
 
 
 def _lay_out(
@@ -125,7 +131,10 @@ def _lay_out(
 
 @collected_later()
 def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> bytes:
-    """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order."""
+    """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order.
+
+    A tensor of several names is in it under each, since torch asks for all of them; its bytes are there once.
+    """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         for key, (_, shape, dtype) in plan.tensors.items()
@@ -139,6 +148,13 @@ def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> byte
             index = MetadataIndex(chunk.key, chunk.box.offsets, len(tensor.chunks))
             tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
             places[index] = stored_at(data_file(rank), chunk.start, chunk.stop - chunk.start)
+    chunks_of: dict[str, list[MetadataIndex]] = {}
+    for index in places:
+        chunks_of.setdefault(index.fqn, []).append(index)
+    for path, first in plan.others.items():
+        key = key_of(path)
+        described[key], paths[key] = described[first], path
+        places |= {replace(index, fqn=key): places[index] for index in chunks_of[first]}
     for rank, sizes in enumerate(values):
         position = plan.nbytes(rank)
         for path, nbytes in sizes.items():

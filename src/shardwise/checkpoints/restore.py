@@ -15,6 +15,7 @@ from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import Keys, Looked, TrainState, look
+from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.garbage import collected_later
@@ -28,13 +29,13 @@ from shardwise.models.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
-from shardwise.planning import Consent, stored_tensors
+from shardwise.planning import Consent
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
 from shardwise.tensors import Box
 from shardwise.verbs.load import Clock, LoadOptions, LoadRequest, OpenSource, carry_out
-from shardwise.verbs.optimizer_state import Fitting, Ours, fit
+from shardwise.verbs.optimizer_fitting import Fitting, Ours, fit
 
 
 @torch.no_grad()
@@ -52,10 +53,11 @@ def restore(
     with clock.phase("open"):
         step = world.from_first(lambda: resolve(root, which))
         opened = world.from_first(lambda: open_checkpoint(root, step))
-        reader = world.together(lambda: LocalReader(opened.folder))
+        reader = world.together(lambda: _reader_of(opened))
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("plan"):
+            world.together(lambda: _require_around(reader, opened, world))
             looked = world.together(lambda: look(state, only))
             require_alike_models(world, looked.held, looked.bounds)
             common = world.from_first(lambda: _common(reader, opened))
@@ -74,6 +76,7 @@ def restore(
             targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
             state_keys = {_key_of_state(key): target for key, target in targets.items()}
             world.together(lambda: _place(placer, opened, {**model, **state_keys}))
+            unchecked, checked_bytes = _settle(world, opened, reader)
         with clock.phase("finish"):
             afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
             told = world.together(lambda: _finish(opened, state, fits, common, own, world))
@@ -96,8 +99,40 @@ def restore(
             rng=told["rng"],
             data=told["data"],
             read_bytes=placer.read_bytes,
+            checked_bytes=checked_bytes,
+            unchecked=unchecked,
             seconds=clock.seconds,
         )
+
+
+def _reader_of(opened: Opened) -> LocalReader:
+    return LocalReader(opened.folder) if opened.marks is None else Witness(opened.folder, opened.marks)
+
+
+def _require_around(reader: LocalReader, opened: Opened, world: World) -> None:
+    """Each file is looked at by one rank."""
+    if isinstance(reader, Witness):
+        reader.require_around(sorted(opened.facts.files)[world.rank :: world.size])
+
+
+def _settle(world: World, opened: Opened, reader: LocalReader) -> tuple[tuple[str, ...], int]:
+    """What has been read is what was written; the names of what has not been compared, and the bytes that have.
+
+    Collective: yes.
+
+    Raises:
+        FormatError: naming what is not what was written.
+    """
+    if not isinstance(reader, Witness):
+        return ("all of it: it was saved before fingerprints were taken",), 0
+    settled = reader.settle(world, opened.names)
+    tensors = [opened.names[file, run.start] for file, run in settled.passed]
+    read = {
+        *_common_paths(opened),
+        *(path for rank in range(world.size) for path in _own_paths(opened, rank, world.size).values()),
+    }
+    values = [".".join(path) for path in opened.objects if path not in read]
+    return (*tensors, *values), settled.nbytes
 
 
 _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
@@ -114,23 +149,31 @@ def _key_of_state(key: Key) -> str:
 # What is no tensor
 
 
+def _common_paths(opened: Opened) -> list[Keys]:
+    is_wanted = {"optimizer", "schedulers", "scaler"}
+    return [path for path in opened.objects if path[0] in is_wanted or path == ("rng", "rank_0")]
+
+
 def _common(reader: LocalReader, opened: Opened) -> dict[Keys, Any]:
     """The values that are the same for all ranks, and the first rank's generators of random numbers."""
-    is_wanted = {"optimizer", "schedulers", "scaler"}
-    paths = [path for path in opened.objects if path[0] in is_wanted or path == ("rng", "rank_0")]
-    return {path: value_of(reader, opened, path) for path in paths}
+    return {path: value_of(reader, opened, path) for path in _common_paths(opened)}
+
+
+def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, Keys]:
+    """Where a rank's position in the data is, and its generators, if they are for it."""
+    found: dict[str, Keys] = {}
+    is_same_size = opened.facts.world_size == world_size
+    if is_same_size:
+        found["rng"] = "rng", f"rank_{rank}"
+    if opened.facts.data == "one" or (opened.facts.data == "each" and is_same_size):
+        found["data"] = "data", f"rank_{0 if opened.facts.data == 'one' else rank}"
+    return found
 
 
 def _own(reader: LocalReader, opened: Opened, world: World) -> dict[str, Any]:
     """This rank's position in the data, and its generators, where they are for it."""
-    found: dict[str, Any] = {}
-    is_same_size = opened.facts.world_size == world.size
-    if is_same_size:
-        found["rng"] = value_of(reader, opened, ("rng", f"rank_{world.rank}"))
-    if opened.facts.data == "one" or (opened.facts.data == "each" and is_same_size):
-        rank = 0 if opened.facts.data == "one" else world.rank
-        found["data"] = value_of(reader, opened, ("data", f"rank_{rank}"))
-    return found
+    paths = _own_paths(opened, world.rank, world.size)
+    return {part: value_of(reader, opened, path) for part, path in paths.items()}
 
 
 # The optimizers
@@ -160,7 +203,7 @@ def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
             values.setdefault(path[2], {})[path[3]] = value
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
     numbers: list[tuple[Keys, Expression]] = []
     for path, shape in opened.shapes.items():
         if path[0] == "model":
@@ -174,6 +217,8 @@ def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any
     wanted = [(item, Box.whole(item.shape), _dtype_of(opened, path)) for path, item in numbers]
     for (path, _), value in zip(numbers, placer.values_of(wanted), strict=True):
         values.setdefault(path[2], {})[path[3]] = value
+    if isinstance(placer.reader, Witness):
+        placer.reader.require_sound(opened.names)
     groups = common["optimizer", "param_groups"]
     return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes)
 
@@ -189,7 +234,7 @@ def _dtype_of(opened: Opened, path: Keys) -> torch.dtype:
 
 def _place(placer: Placer, opened: Opened, wanted: Mapping[str, torch.Tensor]) -> None:
     """Read tensors, by key, into this rank's memory, and see that nothing of them is left out."""
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
     items = [
         Destination(key, expressions[key], local_boxes(tensor, key), tensor.dtype, local_tensor(tensor).device)
         for key, tensor in wanted.items()
@@ -209,7 +254,7 @@ def _bring_up(
 ) -> int:
     """Give a model on meta memory and values, as a load does; the bytes read. Collective: yes."""
     model = looked.model
-    expressions = stored_tensors(opened.index)
+    expressions = opened.expressions
 
     def ask() -> LoadRequest:
         hollow = [item.fqn for item in looked.held if item.tensor.is_meta and item.kind.is_saved]

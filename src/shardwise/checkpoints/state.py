@@ -99,6 +99,16 @@ class Looked:
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
     @cached_property
+    def others_of(self) -> dict[Keys, Keys]:
+        """The further names of those of the model's that have several, with their first ones."""
+        return {
+            ("model", name): ("model", fqn)
+            for fqn, item in self.stored.items()
+            for name in item.names
+            if name != fqn
+        }
+
+    @cached_property
     def local(self) -> dict[str, torch.Tensor]:
         """This rank's own of them, by :func:`key_of`."""
         return {key_of(path): local_tensor(tensor) for path, tensor in self.tensors.items()}

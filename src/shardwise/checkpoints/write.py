@@ -7,7 +7,6 @@ Each rank creates, fills and syncs its own file; the ranks meet; the first one p
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,9 @@ from typing import Protocol
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.archive import envelope
-from shardwise.checkpoints.facts import FACTS, Facts
+from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
+from shardwise.checkpoints.fingerprints import Marked, Marker, digest, told_by_all
+from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
 from shardwise.checkpoints.folder import data_file
 from shardwise.checkpoints.modes import Keep, KeepLast
 from shardwise.checkpoints.plan import Chunk, TensorsPlan, metadata_of
@@ -25,6 +26,7 @@ from shardwise.checkpoints.state import Keys
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.execution.saving_lock import Renewal, release_lock, require_lock, take_lock
+from shardwise.execution.workers import Ahead
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA
 from shardwise.storage import StorageWriter, open_writer
@@ -156,22 +158,23 @@ def _carried_out(world: World, job: Job, token: str) -> Written:
     sizes = world.each(ask)
     [content] = contents
     files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-    world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
-    removed = world.from_first(lambda: _commit(job, token, sizes, files))
+    own = world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
+    marked = told_by_all(world, own)
+    removed = world.from_first(lambda: _commit(job, token, sizes, files, marked))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
-def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> None:
+def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> Marked:
     with open_writer(job.root) as writer:
         require_lock(writer, token)
     file = data_file(world.rank)
     with open_writer(job.folder) as writer:
         writer.create(file, nbytes)
-        _Stream(writer, file, world.check).write(
-            job.plan.by_rank[world.rank], content.source, list(content.values.values())
-        )
+        stream = _Stream(writer, file, world.check)
+        stream.write(job.plan.by_rank[world.rank], content.source, list(content.values.values()))
         writer.sync(file)
         writer.sync_names()
+    return stream.marker.told()
 
 
 class _Stream:
@@ -184,20 +187,30 @@ class _Stream:
         self._position = 0
         self._pending: list[memoryview] = []
         self._pending_nbytes = 0
+        self._unmarked: list[tuple[int, int, memoryview]] = []
+        self.marker = Marker()
 
     def write(self, chunks: Sequence[Chunk], source: Source, values: Sequence[bytes]) -> None:
         most = min(source.block_bytes, self._writer.policy.request_bytes)
         for chunk in chunks:
             around = envelope(chunk.box.sizes, chunk.dtype)
-            self._add(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
+            self._add_around(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
+            number, start = self.marker.begin(), 0
             for block in source.blocks(chunk):
                 self._add(block)
+                self._unmarked.append((number, start, block))
+                start += block.nbytes
                 if self._pending_nbytes >= most:
                     self._flush()
-            self._add(around.after)
+            self._add_around(around.after)
         for content in values:
             self._add(content)
+            self.marker.values.append(digest(content))
         self._flush()
+
+    def _add_around(self, content: bytes) -> None:
+        self._add(content)
+        self.marker.add_around(content)
 
     def _add(self, content: bytes | memoryview) -> None:
         self._pending.append(memoryview(content))
@@ -205,18 +218,35 @@ class _Stream:
 
     def _flush(self) -> None:
         self._check()
+        marked = Ahead(self._mark)  # while the bytes are written
         self._writer.write(self._file, self._position, self._pending)
+        marked.value(self._check)
         self._position += self._pending_nbytes
         self._pending, self._pending_nbytes = [], 0
 
+    def _mark(self) -> None:
+        for number, start, block in self._unmarked:
+            self.marker.add(number, start, block)
+        self._unmarked = []
 
-def _commit(job: Job, token: str, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int]) -> list[int]:
+
+def _commit(
+    job: Job, token: str, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int], told: Sequence[Marked]
+) -> list[int]:
     metadata = metadata_of(job.plan, sizes)
-    facts = replace(job.facts, files=files, metadata_sha256=hashlib.sha256(metadata).hexdigest())
+    marks = {
+        data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
+        for rank, own in enumerate(told)
+    }
+    fingerprints = fingerprints_file(marks)
+    facts = replace(
+        job.facts, files=files, metadata_sha256=digest(metadata), fingerprints_sha256=digest(fingerprints)
+    )
     with open_writer(job.root) as marked:
         require_lock(marked, token)
         with open_writer(job.folder) as writer:
             _require_all(writer, files)
+            writer.replace(FINGERPRINTS, fingerprints)
             writer.replace(FACTS, facts.to_bytes())
             writer.sync_names()
             writer.replace(METADATA, metadata)

@@ -32,6 +32,8 @@ def verify_command(
 ) -> None:
     """Open MODEL, a directory, again: structure, coverage, and the fingerprints recorded when it was saved.
 
+    MODEL may be a model, an adapter, or checkpoints of a training, of which the newest is read (or one of them).
+
     With --ranks, load MODEL (a directory or a hub id) on N ranks, and compare every element with whole tensors,
     read by the safetensors library and converted by transformers. Exits with 1 when something differs, with 2 when
     the model cannot be opened or loaded.
@@ -39,7 +41,7 @@ def verify_command(
     from shardwise.cli.launch import fail, run_ranks
 
     if ranks is None:
-        from shardwise.verbs.reopen import verify
+        from shardwise.checkpoints.reopened import verify
 
         try:
             found = verify(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,8 @@ def commit_save(
     """
     require_lock(writer, plan.token)
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
-    recorded = fingerprints.Recorded(sizes, sums)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in small_files.items()}
+    recorded = fingerprints.Recorded(sizes, sums, digests)
     both = fingerprints.to_bytes([*before.recorded, recorded])
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.composed import Composed, FoundTensor, Joined, Part, StoredView, View, Whole, tiling
-from shardwise.formats.distributed import METADATA, read_distributed, read_metadata
+from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
 from shardwise.formats.faults import Faults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
@@ -166,10 +166,13 @@ def open_checkpoint(
         return _open(opened.reader, weights_name, extra_files)
 
 
-def open_state(reader: StorageReader, file: str | None = None) -> CheckpointIndex:
+def open_state(
+    reader: StorageReader, file: str | None = None, metadata: DistributedMetadata | None = None
+) -> CheckpointIndex:
     """All tensors of a folder of ``torch.distributed.checkpoint``, an optimizer's too, under whole paths.
 
-    Or those of one ``file`` of ``torch.save``. Raises as :func:`open_checkpoint`.
+    Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
+    Raises as :func:`open_checkpoint`.
     """
     faults, found = Faults(reader.root), _Contents()
     if file is not None:
@@ -178,10 +181,11 @@ def open_state(reader: StorageReader, file: str | None = None) -> CheckpointInde
         _add_tensors(saved.tensors, Choice((), ()), found, faults)
         faults.raise_if_any()
         return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
-    contents = read_distributed(reader, choose=lambda _: Choice((), ()))
+    metadata = read_metadata(reader) if metadata is None else metadata
+    contents = read_distributed(reader, choose=lambda _: Choice((), ()), metadata=metadata)
     assert contents is not None
     found.files.update(contents.files)
-    for place in read_metadata(reader).objects.values():
+    for place in metadata.objects.values():
         found.files.setdefault(place.file, reader.size(place.file))
     _add_tensors(contents.tensors, contents.choice, found, faults)
     faults.raise_if_any()

@@ -51,6 +51,8 @@ class SavedTensor:
 class DistributedMetadata:
     """What a folder holds: tensors by the keys that lead to them, and the keys of all else.
 
+    A tensor under several names, all of the same bytes, is there once, under the first of them.
+
     ``objects`` are where values lie that are no tensors, as ``torch.save`` writes them; ``levels`` the keys as they
     were, with numbers where there were lists, of all that is there.
     """
@@ -82,18 +84,21 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 
 
 def read_distributed(
-    reader: StorageReader, folder: str = "", choose: Callable[[Collection[Path]], Choice | None] = choose_model
+    reader: StorageReader,
+    folder: str = "",
+    choose: Callable[[Collection[Path]], Choice | None] = choose_model,
+    metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
 
-    Read are the metadata, and of every chunk the directory of its archive.
+    Read are the metadata, unless they are given, and of every chunk the directory of its archive.
 
     Raises :class:`FormatError` for what contradicts itself or holds what is no data,
     :class:`~shardwise.errors.StorageError` for bytes that do not come.
     """
     file = f"{folder}{METADATA}"
     what = f"{shown(file)} in {reader.root}"
-    metadata = read_metadata(reader, folder)
+    metadata = read_metadata(reader, folder) if metadata is None else metadata
     choice = choose(metadata.tensors)
     if choice is None:
         return None
@@ -180,6 +185,7 @@ class _Parser:
         others: list[tuple[Path, str]] = []
         objects: dict[Path, Place] = {}
         levels: dict[Path, tuple[str | int, ...]] = {}
+        known: set[tuple[object, ...]] = set()
         for key, item in described.items():
             if not isinstance(key, str) or not isinstance(item, Record):
                 self.refuse("state_dict_metadata is not by key")
@@ -187,7 +193,12 @@ class _Parser:
                 path = self.path(key, paths.get(key))
                 if path in tensors:
                     self.refuse(f"{shown(key)} and {shown(tensors[path].key)} are in the same place")
-                tensors[path] = self.tensor(key, item, places)
+                tensor = self.tensor(key, item, places)
+                place = tensor.dtype, tensor.shape, tensor.chunks
+                if tensor.chunks and place in known:
+                    continue
+                known.add(place)
+                tensors[path] = tensor
             else:
                 path = self.path(key, paths.get(key))
                 others.append((path, "bytes"))
@@ -223,25 +234,25 @@ class _Parser:
     def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], Place]:
         """Where chunks lie, by key and offsets."""
         found: dict[tuple[str, tuple[int, ...]], Place] = {}
-        by_file: dict[str, list[tuple[ByteRange, str]]] = defaultdict(list)
+        by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
         for index, info in stored.items():
             where = self.fields(index, "MetadataIndex")
             key, offsets = where.get("fqn"), where.get("offset")
             if not isinstance(key, str):
                 self.refuse("storage_data has an entry without a key")
             place = self.place(key, self.fields(info, "_StorageInfo"))
-            by_file[place.file].append((place.bytes, key))
+            spot = key, () if offsets is None else self.sizes(offsets, f"the offset of {shown(key)}")
+            by_file[place.file].append((place.bytes, *spot))
             if offsets is None:  # bytes
                 self.objects[key] = place
                 continue
-            spot = key, self.sizes(offsets, f"the offset of {shown(key)}")
             if spot in found:
                 self.refuse(f"{shown(key)} has two places for the chunk at {spot[1]}")
             found[spot] = place
         for file, ranges in by_file.items():
             ranges.sort()
-            for (one, first), (two, second) in pairwise(ranges):
-                if two.start < one.stop:
+            for (one, first, at), (two, second, also_at) in pairwise(ranges):
+                if two.start < one.stop and (one, at) != (two, also_at):  # else one chunk under two names
                     self.refuse(f"{shown(first)} and {shown(second)} overlap in {shown(file)}")
         return found
 

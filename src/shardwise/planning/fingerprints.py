@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 def file_beside(stem: str) -> str:
@@ -22,10 +22,17 @@ _DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one save recorded: its files with their sizes in bytes, and the fingerprint of each tensor by key."""
+    """What one save recorded.
+
+    Attributes:
+        files: of weights, with their sizes in bytes.
+        tensors: the fingerprint of each, by key.
+        beside: sha256 of the small files (configs, tokenizers), by name; of earlier saves there are none.
+    """
 
     files: Mapping[str, int]
     tensors: Mapping[str, int]
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 def to_bytes(saves: Sequence[Recorded]) -> bytes:
@@ -36,6 +43,7 @@ def to_bytes(saves: Sequence[Recorded]) -> bytes:
             {
                 "files": dict(save.files),
                 "tensors": {key: f"{value:0{_DIGITS}x}" for key, value in save.tensors.items()},
+                "beside": dict(save.beside),
             }
             for save in saves
         ],
@@ -53,6 +61,7 @@ def from_bytes(content: bytes | None) -> list[Recorded]:
             Recorded(
                 {str(name): int(nbytes) for name, nbytes in save["files"].items()},
                 {str(key): int(value, _DIGITS) for key, value in save["tensors"].items()},
+                {str(name): str(value) for name, value in save.get("beside", {}).items()},
             )
             for save in parsed["saves"]
         ]

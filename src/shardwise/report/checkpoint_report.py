@@ -79,6 +79,8 @@ class RestoreReport:
         rng: what became of the generators of random numbers, in words.
         data: what became of the position in the data, in words.
         read_bytes: what this rank read.
+        checked_bytes: of tensors, read by any rank, that were found to be what was written.
+        unchecked: what no rank has compared, for nobody needed it; all of it, where no fingerprints were taken.
         seconds: by phase, in order: open, plan, read, finish.
     """
 
@@ -100,6 +102,8 @@ class RestoreReport:
     rng: str = ""
     data: str = ""
     read_bytes: int = 0
+    checked_bytes: int = 0
+    unchecked: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class RestoreReport:
             f"  {len(self.model)} tensors of the model, {len(self.optimizers)} values of optimizers",
             f"  saved by {self.saved_by} ranks; this rank read {in_bytes(self.read_bytes)}",
             f"  restored: {', '.join(self.restored)}",
+            *([f"  {in_bytes(self.checked_bytes)} of tensors are what was written"] if self.checked_bytes else []),
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
         lines += [f"  {what}: {text}" for what, text in (("rng", self.rng), ("data", self.data)) if text]
@@ -122,4 +127,5 @@ class RestoreReport:
         lines += listing("unexpected", self.unexpected)
         lines += listing("mismatched", self.mismatched)
         lines += listing("afresh", self.afresh)
+        lines += listing("not checked", self.unchecked)
         return "\n".join(lines)

@@ -20,9 +20,13 @@ class ReopenReport:
         tensors: in them.
         nbytes: of these tensors.
         model_class: whose tensors are all there, and no others; "" where there is no config to tell.
-        compared: tensors whose fingerprint was recorded when they were saved.
+        compared: tensors whose fingerprint was recorded when they were saved; of a training's checkpoint runs of
+            bytes: chunks of tensors, values, and what lies around them.
         damaged: those that have another one now.
         seconds: all of it took.
+        holds: what it is, where it is no model: a training's checkpoint, or an adapter.
+        changed: small files beside the weights (configs, tokenizers) that are not what was saved: edited since, or
+            damaged; weights are not affected.
     """
 
     checkpoint: str
@@ -33,10 +37,12 @@ class ReopenReport:
     compared: int
     damaged: tuple[str, ...]
     seconds: float
+    holds: str = ""
+    changed: tuple[str, ...] = ()
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is known to be damaged."""
+        """Whether nothing is known to be damaged. Small files may have been edited, and count for nothing here."""
         return not self.damaged
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,9 +54,7 @@ class ReopenReport:
         lines = [
             f"{self.checkpoint}: {self.tensors} tensors, {in_bytes(self.nbytes)} in {files}, {self.seconds:.1f} s",
             "  structure   sound: headers, index and sizes agree",
-            f"  coverage    all that {self.model_class} needs, and nothing else"
-            if self.model_class
-            else "  coverage    not known: there is no config.json",
+            self._coverage,
         ]
         if self.compared:
             word = "equal to what was saved" if self.is_sound else "DAMAGED"
@@ -59,4 +63,14 @@ class ReopenReport:
             )
         else:
             lines.append("  values      not compared: no fingerprints were recorded for these files")
-        return "\n".join([*lines, *listing("damaged", self.damaged)])
+        lines += listing("damaged", self.damaged)
+        lines += [f"  changed     {name}: edited since it was saved, or damaged" for name in self.changed]
+        return "\n".join(lines)
+
+    @property
+    def _coverage(self) -> str:
+        if self.holds:
+            return f"  holds       {self.holds}"
+        if self.model_class:
+            return f"  coverage    all that {self.model_class} needs, and nothing else"
+        return "  coverage    not known: there is no config.json"

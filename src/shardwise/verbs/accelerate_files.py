@@ -48,6 +48,7 @@ from shardwise.storage import LocalReader
 from shardwise.verbs import optimizer_state as optimizers
 from shardwise.verbs import state as models
 from shardwise.verbs.load import Clock
+from shardwise.verbs.optimizer_fitting import Ours
 
 Place = str | os.PathLike[str]
 
@@ -268,7 +269,7 @@ def load_accelerate_optimizer(
             found = world.from_first(lambda: find(path, OPTIMIZER, number))
         values: list[Values] = []
 
-        def take_apart(ours: optimizers.Ours) -> tuple[Given, Values]:
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
             if isinstance(found, OfRanks):
                 state = read_rank_file(world, Path(found.folder), found.files)
                 given = world.together(lambda: _read(state, ours, order)[0])
@@ -395,7 +396,7 @@ def _by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
     return named
 
 
-def _read(state: Any, ours: optimizers.Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
+def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
     """A state taken apart, and the way to each of its values, by label.
 
     Raises:

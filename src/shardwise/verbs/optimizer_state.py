@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.errors import DisagreementError
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
 from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.models.dtypes import in_memory, to_torch
-from shardwise.models.optimizer_state import Given, copied, labelled, read, set_group, written_out
-from shardwise.models.rebind import Bound, Key, Scalar, look_at, state_like
+from shardwise.models.optimizer_state import Given, copied, read, written_out
+from shardwise.models.rebind import Bound, Scalar, look_at
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
 from shardwise.planning.forms import Form, FullState, require_form
-from shardwise.planning.groups import GroupMatch, match_groups
-from shardwise.planning.matching import Brought, Match, OnFault, Place, Tolerance, few, match
+from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.planning.sources import digest
 from shardwise.report import StateReport
-from shardwise.tensors import DType
 from shardwise.verbs.load import Clock
+from shardwise.verbs.optimizer_fitting import Ours, fit
 
 
 @torch.no_grad()
@@ -115,13 +111,15 @@ def set_optimizer_state(
         state: as above.
         on_missing: ``Ignore(only=...)`` for parameters that no group of the state has, and for state that the
             optimizer has and the given lacks (as in ``"layer.weight: exp_avg"``): they stay as they are.
-        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold.
+        on_unexpected: ``Ignore(only=...)`` for parameters in the state that the optimizers do not hold, and for
+            state that optimizers of these classes do not keep (as in ``"layer.weight: max_exp_avg_sq"``).
         on_mismatched: ``Ignore(only=...)`` for state of another shape, which is left out.
         options: budget, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honoured.
-        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
+        CoverageError: the state is of other optimizers; what is missing, unexpected or mismatched; groups of which
+            the state has none alike.
         DisagreementError: ranks have different models or optimizers, or bring different states.
         PlacementError: as of :func:`optimizer_state`; the state has tensors on meta.
         RankLostError: a rank has been lost.
@@ -223,176 +221,6 @@ def held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tens
 
 
 _KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
-
-
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """What there is to be set, on this rank."""
-
-    bounds: list[Bound]
-    parameters: dict[str, nn.Parameter]
-    first_names: dict[str, str]
-    keys: dict[str, Key]
-    """What the optimizers hold now, by label."""
-
-    @classmethod
-    def of(cls, held: Sequence[Held], bounds: list[Bound]) -> Ours:
-        return cls(
-            bounds,
-            {item.fqn: item.tensor for item in held if isinstance(item.tensor, nn.Parameter)},
-            {name: item.fqn for item in held for name in item.names},
-            labelled(bounds),
-        )
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self.parameters.items()}
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """Of all optimizers, one after the other."""
-        return [names for bound in self.bounds for names in bound.groups]
-
-    @property
-    def optimizer_of(self) -> dict[str, int]:
-        return {name: bound.index for bound in self.bounds for names in bound.groups for name in names}
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """What an optimizer holds under this label, if it is a tensor with shards."""
-        key = self.keys.get(name)
-        return None if key is None else self.bounds[key.optimizer].tensors.get(key)
-
-
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What the ranks that bring a state have alike: all but the tensors, of which each has its own."""
-
-    groups: list[list[str]]
-    settings: list[dict[str, Any]]
-    scalars: dict[str, Scalar]
-    keys: dict[str, tuple[str, str]]
-    brought_by: tuple[int, ...]
-
-    @property
-    def stateful(self) -> list[str]:
-        return list(dict.fromkeys(parameter for parameter, _ in self.keys.values()))
-
-
-def _agreed(world: World, given: Given) -> _Agreed:
-    """The first bringing rank's groups and numbers. Collective: yes.
-
-    Raises:
-        DisagreementError: ranks bring state of other parameters, or other groups.
-    """
-    told = world.gather((given.groups, given.settings, given.scalars, given.keys))
-    bringing = [rank for rank, (groups, _, _, keys) in enumerate(told) if groups or keys]
-    if not bringing:
-        return _Agreed([], [], {}, {}, ())
-    groups, settings, scalars, keys = told[bringing[0]]
-    for rank in bringing[1:]:
-        its_groups, _, its_scalars, its_keys = told[rank]
-        if (groups, keys, set(scalars)) != (its_groups, its_keys, set(its_scalars)):
-            names = [name for name in dict.fromkeys([*keys, *its_keys]) if (name in keys) != (name in its_keys)]
-            what = ", ".join(few(names)) or "the parameter groups differ"
-            raise DisagreementError(
-                f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
-                "every rank, or all of it on some and nothing on the others"
-            )
-    return _Agreed(groups, settings, scalars, keys, tuple(bringing))
-
-
-def _match(
-    ours: Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
-) -> Match:
-    """The state that is set. Numbers need no match: only what is there now must not get lost."""
-    unexpected, missing = set(groups.unexpected), set(groups.missing)
-    known = [
-        {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
-    ]
-    places = [
-        Place((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
-        for name, item in next((found for found in known if found), {}).items()
-    ]
-    places += [
-        Place((name,), (), DType.OTHER)
-        for name, key in ours.keys.items()
-        if name not in agreed.keys and key.parameter not in missing
-    ]
-    return match(places, known, tolerance)
-
-
-def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tuple[tuple[int, ...], DType]:
-    present = ours.tensor(name)
-    if present is not None:
-        return tuple(present.shape), in_memory(present.dtype)
-    own = ours.parameters[parameter]
-    if item.dtype is DType.OTHER or item.dtype.kind != "float" or item.dtype.bits < 16:
-        return tuple(own.shape), item.dtype
-    wider = torch.promote_types(to_torch(item.dtype), own.dtype)
-    return tuple(own.shape), in_memory(wider) if wider.is_floating_point else item.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """A state and the optimizers that take it, all that is decided before anything is changed."""
-
-    agreed: _Agreed
-    groups: GroupMatch
-    matched: Match
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return self.groups.missing + self.matched.missing
-
-    @property
-    def unexpected(self) -> tuple[str, ...]:
-        return self.groups.unexpected
-
-    def targets(self, ours: Ours) -> dict[Key, torch.Tensor]:
-        """Where the state arrives: what the optimizers have already, else new memory."""
-        optimizer_of = ours.optimizer_of
-        targets: dict[Key, torch.Tensor] = {}
-        for item in self.matched.taken:
-            parameter, entry = self.agreed.keys[item.name]
-            target = ours.tensor(item.name)
-            if target is None:
-                target = state_like(ours.parameters[parameter], to_torch(item.place.dtype))
-            targets[Key(optimizer_of[parameter], parameter, entry)] = target
-        return targets
-
-    def bind(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> list[str]:
-        """Give the optimizers their settings and state; the trained parameters that have no state then."""
-        optimizer_of = ours.optimizer_of
-        scalars = {
-            Key(optimizer_of[parameter], parameter, entry): self.agreed.scalars[name]
-            for name, (parameter, entry) in self.agreed.keys.items()
-            if name in self.agreed.scalars and parameter in optimizer_of
-        }
-        present = [group for bound in ours.bounds for group in bound.optimizer.param_groups]
-        for group, giver in zip(present, self.groups.giver_of, strict=True):
-            if giver is not None:
-                set_group(group, self.agreed.settings[giver])
-        for bound in ours.bounds:
-            bound.rebind(ours.parameters, targets, scalars)
-        stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
-        return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
-
-
-def fit(
-    world: World, ours: Ours, given: Given, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
-) -> Fitting:
-    """Find what of a state belongs to what of the optimizers. ``told`` is what each rank has of its tensors.
-
-    Collective: yes.
-
-    Raises:
-        CoverageError: what is missing, unexpected or mismatched; groups of which the state has none alike.
-        DisagreementError: ranks bring different states.
-    """
-    agreed = _agreed(world, given)
-    groups = world.together(lambda: match_groups(ours.groups, agreed.groups, agreed.stateful, tolerance))
-    matched = world.together(lambda: _match(ours, agreed, groups, told, tolerance))
-    return Fitting(agreed, groups, matched)
 
 
 def _home(held: list[Held], tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
+from dataclasses import dataclass
 
 from shardwise.errors import FormatError
 from shardwise.execution.workers import Workers
 from shardwise.formats import CheckpointIndex, TensorEntry, open_checkpoint
+from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.planning import fingerprints
 from shardwise.planning.fingerprints import Recorded
+from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report import ReopenReport
 from shardwise.storage import StorageReader, open_storage
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
@@ -24,8 +28,9 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     """Open a checkpoint again, and compare it with what was recorded when it was saved.
 
     The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
-    the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes.
-    Without a config the second is passed over; without recorded fingerprints the third.
+    the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
+    an adapter ``adapter_model.fingerprints.json``). Without a config the second is passed over; without recorded
+    fingerprints the third. Small files beside the weights that are not what was saved are told as changed.
 
     Collective: no. Memory: a few blocks of 8 MiB.
 
@@ -36,47 +41,79 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     """
     start = time.perf_counter()
     with open_storage(directory).reader as reader:
-        index = open_checkpoint(reader)
+        adapter = _adapter_in(reader)
+        index = open_checkpoint(reader, weights_name=adapter)
         model_class = ""
         if _CONFIG in reader.list():
             model_class = plan(directory, ranks=1, device="cpu").model_class
-        compared, damaged = _compare(reader, index)
+        found = _compare(reader, index)
     return ReopenReport(
         checkpoint=index.root,
         files=len(index.files),
         tensors=len(index.entries),
         nbytes=index.nbytes,
         model_class=model_class,
-        compared=compared,
-        damaged=tuple(damaged),
+        compared=found.compared,
+        damaged=found.damaged,
         seconds=time.perf_counter() - start,
+        holds="an adapter of PEFT's; whether it fits a base is told when it is loaded" if adapter else "",
+        changed=found.changed,
     )
 
 
-def _compare(reader: StorageReader, index: CheckpointIndex) -> tuple[int, list[str]]:
-    """How many tensors have a recorded fingerprint, and the keys of those that have another one."""
-    candidates = [save for save in _recorded(reader) if dict(save.files) == dict(index.files)]
+def _adapter_in(reader: StorageReader) -> str | None:
+    """The file of an adapter that lies there by itself."""
+    names = [name for name in reader.list() if "/" not in name]
+    others = [name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")]
+    if set(others) - set(ADAPTER_WEIGHTS):
+        return None
+    return next((name for name in ADAPTER_WEIGHTS if name in names), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """How many tensors have a recorded fingerprint, the keys of those that have another one, and small files."""
+
+    compared: int = 0
+    damaged: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+def _compare(reader: StorageReader, index: CheckpointIndex) -> _Compared:
+    saves = [save for stem in (MODEL, ADAPTER) for save in _recorded(reader, fingerprints.file_beside(stem))]
+    candidates = [save for save in saves if dict(save.files) == dict(index.files)]
     if not candidates:
-        return 0, []
+        return _Compared()
     found = _fingerprints(reader, index)
-    # While a save is committed, two saves of the same sizes may be on record.
+    # While a save is committed, two saves may be on record, of the same sizes even; small files are of either.
     differing = [
-        sorted(key for key in {*found, *save.tensors} if found.get(key) != save.tensors.get(key))
+        tuple(sorted(key for key in {*found, *save.tensors} if found.get(key) != save.tensors.get(key)))
         for save in candidates
     ]
-    return len(found), min(differing, key=len)
+    beside = {name for save in saves for name in save.beside}
+    present = set(reader.list())
+    changed = [
+        name if name in present else f"{name} (it is gone)"
+        for name in sorted(beside)
+        if name not in present or _digest(reader, name) not in {save.beside.get(name) for save in saves}
+    ]
+    return _Compared(len(found), min(differing, key=lambda keys: len(keys)), tuple(changed))
 
 
-def _recorded(reader: StorageReader) -> list[Recorded]:
-    if fingerprints.FINGERPRINTS_FILE not in reader.list():
+def _recorded(reader: StorageReader, file: str) -> list[Recorded]:
+    if file not in reader.list():
         return []
-    nbytes = reader.size(fingerprints.FINGERPRINTS_FILE)
+    nbytes = reader.size(file)
     if nbytes > fingerprints.MAX_BYTES:
-        raise FormatError(
-            f"{fingerprints.FINGERPRINTS_FILE} in {reader.root} has {nbytes} bytes, more than "
-            "any save writes; remove it"
-        )
-    return fingerprints.from_bytes(reader.read(fingerprints.FINGERPRINTS_FILE, 0, nbytes))
+        raise FormatError(f"{file} in {reader.root} has {nbytes} bytes, more than any save writes; remove it")
+    return fingerprints.from_bytes(reader.read(file, 0, nbytes))
+
+
+def _digest(reader: StorageReader, file: str) -> str:
+    found, nbytes = hashlib.sha256(), reader.size(file)
+    for start in range(0, nbytes, _BLOCK_BYTES):
+        found.update(reader.read(file, start, min(start + _BLOCK_BYTES, nbytes)))
+    return found.hexdigest()
 
 
 def _fingerprints(reader: StorageReader, index: CheckpointIndex) -> dict[str, int]:

@@ -1,0 +1,165 @@
+"""Optimizers are told apart: a state goes into one of its own kind, or nothing is changed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tests.checkpoints import on_ranks
+from tests.checkpoints.tiny import Training, differences
+
+import shardwise
+from shardwise import Checkpointer, Ignore
+
+OPTIMIZERS = torch.optim
+KINDS = [
+    OPTIMIZERS.AdamW,
+    OPTIMIZERS.Adam,
+    OPTIMIZERS.NAdam,
+    OPTIMIZERS.RAdam,
+    OPTIMIZERS.Adamax,
+    OPTIMIZERS.SGD,
+    OPTIMIZERS.RMSprop,
+    OPTIMIZERS.Adagrad,
+    OPTIMIZERS.Adadelta,
+    OPTIMIZERS.ASGD,
+    OPTIMIZERS.Rprop,
+]
+
+
+@pytest.mark.distributed
+def test_another_kind_is_refused_by_name_on_all_ranks(worlds, tmp_path):
+    worlds(2).run(on_ranks.train_and_save, str(tmp_path), 1)
+    found = worlds(2).run(on_ranks.restore_others, str(tmp_path))
+    assert found[0] == found[1]
+    texts = [text for (_, text), _ in found[0]]
+    assert "optimizers: saved by torch.optim.AdamW, and there is torch.optim.NAdam now" in texts[0]
+    assert "and there is torch.optim.Adam now" in texts[1]
+    assert "saved with amsgrad=False, and it is True now (torch.optim.AdamW)" in texts[2]
+    for (kind, _), changed in found[0]:
+        assert (kind, changed) == ("CoverageError", [])
+
+
+SWITCHES = [
+    (OPTIMIZERS.AdamW, {"amsgrad": True}, "amsgrad"),
+    (OPTIMIZERS.Adam, {"amsgrad": True}, "amsgrad"),
+    (OPTIMIZERS.SGD, {"momentum": 0.9}, "momentum"),
+    (OPTIMIZERS.RMSprop, {"centered": True}, "centered"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "name"), SWITCHES)
+def test_a_switch_on_one_side_only_is_refused(tmp_path, make, settings, name):
+    """Whichever side it is, with what a checkpointer saves and with what is handed over."""
+    for one, other in itertools.permutations([settings, {}]):
+        saved, training = Training(make=make, **one), Training(seed=1, make=make, **other)
+        saved.step(1)
+        folder = tmp_path / repr(one)
+        Checkpointer(folder).save(1, saved.state)
+        before = training.taken()
+        with pytest.raises(shardwise.CoverageError, match=f"saved with {name}="):
+            Checkpointer(folder).restore(training.state)
+        state = shardwise.optimizer_state(saved.model, saved.optimizer)
+        with pytest.raises(shardwise.CoverageError, match=f"saved with {name}="):
+            shardwise.set_optimizer_state(training.model, training.optimizer, state)
+        assert differences(training.taken(), before) == []
+
+
+def test_with_consent_the_optimizer_is_left_as_it_is(tmp_path):
+    saved, training = Training(), Training(seed=1, make=OPTIMIZERS.NAdam)
+    saved.step(2)
+    training.step(1)
+    Checkpointer(tmp_path).save(2, saved.state)
+    moments = training.taken()["moments"]
+    report = Checkpointer(tmp_path).restore(training.state, on_mismatched=Ignore(only=("optimizers",)))
+    assert report.mismatched == ("optimizers",)
+    assert "optimizers" not in report.restored
+    assert any(name.startswith("optimizer.state.") for name in report.unchecked)
+    assert differences(training.taken()["moments"], moments) == []
+    assert differences(training.taken()["model"], saved.taken()["model"]) == []
+    training.step(1)
+
+
+def test_how_a_step_is_computed_is_no_kind(tmp_path):
+    saved, training = Training(fused=True), Training(seed=1, foreach=True)
+    saved.step(2)
+    Checkpointer(tmp_path).save(2, saved.state)
+    Checkpointer(tmp_path).restore(training.state)
+    assert differences(training.taken()["moments"], saved.taken()["moments"]) == []
+
+
+def test_torch_s_own_kinds_are_told_apart_without_their_names():
+    """By settings, and by what one of the kind keeps of a parameter."""
+    states = {}
+    for make in KINDS:
+        training = Training(make=make)
+        training.step(1)
+        states[make] = shardwise.optimizer_state(training.model, training.optimizer)
+    taken = []
+    for make in KINDS:
+        training = Training(seed=1, make=make)
+        for other, state in states.items():
+            try:
+                shardwise.set_optimizer_state(training.model, training.optimizer, state)
+            except shardwise.CoverageError:
+                continue
+            taken.append((make, other))
+    assert taken == [(make, make) for make in KINDS]
+
+
+class Mine(torch.optim.AdamW):
+    """A class that nobody else knows."""
+
+
+class Yours(torch.optim.AdamW):
+    """Another one."""
+
+
+def test_classes_of_others_go_by_their_names(tmp_path):
+    saved = Training(make=Mine)
+    saved.step(1)
+    Checkpointer(tmp_path).save(1, saved.state)
+    with pytest.raises(
+        shardwise.CoverageError, match=r"saved by .*test_optimizers\.Mine, and there is .*Yours now"
+    ):
+        Checkpointer(tmp_path).restore(Training(seed=1, make=Yours).state)
+    assert Checkpointer(tmp_path).restore(Training(seed=1, make=Mine).state).mismatched == ()
+
+
+def test_entries_that_the_optimizer_does_not_keep_are_found():
+    saved, training = Training(), Training(seed=1)
+    saved.step(1)
+    state = shardwise.optimizer_state(saved.model, saved.optimizer)
+    state["state"]["scale"]["max_exp_avg_sq"] = torch.ones(1)
+    state["state"]["scale"]["odd"] = 3.0
+    del state["state"]["narrow.weight"]["exp_avg"]
+    with pytest.raises(shardwise.CoverageError) as refused:
+        shardwise.set_optimizer_state(training.model, training.optimizer, state)
+    text = str(refused.value)
+    assert "scale: max_exp_avg_sq" in text
+    assert "scale: odd" in text
+    assert "narrow.weight: exp_avg" in text
+    state["state"]["narrow.weight"]["exp_avg"] = torch.zeros(1, 6)
+    report = shardwise.set_optimizer_state(
+        training.model, training.optimizer, state, on_unexpected=Ignore(only=("scale: *",))
+    )
+    assert set(report.unexpected) == {"scale: max_exp_avg_sq", "scale: odd"}
+    assert training.optimizer.state[training.model.scale].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
+    """Folders by name, and files that number the parameters."""
+    saved = Training()
+    saved.step(1)
+    shardwise.save_accelerate_optimizer(saved.model, saved.optimizer, tmp_path)
+    torch.save(saved.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    for path, order in ((tmp_path, shardwise.ByName()), (tmp_path / "optimizer.pt", shardwise.ByPosition())):
+        training = Training(seed=1)
+        shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)
+        assert differences(training.taken()["moments"], saved.taken()["moments"]) == []
+        for make, settings in ((OPTIMIZERS.NAdam, {}), (OPTIMIZERS.AdamW, {"amsgrad": True})):
+            training = Training(seed=1, make=make, **settings)
+            with pytest.raises(shardwise.CoverageError, match="amsgrad"):
+                shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)
+            assert not training.optimizer.state
