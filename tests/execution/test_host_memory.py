@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.execution import host_memory
+from shardwise.execution import first_touch
 from shardwise.execution.host_memory import HostMemory
 from shardwise.models.view import local_tensor
 
@@ -55,7 +55,7 @@ def test_pages_are_those_asked_for_and_values_those_stored(stored, pages, dtype)
     for name, value in values.items():
         assert torch.equal(model.state_dict()[name], value.to(dtype))
     found = report.pages
-    if not host_memory._can_populate():
+    if not first_touch.can_populate():
         pytest.skip("this kernel does not touch pages when told to")
     whole = report.placed_bytes // PORTION * PORTION
     assert whole - PORTION <= found.huge_bytes + found.small_bytes <= whole
@@ -110,15 +110,15 @@ def test_a_portion_is_touched_once_and_only_when_it_is_due(monkeypatch) -> None:
 
 
 def test_a_kernel_that_cannot_touch_is_advised_huge_pages(stored, monkeypatch) -> None:
-    monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 999)
-    host_memory._can_populate.cache_clear()
+    monkeypatch.setattr(first_touch, "MADV_POPULATE_WRITE", 999)
+    first_touch.can_populate.cache_clear()
     try:
         folder, values = stored
         model = on_meta()
         report = shardwise.load(model, folder, options=shardwise.LoadOptions(progress=False))
     finally:
         monkeypatch.undo()
-        host_memory._can_populate.cache_clear()
+        first_touch.can_populate.cache_clear()
     assert report.pages.small_bytes == 0
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
-    assert mmap.MADV_HUGEPAGE == host_memory._MADV_HUGEPAGE
+    assert mmap.MADV_HUGEPAGE == first_touch.MADV_HUGEPAGE

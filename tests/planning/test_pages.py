@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,18 @@ def test_memory_that_exists_is_taken_until_it_ends(there: int) -> None:
     ways, total = touch(cost, MeasuredPages())
     assert total <= 1.2 * (there * THERE + (PORTIONS - there) * PIECES) + 3 * BROUGHT
     assert ways[:there].count(Way.HUGE) >= 0.9 * there or there < 10
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_huge_pages_that_are_there_by_chance_do_not_lead_astray(share: float) -> None:
+    """Where some are there and most are not, each series of good ones ends with a bad one."""
+    drawn = random.Random(0)
+
+    def cost(_: int, way: Way) -> float:
+        return PIECES if way is Way.SMALL else THERE if drawn.random() < share else BROUGHT
+
+    _, total = touch(cost, MeasuredPages())
+    assert total <= 1.1 * PIECES * PORTIONS + 4 * BROUGHT
 
 
 def test_the_dearer_way_is_tried_again_and_taken_when_it_has_become_cheap() -> None:

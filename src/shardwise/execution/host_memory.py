@@ -11,16 +11,13 @@ is decided portion by portion ([Note: Looking at pages] in ``planning/pages.py``
 from __future__ import annotations
 
 import bisect
-import ctypes
 import mmap
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 import torch
 
+from shardwise.execution.first_touch import PORTION_BYTES, can_populate, populate
 from shardwise.planning.pages import HugePages, MeasuredPages, Pages, Way, Weighing
 from shardwise.report.load_report import TouchedPages
 
@@ -30,18 +27,8 @@ _BLOCK_BYTES = 64 << 20
 _ALIGNMENT = 64
 """Where tensors begin, as in torch's own allocator."""
 
-_PORTION_BYTES = 2 << 20
-"""What is touched at once: a huge page."""
-
 _MOST_PORTIONS = 1 << 14
 """Each change from huge to small pages is an entry in the kernel's list of a process's memory; it takes 65,530."""
-
-# madvise(2); the last one is not named in Python's mmap module before 3.14.
-_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
-
-_IS_LINUX = sys.platform == "linux"
-
-_ADVICE = {Way.HUGE: _MADV_HUGEPAGE, Way.SMALL: _MADV_NOHUGEPAGE}
 
 
 class HostMemory:
@@ -56,7 +43,7 @@ class HostMemory:
 
     def __init__(self, sizes: Sequence[int], pages: Pages = MeasuredPages()) -> None:  # noqa: B008 - frozen
         self._lock = threading.Lock()
-        self._weighing = Weighing(pages if _can_populate() or pages != MeasuredPages() else HugePages())
+        self._weighing = Weighing(pages if can_populate() or pages != MeasuredPages() else HugePages())
         self._blocks: list[_Block] = []
         self._portion_bytes = _portion_bytes(sum(sizes))
         self._places = self._laid_out(sizes)
@@ -86,15 +73,9 @@ class HostMemory:
             return self._weighing.report()
 
     def _populate(self, address: int, nbytes: int) -> None:
-        if not _IS_LINUX:
-            return
         with self._lock:
             way = self._weighing.next() if nbytes == self._portion_bytes else Way.SMALL
-        began = time.thread_time()
-        libc = _libc()
-        libc.madvise(address, nbytes, _ADVICE[way])  # a kernel without huge pages refuses
-        libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)  # where it cannot, writing will touch
-        seconds = time.thread_time() - began
+        seconds = populate(address, nbytes, way)
         if nbytes == self._portion_bytes:  # the end of a block, which is no huge page, says nothing
             with self._lock:
                 self._weighing.took(way, nbytes, seconds)
@@ -158,23 +139,5 @@ def _aligned(nbytes: int) -> int:
 
 
 def _portion_bytes(nbytes: int) -> int:
-    huge_pages = -(-nbytes // (_PORTION_BYTES * _MOST_PORTIONS))
-    return _PORTION_BYTES * max(1, huge_pages)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-@cache
-def _can_populate() -> bool:
-    """Whether the kernel touches pages when told to (Linux 5.14); else touches cannot be timed."""
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
-        try:
-            page.madvise(_MADV_POPULATE_WRITE)
-        except (AttributeError, OSError, ValueError):
-            return False
-    return True
+    huge_pages = -(-nbytes // (PORTION_BYTES * _MOST_PORTIONS))
+    return PORTION_BYTES * max(1, huge_pages)

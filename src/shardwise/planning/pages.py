@@ -6,9 +6,9 @@ pieces: then the host has to bring each huge page, at twenty times the cost, whi
 Which of the two it is cannot be asked, and changes within one load: what somebody has freed a moment ago is there,
 what lies behind it is not. So no probe before a load would do. Memory is touched in portions of a huge page each,
 right before bytes are read into it; each is timed, and the next portion is taken in the way whose last ones were
-cheaper. The dearer way is tried again now and then, so rarely that all these looks together cost a twentieth of the
-time. What is timed is processor time, which counts what the host does for a touch, and not the turns of other
-processes.
+cheaper. The dearer way is tried again now and then, so rarely that all that was lost by it, and by ends that nobody
+could foresee, is a twentieth of the time. What is timed is processor time, which counts what the host does for a
+touch, and not the turns of other processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RECENT = 2
 """Portions by which a way is judged: few, since memory that is there ends from one portion to the next."""
 
 _LOOKS_SHARE = 1 / 20
-"""Of the time of all touches, what the dearer way may take more when it is tried again."""
+"""Of the time of all touches, what may be lost to the dearer way before it is tried again."""
 
 
 class Weighing:
@@ -97,9 +97,8 @@ class Weighing:
 
     def took(self, way: Way, nbytes: int, seconds: float) -> None:
         """A portion has been touched."""
-        cheaper = self._cheaper()
-        if way is not cheaper:
-            self._lost += max(0.0, seconds - self._cost(cheaper))
+        if self._recent[way.other]:
+            self._lost += max(0.0, seconds - self._cost(way.other))
         self._seconds[way] += seconds
         self._nbytes[way] += nbytes
         self._recent[way].append(seconds)

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, StorageError
+from shardwise.execution.freed_memory import keep_what_is_freed
+from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.models.transformers_compat import attention_of
@@ -136,6 +138,8 @@ class Session:
             TrainingError, ConfigError: as :func:`~shardwise.training.loop.train`.
             StorageError: metrics cannot be written.
         """
+        if this_device().type == "cpu":
+            keep_what_is_freed()
         listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
 
         def tell(facts: Facts) -> None:
