@@ -434,5 +434,6 @@ def test_whether_huge_pages_pay_is_found_by_touching(monkeypatch, huge: float, p
 
     monkeypatch.setattr(first_touch, "can_populate", lambda: True)
     monkeypatch.setattr(first_touch, "populate", populate)
+    monkeypatch.setattr(first_touch, "begin_small", lambda *_: None)
     assert first_touch.huge_pages_pay() is pay
     assert pay or len(touched) < 20

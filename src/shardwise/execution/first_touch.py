@@ -17,8 +17,6 @@ PORTION_BYTES = 2 << 20
 # madvise(2); the last one is not named in Python's mmap module before 3.14.
 MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 14, 15, 23
 
-_ADVICE = {Way.HUGE: MADV_HUGEPAGE, Way.SMALL: MADV_NOHUGEPAGE}
-
 _IS_LINUX = sys.platform == "linux"
 
 _LOOK_BYTES = 512 << 20
@@ -28,8 +26,17 @@ _DECIDED = 8
 """After as many portions in small pages, one after the other, it is decided that huge ones do not pay."""
 
 
+def begin_small(address: int, nbytes: int) -> None:
+    """Have fresh memory, which begins at a page, touched in small pages until something else is said of it.
+
+    Once for much of it: advice keeps other threads of the process from touching anything meanwhile.
+    """
+    if _IS_LINUX:
+        _libc().madvise(address, nbytes, MADV_NOHUGEPAGE)
+
+
 def populate(address: int, nbytes: int, way: Way) -> float:
-    """Have pages behind memory of this process that begins at a page; the processor seconds it took.
+    """Have pages behind memory that has begun small; the processor seconds it took.
 
     What is there already stays as it is. Where the system cannot, it is touched when it is written to.
     """
@@ -37,7 +44,8 @@ def populate(address: int, nbytes: int, way: Way) -> float:
         return 0.0
     began = time.thread_time()
     libc = _libc()
-    libc.madvise(address, nbytes, _ADVICE[way])  # a kernel without huge pages refuses
+    if way is Way.HUGE:
+        libc.madvise(address, nbytes, MADV_HUGEPAGE)  # a kernel without huge pages refuses
     libc.madvise(address, nbytes, MADV_POPULATE_WRITE)
     return time.thread_time() - began
 
@@ -70,6 +78,7 @@ def huge_pages_pay() -> bool:
         first = ctypes.c_char.from_buffer(memory)
         start = -(-ctypes.addressof(first) // PORTION_BYTES) * PORTION_BYTES
         del first  # else the memory cannot be closed
+        begin_small(start, _LOOK_BYTES)
         for number in range(_LOOK_BYTES // PORTION_BYTES):
             way = weighing.next()
             weighing.took(way, PORTION_BYTES, populate(start + number * PORTION_BYTES, PORTION_BYTES, way))

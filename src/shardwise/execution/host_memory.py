@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardwise.execution.first_touch import PORTION_BYTES, can_populate, populate
+from shardwise.execution.first_touch import PORTION_BYTES, begin_small, can_populate, populate
 from shardwise.planning.pages import HugePages, MeasuredPages, Pages, Way, Weighing
 from shardwise.report.load_report import TouchedPages
 
@@ -110,6 +110,7 @@ class _Block:
         start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.address = -(-start // portion_bytes) * portion_bytes
         self._offset = self.address - start
+        begin_small(self.address, nbytes)
         self._touched = bytearray(-(-nbytes // portion_bytes))
         self._lock = threading.Lock()
 
