@@ -346,33 +346,6 @@ def test_a_training_that_is_asked_to_stop_says_so(
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-TOUCHES = """
-import resource, torch
-from shardwise.cli.train import train_command
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-train_command(standalone_mode=False)
-faults()
-print("faults", faults())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_what_is_freed_on_the_cpu_is_there_for_the_next_group(checkpoint, chats, tmp_path) -> None:
-    """Memory that a gathered group has left is not touched anew by the next one: 64 MiB would be 16,384 pages."""
-    arguments = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1", "training.batch_size=1")
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
-    found = subprocess.run(
-        [sys.executable, "-c", TOUCHES, *arguments], capture_output=True, text=True, timeout=100, env=environment
-    )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout.split()[-1]) < 1000
-
-
 @pytest.mark.parametrize(
     ("environment", "nproc_per_node", "launch"),
     [

@@ -16,6 +16,7 @@ import shardwise
 from shardwise.execution import first_touch
 from shardwise.execution.host_memory import HostMemory
 from shardwise.models.view import local_tensor
+from shardwise.storage.local import LocalReader
 
 PORTION = 2 << 20
 ALL = (shardwise.MeasuredPages(), shardwise.HugePages(), shardwise.SmallPages())
@@ -69,6 +70,22 @@ def test_pages_are_those_asked_for_and_values_those_stored(stored, pages, dtype)
             assert f"{found.huge_bytes / (1 << 20):.2f} MiB in huge pages" in str(report)
 
 
+def test_what_is_cast_comes_straight_from_the_page_cache(stored) -> None:
+    """No byte is copied into a buffer first; the index took its own reads."""
+    folder, values = stored
+    with LocalReader(folder) as reader:
+        if reader.cached("weights.safetensors", 0, 1000) is None:
+            pytest.skip("this file system does not tell what is in the page cache")
+    with LocalReader(folder) as reader:
+        shardwise.load(on_meta(), reader, options=shardwise.LoadOptions(progress=False))
+        in_calls = reader.reads
+    with LocalReader(folder) as reader:
+        model = on_meta(torch.float64)
+        shardwise.load(model, reader, options=shardwise.LoadOptions(progress=False))
+        assert reader.reads < in_calls
+    assert all(torch.equal(model.state_dict()[name], value.double()) for name, value in values.items())
+
+
 def load_on_ranks(folder: str) -> tuple[dict[str, torch.Tensor], int]:
     model = on_meta()
     for child in model.children():
@@ -120,5 +137,6 @@ def test_a_kernel_that_cannot_touch_is_advised_huge_pages(stored, monkeypatch) -
         monkeypatch.undo()
         first_touch.can_populate.cache_clear()
     assert report.pages.small_bytes == 0
+    assert "since this kernel cannot tell what they cost" in str(report)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
     assert mmap.MADV_HUGEPAGE == first_touch.MADV_HUGEPAGE

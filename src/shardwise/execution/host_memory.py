@@ -14,6 +14,7 @@ import bisect
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +44,8 @@ class HostMemory:
 
     def __init__(self, sizes: Sequence[int], pages: Pages = MeasuredPages()) -> None:  # noqa: B008 - frozen
         self._lock = threading.Lock()
-        self._weighing = Weighing(pages if can_populate() or pages != MeasuredPages() else HugePages())
+        self._cannot_look = pages == MeasuredPages() and not can_populate()
+        self._weighing = Weighing(HugePages() if self._cannot_look else pages)
         self._blocks: list[_Block] = []
         self._portion_bytes = _portion_bytes(sum(sizes))
         self._places = self._laid_out(sizes)
@@ -70,7 +72,8 @@ class HostMemory:
     def report(self) -> TouchedPages:
         """In which pages this memory has been touched."""
         with self._lock:
-            return self._weighing.report()
+            found = self._weighing.report()
+        return replace(found, reason="since this kernel cannot tell what they cost") if self._cannot_look else found
 
     def _populate(self, address: int, nbytes: int) -> None:
         with self._lock:

@@ -244,13 +244,13 @@ class Placer:
             landing.end()
 
     def _copy_from_cache(self, request: Request, tensors: Sequence[torch.Tensor]) -> bool:
-        """Strided segments straight from the system's page cache, where it has them; False where it has not.
+        """What would be staged straight from the system's page cache, where it has it; False where it has not.
 
-        A strided read through staging moves every byte twice, and the unwanted ones too.
+        A read through staging moves every byte twice; a strided one the unwanted ones too.
         """
         if not isinstance(self.reader, PageCache):
             return False
-        if not request.segments[0].is_strided:
+        if any(item.is_direct for item in request.segments):
             return False
         if any(tensors[item.target].device.type != "cpu" for item in request.segments):
             return False

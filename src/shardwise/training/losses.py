@@ -29,6 +29,7 @@ from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
+from shardwise.training.remembered import remembered
 
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -111,7 +112,8 @@ def _why_not(model: nn.Module, head: Head, computing: Callable[[], AbstractConte
     device = computing_device(next(model.parameters()))
     tokens = (torch.arange(_TRIED_TOKENS, device=device) % words).unsqueeze(0)
     batch = Batch(tokens, torch.ones_like(tokens), tokens, _TRIED_TOKENS)
-    with evaluating(model), computing():
+    body = getattr(head.parent, getattr(head.parent, "base_model_prefix", ""), None)
+    with evaluating(model), computing(), remembered(body if isinstance(body, nn.Module) else None):
         expected = float(WholeLogits().summed(model, batch))
         attempt = LossInChunks(head, tokens=3, refused=[])
         found = float(attempt.summed(model, batch))

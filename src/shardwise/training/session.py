@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.freed_memory import keep_what_is_freed
+from shardwise.execution.group_gather import gather_in_windows
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
@@ -139,7 +139,7 @@ class Session:
             StorageError: metrics cannot be written.
         """
         if this_device().type == "cpu":
-            keep_what_is_freed()
+            gather_in_windows(self.model, World.current())
         listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
 
         def tell(facts: Facts) -> None:
