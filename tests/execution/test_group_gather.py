@@ -53,3 +53,31 @@ def test_windows_bring_the_same_bytes(worlds, replicas: int, half_bytes: int) ->
 
 def test_alone_there_is_nothing_to_gather() -> None:
     assert not group_gather.gather_in_windows(nn.Linear(2, 2), World.current())
+
+
+def on_two_meshes() -> bool:
+    size = dist.get_world_size()
+    one, other = (init_device_mesh("cpu", (size,), mesh_dim_names=(name,)) for name in ("one", "other"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module, mesh in zip(model, (one, other), strict=True):
+        fully_shard(module, mesh=mesh)
+    return group_gather.gather_in_windows(model, World.current())
+
+
+@pytest.mark.distributed
+def test_a_model_on_several_meshes_is_left_as_it_is(worlds) -> None:
+    assert worlds(3).run(on_two_meshes) == [False] * 3
+
+
+def test_the_block_is_used_again_when_nothing_of_it_is_held(monkeypatch) -> None:
+    monkeypatch.setattr(group_gather, "_KEPT_BYTES", 4096)
+    gather = group_gather.GatherInWindows([])
+    how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    first = gather.allocate((1000,), **how)
+    part, address = first[3:7], first.data_ptr()
+    del first
+    assert gather.allocate((1000,), **how).data_ptr() != address  # a part of it is still held
+    del part
+    assert gather.allocate((10,), **how).data_ptr() == address
+    assert gather.allocate((0,), **how).numel() == 0
+    assert gather.allocate((2000,), **how).data_ptr() != address  # too large to be kept

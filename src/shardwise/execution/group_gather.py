@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise.execution.common_memory import open_windows
 from shardwise.execution.host_memory import HostMemory
@@ -37,6 +38,8 @@ _HALF_BYTES = 16 << 20
 
 class GatherInWindows:
     """What ``FSDPModule.set_custom_all_gather`` takes. One for all groups of a model, which gather in one order.
+
+    A rank gathers with the same ranks each time: that those have read a window is learned from the next gathering.
 
     Args:
         windows: by rank of the default process group; each has two halves.
@@ -72,6 +75,8 @@ class GatherInWindows:
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - as FSDP2 calls it
     ) -> None:
         """Gather; done when it returns. Collective: yes, over ``group``."""
+        if not input_tensor.numel():
+            return
         own = input_tensor.view(torch.uint8)
         parts = output_tensor.view(torch.uint8).view(group.size(), -1)
         ranks = dist.get_process_group_ranks(group)
@@ -93,11 +98,14 @@ class GatherInWindows:
 def gather_in_windows(model: nn.Module, world: World) -> bool:
     """Have the groups of a model on the CPU gathered through windows, where all ranks see one memory; whether so.
 
+    A model on several meshes, where a rank gathers now with these and now with those, is left as it is.
+
     Collective: yes, where there is anything to gather; over the default process group.
     Memory: a window of 32 MiB, and a block of at most 256 MiB, for as long as the model is.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not groups or world.size == 1:
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if not groups or len(meshes) != 1 or world.size == 1:
         return False
     windows = open_windows(world, 2 * _HALF_BYTES)
     if windows is None:
