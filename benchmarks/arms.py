@@ -6,6 +6,8 @@ something to its user (buffers on meta, ties), the arm does what a careful user 
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +151,71 @@ def with_dcp(request: Request) -> Loaded:
     return Loaded(model)
 
 
+def with_runai(request: Request) -> Loaded:
+    """Run:ai's streamer, given shardwise's row plan: each rank asks for its own rows, and copies what comes.
+
+    By itself it reads whole tensors, on every rank. For dense models, sharded on rows, under their own names.
+    """
+    from runai_model_streamer.file_streamer import FileChunks, FileStreamer
+
+    model = adapted(_on_meta(request), request)
+    stored = {name: key for key, name in in_model(model).items()}
+    model = _wrapped(model)
+    model.to_empty(device="cpu")
+    _base(model).tie_weights()
+    rotary = _base(model).model.rotary_emb
+    _base(model).model.rotary_emb = type(rotary)(config=_base(model).config)
+    chunks, targets = _rows_wanted(request.folder, dict(model.named_parameters()), stored)
+    files = [FileChunks(n, path, *map(list, zip(*ranges, strict=True))) for n, (path, ranges) in enumerate(chunks)]
+    with FileStreamer() as streamer, torch.no_grad():
+        streamer.stream_files(files)
+        for file, number, found in streamer.get_chunks():
+            local, dtype = targets[file][number]
+            local.view(-1).copy_(found.view(-1).view(dtype))
+    return Loaded(model.eval())
+
+
+def _rows_wanted(
+    folder: Path, parameters: Mapping[str, Any], stored: Mapping[str, str]
+) -> tuple[list[tuple[str, list[tuple[int, int]]]], list[list[tuple[torch.Tensor, torch.dtype]]]]:
+    """Of each file the (offset, size) of this rank's rows, and where each goes, with its dtype in the file."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    wanted = {stored[name]: parameter for name, parameter in parameters.items() if name in stored}
+    chunks: list[tuple[str, list[tuple[int, int]]]] = []
+    targets: list[list[tuple[torch.Tensor, torch.dtype]]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(nbytes))
+        ranges: list[tuple[int, int]] = []
+        places: list[tuple[torch.Tensor, torch.dtype]] = []
+        for key, entry in header.items():
+            if key not in wanted:
+                continue
+            parameter = wanted[key].detach()
+            local = parameter.to_local()
+            _, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            first, last = entry["data_offsets"]
+            row = (last - first) // parameter.shape[0]
+            if local.numel():
+                ranges.append((8 + nbytes + first + offsets[0] * row, local.shape[0] * row))
+                places.append((local, {"BF16": torch.bfloat16, "F32": torch.float32}[entry["dtype"]]))
+        if ranges:
+            chunks.append((str(path), ranges))
+            targets.append(places)
+    return chunks, targets
+
+
+def why_no_runai() -> str:
+    """Why Run:ai's streamer cannot be measured here; empty when it can."""
+    if importlib.util.find_spec("runai_model_streamer") is None:
+        return "runai-model-streamer is not installed (pip install runai-model-streamer)"
+    return ""
+
+
 def _on_meta(request: Request) -> Any:
     """The model on meta, but for the rotary embedding's buffers, which no checkpoint holds."""
     config = AutoConfig.from_pretrained(request.folder)
@@ -208,4 +275,5 @@ ARMS: dict[str, Callable[[Request], Loaded]] = {
     "accelerate": with_accelerate,
     "set_model_state_dict": with_set_model_state_dict,
     "dcp": with_dcp,
+    "runai": with_runai,
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import caps, gpu, meter, planning, remote, roof
+from benchmarks.arms import why_no_runai
 from benchmarks.checkpoints import SHAPES, Shape, write
 from benchmarks.limits import limits_of
 from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine, say
@@ -24,7 +25,11 @@ from benchmarks.tables import render
 
 from shardwise.execution.local_ranks import LocalRanks, RankError
 
-PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp")
+PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp", "runai")
+AS_IT_IS, BACKED = "as it is", "memory backed"
+"""The machine as a user finds it; and with memory that exists (see README)."""
+
+RUNAI_ON_MOE = "it streams what is stored: nobody stacks the experts for it"
 
 DCP_ON_MOE = "its reader renames nothing: the model's stacked experts are not among the checkpoint's keys"
 RANK_0_ON_MOE = "it takes the model's own names; the checkpoint has one tensor per expert"
@@ -40,22 +45,27 @@ class Row:
     dtype: str = "auto"
     cold: bool = False
     lora: bool = False
+    state: str = AS_IT_IS
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[Row]:
-    """What to measure, in order."""
+    """What to measure, in order: everything on the machine as it is, then with memory that exists."""
     rows: list[Row] = []
+    reason = why_no_runai()
 
     def add(name: str, shape: Shape, wanted: Iterable[str], **more: Any) -> None:
-        chosen = tuple(arm for arm in wanted if arm in arms or (arm in roof.VARIANTS and "roof" in arms))
-        rows.append(Row(name, shape, chosen, **more))
+        skipped = {**more.pop("skipped", {}), **({"runai": reason} if reason and "runai" in wanted else {})}
+        is_asked = {arm for arm in wanted if arm in arms or (arm in roof.ALL and "roof" in arms)}
+        chosen = tuple(arm for arm in wanted if arm in is_asked and arm not in skipped)
+        for state in (AS_IT_IS, BACKED):
+            rows.append(Row(f"{name}, {state}", shape, chosen, state=state, skipped=skipped, **more))
 
-    ours = ("shardwise", "transformers")
+    ours, readers = ("shardwise", "transformers"), ("shardwise", "transformers", "dcp", "runai")
     for model in models:
         shape = SHAPES[model]
         if shape.is_moe:
-            skipped = {"set_model_state_dict": RANK_0_ON_MOE, "dcp": DCP_ON_MOE}
+            skipped = {"set_model_state_dict": RANK_0_ON_MOE, "dcp": DCP_ON_MOE, "runai": RUNAI_ON_MOE}
             add(f"{model} warm", shape, (*ours, "accelerate", *roof.VARIANTS), skipped=skipped)
         elif shape.stores_head:
             add(f"{model} warm", shape, ours)
@@ -64,11 +74,11 @@ def rows_of(models: Sequence[str], arms: Sequence[str], *, quick: bool) -> list[
     if not quick:
         dense = [SHAPES[model] for model in models if not SHAPES[model].is_moe and not SHAPES[model].stores_head]
         for shape in dense[:1]:
-            add(f"{shape.name} float32", shape, ours, dtype="float32")
+            add(f"{shape.name} float32", shape, (*readers, *roof.CASTING), dtype="float32")
         for shape in dense[-1:]:
-            add(f"{shape.name} with a LoRA", shape, ("shardwise", *PEERS, *roof.VARIANTS), lora=True)
-            add(f"{shape.name} cold", shape, (*ours, "roof"), cold=True)
-    return rows
+            add(f"{shape.name} with a LoRA", shape, ("shardwise", *PEERS[:-1], *roof.VARIANTS), lora=True)
+            add(f"{shape.name} cold", shape, (*readers, "roof"), cold=True)
+    return sorted(rows, key=lambda row: row.state != AS_IT_IS)
 
 
 # ── running ───────────────────────────────────────────────────────────────────────────────────────
@@ -92,17 +102,20 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
     placed_bytes = row.shape.nbytes * (2 if row.dtype == "float32" else 1)
     conditions = {
         "cold": row.cold,
-        "backed_bytes": min(placed_bytes * 5 // 4, meter.available_bytes() // 3) // RANKS,
         "patience_s": patience_s,
     }
+    backed_bytes = min(placed_bytes * 5 // 4, meter.available_bytes() // 3) // RANKS
 
-    def once(arm: str) -> dict[str, Any]:
-        if arm in roof.VARIANTS:
-            return summary(roof.measure(arm, folder, RANKS, **conditions))
-        how = {"dtype": row.dtype, "lora": row.lora, "wants_priority": True, **conditions}
+    def once(arm: str, state: str = row.state) -> dict[str, Any]:
+        is_backed = state == BACKED
+        made = {**conditions, "backed_bytes": backed_bytes if is_backed else 0}
+        if arm in roof.ALL:
+            return summary(roof.measure(arm, folder, RANKS, **made))
+        how = {"dtype": row.dtype, "lora": row.lora, "wants_priority": True, "watched": is_backed, **made}
         return summary(load_once(arm, folder, warm_up, timeout_s, **how))
 
     disturbed = 0
+    alone: dict[str, list[float]] = {}
     for repeat in range(repeats):
         for arm in row.arms:
             run = once(arm)
@@ -112,13 +125,18 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
                 disturbed += 1
                 run = min(run, once(arm), key=lambda run: run["others_share"])
             runs[arm].append(run)
+            if row.state == BACKED and arm != "shardwise":
+                alone.setdefault(arm, []).append(once(arm, AS_IT_IS)["wall_s"])
             say(
                 f"  {row.name} {repeat + 1}/{repeats} {arm:<24} {run['wall_s']:7.3f} s"
                 f"   (others {run['others_share']:.0%})"
             )
     nbytes = sum(path.stat().st_size for path in meter.files_of(folder))
     arms = {arm: statistics_of(found, nbytes) for arm, found in runs.items()}
+    for arm, walls in alone.items():
+        arms[arm]["alone_s"] = statistics.median(walls)
     return {
+        "state": row.state,
         "name": row.name,
         "shape": row.shape.name,
         "bytes": row.shape.nbytes,

@@ -38,7 +38,8 @@ class Job:
         warm_up: a tiny checkpoint of the same architecture, loaded first by the same processes.
         cold: drop the checkpoint from the page cache before the clock starts; otherwise it is read into it.
         lora: put an adapter on all linear layers, too.
-        backed_bytes: memory of each rank to make sure of; see :mod:`benchmarks.ballast`.
+        backed_bytes: memory of each rank to make sure of; see :mod:`benchmarks.ballast`. 0: the machine as it is.
+        watched: have a process beside each rank that samples its memory.
         patience_s: how long to wait for a moment in which the machine does nothing else.
         wants_priority: run before everybody else on the machine, if that is permitted.
         cap_bytes: what each rank may allocate from then on, enforced by the kernel; None for no limit.
@@ -53,6 +54,7 @@ class Job:
     lora: bool = False
     cold: bool = False
     backed_bytes: int = 0
+    watched: bool = True
     patience_s: float = 0.0
     wants_priority: bool = False
     cap_bytes: int | None = None
@@ -84,14 +86,15 @@ def measure(job: Job) -> dict[str, Any]:
     priority = job.wants_priority and meter.take_priority()
     dist.barrier()
     # What takes a second finds what was free a moment ago; planning a LoRA takes longer, on a processor for two.
-    held = Ballast(job.backed_bytes, job.backed_bytes) if job.lora else nullcontext()
-    if not job.lora:
+    held = Ballast(job.backed_bytes, job.backed_bytes) if job.lora and job.backed_bytes else nullcontext()
+    if job.backed_bytes and not job.lora:
         meter.back_memory(job.backed_bytes, dist.barrier)
     group = None if job.cap_bytes is None else caps.enter(job.cap_bytes)
     profiler = cProfile.Profile() if job.profile and dist.get_rank() == 0 else None
     dist.barrier()
-    watch = MemoryWatch()
+    watch = MemoryWatch() if job.watched else nullcontext()
     dist.barrier()
+    level = meter.anonymous_bytes()
     with watch as memory, held:
         dist.barrier()
         before, busy = Usage.now(), meter.machine_busy_s()
@@ -114,9 +117,9 @@ def measure(job: Job) -> dict[str, Any]:
         "usage": vars(used),
         "machine_busy_s": busy,
         "priority": priority,
-        "growth_bytes": memory.growth,
+        "growth_bytes": meter.anonymous_bytes() - level if memory is None else memory.growth,
         "local_bytes": local_bytes,
-        "memory_samples": memory.samples,
+        "memory_samples": 0 if memory is None else memory.samples,
         "cached_fraction": cached,
         "cap": group,
         "facts": dict(loaded.facts),

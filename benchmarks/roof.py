@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarks import meter
 from benchmarks.meter import Usage
 
@@ -27,7 +28,13 @@ VARIANTS: dict[str, tuple[int, ...]] = {
 }
 """What the fresh memory is advised before it is read into."""
 
+CASTING = {"roof_cast": "roof_populate", "roof_cast_hugepage": "roof_hugepage_populate"}
+"""The same for a load that casts bf16 to float32: what is read into a small buffer is widened into fresh memory."""
+
+ALL = (*VARIANTS, *CASTING)
+
 _CALL_BYTES = 64 << 20
+_CAST_BYTES = 4 << 20
 
 
 def measure(
@@ -40,7 +47,8 @@ def measure(
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        arguments = (barrier, rank, size, files, VARIANTS[variant], cold, backed_bytes, patience_s, theirs)
+        advice, casts = VARIANTS[CASTING.get(variant, variant)], variant in CASTING
+        arguments = (barrier, rank, size, files, advice, casts, cold, backed_bytes, patience_s, theirs)
         process = context.Process(target=_read, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -58,6 +66,7 @@ def _read(
     size: int,
     files: Sequence[tuple[str, int]],
     advice: Sequence[int],
+    casts: bool,
     cold: bool,
     backed_bytes: int,
     patience_s: float,
@@ -73,13 +82,19 @@ def _read(
         meter.wait_for_quiet(patience_s)
     priority = meter.take_priority()
     barrier.wait()
-    meter.back_memory(backed_bytes, barrier.wait)
+    if backed_bytes:
+        meter.back_memory(backed_bytes, barrier.wait)
+    staged = bytearray(_CAST_BYTES)
+    narrow, piece = np.frombuffer(staged, dtype=np.uint16), memoryview(staged)
+    barrier.wait()
     before, busy = Usage.now(), meter.machine_busy_s()
     began = meter.timestamp()
-    memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    nbytes = 2 * (stop - start) if casts else stop - start
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for each in advice:
         memory.madvise(each)
     target = memoryview(memory)
+    wide = np.frombuffer(memory, dtype=np.uint32, count=nbytes // 4)
     done = first = 0
     for name, length in files:
         low, high = max(start, first), min(stop, first + length)
@@ -87,8 +102,14 @@ def _read(
             descriptor = os.open(name, os.O_RDONLY)
             place = low
             while place < high:
-                count = min(_CALL_BYTES, high - place)
-                got = os.preadv(descriptor, [target[done : done + count]], place - first)
+                if casts:
+                    count = min(_CAST_BYTES, high - place)
+                    got = os.preadv(descriptor, [piece[:count]], place - first)
+                    into = wide[done // 2 : done // 2 + got // 2]
+                    np.left_shift(narrow[: got // 2], 16, out=into, dtype=np.uint32)
+                else:
+                    count = min(_CALL_BYTES, high - place)
+                    got = os.preadv(descriptor, [target[done : done + count]], place - first)
                 place += got
                 done += got
             os.close(descriptor)

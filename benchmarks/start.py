@@ -1,35 +1,43 @@
 """From the start of a process to the first optimizer step on every rank, imports included, against accelerate.
 
-Each arm is started as its users do, in fresh interpreters: shardwise by its own launcher, which imports once and
-forks the ranks; accelerate as one interpreter a rank, which is what its launcher makes, whose own time is not held
-against it. Beside them shardwise with an interpreter a rank, as under torchrun.
+Each arm is started as its users do, in fresh interpreters: shardwise by its command, ``shardwise train``, whose
+first step is done when it is in ``metrics.jsonl``; accelerate as one interpreter a rank, which is what its launcher
+makes, whose own time is not held against it. The command computes in float32 unless told otherwise, accelerate in
+what is stored: so the command also runs in bfloat16.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import meter
 from benchmarks.training import BRING_UP, TRAIN, Job, batches, quieten
 
-FIRST_TOKENS = 8
-OURS, OURS_BY_TORCHRUN, ACCELERATE = "shardwise", "shardwise, as by torchrun", "accelerate"
-ARMS = (OURS, OURS_BY_TORCHRUN, ACCELERATE)
+FIRST_TOKENS = 21
+OURS, OURS_AS_STORED, ACCELERATE = "shardwise train", "shardwise train, in bfloat16", "accelerate"
+ARMS = (OURS, OURS_AS_STORED, ACCELERATE)
+
+_LOOK_S = 0.02
+_WORDS = 500
 
 
 def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
     """Seconds from the start of the first process until every rank has done its first step."""
     with tempfile.TemporaryDirectory(prefix="shardwise-start-") as folder:
+        if arm != ACCELERATE:
+            return _by_command(arm, job, ranks, Path(folder), timeout_s)
         told = {"arm": arm, "job": vars(job), "ranks": ranks, "store": f"{folder}/store"}
         began = meter.timestamp()
-        seats = [None] if arm == OURS else range(ranks)
-        processes = [_interpreter({**told, "rank": rank}) for rank in seats]
+        processes = [_interpreter({**told, "rank": rank}) for rank in range(ranks)]
         try:
             answers = [process.communicate(timeout=timeout_s)[0] for process in processes]
         finally:
@@ -40,41 +48,73 @@ def start_once(arm: str, job: Job, ranks: int, timeout_s: float) -> float:
     return max(float(text.split()[-1]) for text in answers) - began
 
 
+def _by_command(arm: str, job: Job, ranks: int, folder: Path, timeout_s: float) -> float:
+    model, data = _with_tokenizer(Path(job.folder), folder / "model"), folder / "rows.jsonl"
+    drawn = random.Random(0)
+    rows = [" ".join(f"w{drawn.randrange(_WORDS)}" for _ in range(job.tokens - 1)) for _ in range(4 * ranks)]
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    given = [f"model={model}", f"data={data}", f"output={folder / 'out'}", f"training.batch_size={job.rows}"]
+    given += ["training.max_steps=1", *(["tuning.method=lora", "tuning.target_modules=all-linear"] * job.lora)]
+    given += ["tuning.r=16"] * job.lora + ["sharding.precision=bfloat16"] * (arm == OURS_AS_STORED)
+    program = "from shardwise.cli import main; main()"
+    command = [sys.executable, "-c", program, "train", *given, "--nproc-per-node", str(ranks)]
+    metrics = folder / "out" / "metrics.jsonl"
+    with (folder / "log").open("w+") as log:
+        began = meter.timestamp()
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
+        try:
+            while not (metrics.is_file() and metrics.stat().st_size):
+                if process.poll() is not None or meter.timestamp() - began > timeout_s:
+                    log.seek(0)
+                    raise RuntimeError(f"{arm}: no step within {meter.timestamp() - began:.0f} s\n{log.read()}")
+                time.sleep(_LOOK_S)
+            taken = meter.timestamp() - began
+            if process.wait(timeout_s):
+                raise RuntimeError(f"{arm}: it failed after the step")
+        finally:
+            process.kill()
+            process.wait()
+    return taken
+
+
+def _with_tokenizer(folder: Path, into: Path) -> Path:
+    """The same files in another folder, with a tokenizer of some words beside them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    into.mkdir()
+    for path in folder.iterdir():
+        (into / path.name).symlink_to(path)
+    words = {f"w{number}": number for number in range(_WORDS)} | {"<unknown>": _WORDS, "<end>": _WORDS + 1}
+    known = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "<unknown>"}
+    PreTrainedTokenizerFast(tokenizer_object=known, **special).save_pretrained(into)
+    return into
+
+
 def _interpreter(told: Mapping[str, Any]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.start", json.dumps(told)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def main(argv: Sequence[str]) -> None:
     """What an interpreter of :func:`start_once` does; prints when the first step has been done."""
     told = json.loads(argv[0])
     job, ranks = Job(**told["job"]), told["ranks"]
-    if told["arm"] == OURS:
-        from shardwise.cli.launch import TRAINING, run_ranks
-
-        print(max(run_ranks(ranks, first_step, OURS, job, preloaded=TRAINING)), flush=True)
-        return
+    import accelerate  # noqa: F401 - what its users import
     import torch.distributed as dist
 
-    if told["arm"] == ACCELERATE:
-        import accelerate  # noqa: F401 - what its users import
     dist.init_process_group("gloo", store=dist.FileStore(told["store"], ranks), rank=told["rank"], world_size=ranks)
-    print(first_step(told["arm"], job), flush=True)
+    quieten()
+    TRAIN[ACCELERATE](BRING_UP[ACCELERATE](job), batches(job, 1, dist.get_rank()))
+    print(meter.timestamp(), flush=True)
     dist.destroy_process_group()
 
 
-def first_step(arm: str, job: Job) -> float:
-    """Bring the model up and take one step; when that was done. Collective: yes."""
-    import torch.distributed as dist
-
-    quieten()
-    arm = arm.partition(",")[0]
-    TRAIN[arm](BRING_UP[arm](job), batches(job, 1, dist.get_rank()))
-    return meter.timestamp()
-
-
 if __name__ == "__main__":
-    from benchmarks import start  # under its own name, by which its function goes to the ranks
-
-    start.main(sys.argv[1:])
+    main(sys.argv[1:])

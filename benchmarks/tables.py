@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks.limits import best_s
+
 
 def render(results: Mapping[str, Any]) -> str:
     """Markdown, of what :mod:`benchmarks.load` has measured."""
@@ -49,24 +51,27 @@ def _row(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {row['name']}"
     yield ""
     priority = "at raised priority" if row["priority"] else "at normal priority"
-    yield f"{row['bytes'] / 1e9:.2f} GB bf16, loaded as {row['dtype']}; {cold}; {priority}."
+    yield f"{row['bytes'] / 1e9:.2f} GB bf16, loaded as {row['dtype']}; {cold}; {priority}; {row['state']}."
+    if any("alone_s" in arm for arm in row["arms"].values()):
+        yield "Alone: what the arm takes on the machine as it is, in the same run. The better of both counts."
     yield ""
     yield (
-        "| arm | seconds | min .. max | shardwise / it | user s | system s | minor faults / GB | major / GB "
-        "| memory growth MiB | over the shards MiB | others | model |"
+        "| arm | seconds | min .. max | alone | shardwise / it | user s | system s | minor faults / GB "
+        "| major / GB | memory growth MiB | over the shards MiB | others | model |"
     )
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|"
     ours = row["arms"].get("shardwise")
     for name, arm in row["arms"].items():
         wall = arm["wall_s"]
-        ratio = f"{ours['wall_s']['median'] / wall['median']:.2f}" if ours is not None else "-"
+        ratio = f"{ours['wall_s']['median'] / best_s(arm):.2f}" if ours is not None else "-"
+        alone = f"{arm['alone_s']:.3f}" if "alone_s" in arm else "-"
         grown = f"{arm['growth_bytes'] / 2**20:.0f}" if "growth_bytes" in arm else "-"
         over = f"{arm['excess_bytes'] / 2**20:.0f}" if "excess_bytes" in arm else "-"
         same = row["same_model"].get(name, "-")
         if arm.get("all_private") is False:
             same += "; NOT ALL IN MEMORY"
         yield (
-            f"| {name} | {wall['median']:.3f} | {wall['min']:.3f} .. {wall['max']:.3f} | {ratio} "
+            f"| {name} | {wall['median']:.3f} | {wall['min']:.3f} .. {wall['max']:.3f} | {alone} | {ratio} "
             f"| {arm['user_s']:.2f} | {arm['system_s']:.2f} | {arm['minor_faults_per_gb']:,.0f} "
             f"| {arm['major_faults_per_gb']:,.0f} | {grown} | {over} | {arm['others_share']:.0%} "
             f"| {same} |"

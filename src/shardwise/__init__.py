@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
+    from shardwise.planning.pages import HugePages, MeasuredPages, SmallPages
     from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
     from shardwise.planning.sources import Anyone, EveryRank, FirstRank, OneRankPerNode
     from shardwise.report import (
@@ -133,6 +134,7 @@ _HOMES = {
     "FullState": "shardwise.planning.forms",
     "HubNames": "shardwise.verbs.save",
     "HubOptions": "shardwise.storage",
+    "HugePages": "shardwise.planning.pages",
     "Ignore": "shardwise.planning.consent",
     "InBlocks": "shardwise.tuning.modes",
     "InIntervals": "shardwise.planning.sharing",
@@ -148,6 +150,7 @@ _HOMES = {
     "LoadReport": "shardwise.report",
     "Lora": "shardwise.tuning.modes",
     "MeanOfRows": "shardwise.models.vocabulary",
+    "MeasuredPages": "shardwise.planning.pages",
     "MergedAdapter": "shardwise.models.lora",
     "MinSize": "shardwise.models.policies",
     "ModelPlan": "shardwise.models.policies",
@@ -178,6 +181,7 @@ _HOMES = {
     "ShardedState": "shardwise.planning.forms",
     "Sharding": "shardwise.models.wrap",
     "ShardwiseError": "shardwise.errors",
+    "SmallPages": "shardwise.planning.pages",
     "StateOptions": "shardwise.execution.states",
     "StateReport": "shardwise.report",
     "StorageError": "shardwise.errors",
@@ -247,6 +251,7 @@ __all__ = [
     "FullState",
     "HubNames",
     "HubOptions",
+    "HugePages",
     "Ignore",
     "InBlocks",
     "InIntervals",
@@ -262,6 +267,7 @@ __all__ = [
     "LoadReport",
     "Lora",
     "MeanOfRows",
+    "MeasuredPages",
     "MergedAdapter",
     "MinSize",
     "ModelPlan",
@@ -292,6 +298,7 @@ __all__ = [
     "ShardedState",
     "Sharding",
     "ShardwiseError",
+    "SmallPages",
     "StateOptions",
     "StateReport",
     "StorageError",

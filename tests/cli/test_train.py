@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from inspect import signature
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from safetensors.torch import load_file
 from tests.training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch
+from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch, run_ranks
 from shardwise.cli.train import STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
+from shardwise.execution import first_touch
+from shardwise.planning.pages import Way
 from shardwise.training.config import read_config
 from shardwise.training.report import Facts, StepFacts
 
@@ -394,3 +397,36 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], nproc_per_no
     with pytest.raises(ConfigError) as caught:
         read_launch({**TORCHRUN, **change}, nproc_per_node)
     assert str(caught.value).startswith(message)
+
+
+def test_huge_pages_are_asked_for_where_they_pay_and_the_user_has_not_decided(monkeypatch) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    looks: list[bool] = []
+
+    def look(*, pays: bool) -> bool:
+        looks.append(pays)
+        return pays
+
+    for pays in (True, False):
+        monkeypatch.setattr(first_touch, "huge_pages_pay", partial(look, pays=pays))
+        assert run_ranks(1, os.environ.get, "THP_MEM_ALLOC_ENABLE", preloaded=()) == ["1" if pays else None]
+    assert "THP_MEM_ALLOC_ENABLE" not in os.environ
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    assert run_ranks(1, os.environ.get, "THP_MEM_ALLOC_ENABLE", preloaded=()) == ["0"]
+    assert looks == [True, False]
+
+
+@pytest.mark.parametrize(("huge", "pay"), [(0.0002, True), (0.0044, False)])
+def test_whether_huge_pages_pay_is_found_by_touching(monkeypatch, huge: float, pay: bool) -> None:
+    costs = {Way.HUGE: huge, Way.SMALL: 0.0007}
+    touched: list[Way] = []
+
+    def populate(_address: int, _nbytes: int, way: Way) -> float:
+        touched.append(way)
+        return costs[way]
+
+    monkeypatch.setattr(first_touch, "can_populate", lambda: True)
+    monkeypatch.setattr(first_touch, "populate", populate)
+    monkeypatch.setattr(first_touch, "begin_small", lambda *_: None)
+    assert first_touch.huge_pages_pay() is pay
+    assert pay or len(touched) < 20

@@ -171,6 +171,16 @@ def test_the_head_in_a_group_of_fsdp2(worlds, kind, plan, rows):
         torch.testing.assert_close(found["chunks"], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_body_is_run_once_to_try_the_loss():
+    """Of a sharded model, each of its passes gathers all groups."""
+    model = stepping.qwen3()
+    passes = []
+    model.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    assert prepare_loss(World(0, 1), model, ChunkedLogits()).note == ""
+    assert len(passes) == 1
+    assert "forward" not in vars(model.model)
+
+
 def test_under_autocast():
     losses = {}
     for name, choice in {"whole": WholeLogits(), "chunks": ChunkedLogits(5)}.items():

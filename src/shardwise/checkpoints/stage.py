@@ -70,11 +70,12 @@ class Staging:
             places[chunk] = total, total + view.nbytes
             total += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._memory.nbytes < total or (is_pinned and not self._memory.is_pinned()):
-            self._memory = (
-                torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
-                if is_pinned
-                else HostMemory([total]).take((total,), torch.uint8)
-            )
+            if is_pinned:
+                self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
+            else:
+                fresh = HostMemory([total])
+                self._memory = fresh.take((total,), torch.uint8)
+                fresh.touch_rest()
         self._places, self._views = places, views
         self._targets = [
             self._memory[slice(*places[chunk])].view(view.dtype).view(view.shape) for chunk, view in views.items()

@@ -106,7 +106,7 @@ def run_ranks(
     from shardwise.execution.garbage import import_all
 
     launch = read_launch(os.environ, nproc_per_node)
-    with _defaults(_HUGE_PAGES):
+    with _defaults(_huge_pages(os.environ)):
         match launch:
             case Alone():
                 import_all(preloaded)
@@ -126,6 +126,14 @@ def run_ranks(
                 return run_seated(Seat(rank, size, local_rank), function, *args)
             case _:
                 assert_never(launch)
+
+
+def _huge_pages(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """What is set for torch's allocator: huge pages, where the user has not decided and they cost less here."""
+    from shardwise.execution.first_touch import huge_pages_pay
+
+    is_decided = not _HUGE_PAGES.keys().isdisjoint(environment)
+    return _HUGE_PAGES if not is_decided and huge_pages_pay() else {}
 
 
 @contextmanager

@@ -99,7 +99,9 @@ class Arrivals:
         """Memory for tensors that are about to arrive."""
         keys = self.supply.survey.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
-        materialize([item for item in parameters if item.kind is Kind.PARAMETER], self.managers, self.home)
+        wanted = [item for item in parameters if item.kind is Kind.PARAMETER]
+        _, memory = materialize(wanted, self.managers, self.home)
+        memory.touch_rest()
         landings: dict[str, Landing] = {}
         for name in names:
             if name in keys:
@@ -127,7 +129,8 @@ class Arrivals:
             and item.tensor.is_meta
             and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
         ]
-        materialize(awaiting, self.managers, self.home)
+        _, memory = materialize(awaiting, self.managers, self.home)
+        memory.touch_rest()
         for item in awaiting:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))

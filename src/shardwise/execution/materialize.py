@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.execution.host_memory import HostMemory
 from shardwise.models import _torch_private
 from shardwise.models.view import Held, local_tensor
+from shardwise.planning.pages import MeasuredPages, Pages
 
 
 def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
@@ -49,18 +50,24 @@ def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> 
     }
 
 
-def materialize(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.Tensor]:
+def materialize(
+    held: Sequence[Held],
+    managers: Managers,
+    home: torch.device,
+    pages: Pages = MeasuredPages(),  # noqa: B008 - frozen
+) -> tuple[dict[str, torch.Tensor], HostMemory]:
     """Give every meta tensor uninitialised memory for this rank's shard; tensors that are real stay.
 
     ``managers`` are of the model that holds them; a parameter that is not among them is in no group of FSDP2's.
-    Returns this rank's own tensors, by FQN. Parameters become new objects, shared ones one object everywhere, with
+    Returns this rank's own tensors, by FQN, and the memory they have on the host, to be touched in ``pages`` before
+    it is written to. Parameters become new objects, shared ones one object everywhere, with
     their ``requires_grad`` and attributes.
     Memory: this rank's shards.
     """
     found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
     wanted = [_Wanted.of(item, managers, home) for item in held if item.tensor.is_meta]
-    memory = HostMemory([item.nbytes for item in wanted if item.is_on_host])
-    return found | {item.item.fqn: item.fulfil(memory) for item in wanted}
+    memory = HostMemory([item.nbytes for item in wanted if item.is_on_host], pages)
+    return found | {item.item.fqn: item.fulfil(memory) for item in wanted}, memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_dtype, stored_leaves
 from shardwise.errors import StorageError
+from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import Landing, as_stored, landings, memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.workers import Workers
@@ -122,15 +123,19 @@ class Placer:
     read_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
+    def place(
+        self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory | None = None
+    ) -> None:
         """Fill the tensors (this rank's own), one for each destination. Memory: the budget.
+
+        Of ``fresh`` memory that they lie in, what is about to be written is touched first.
 
         Raises:
             StorageError: bytes could not be read, or a file was replaced meanwhile.
         """
         before = identities_of(self.reader, arrangement.files, self.world.check)
         self._require_same(self.identities, before)
-        self._place(arrangement, tensors)
+        self._place(arrangement, tensors, fresh or HostMemory([]))
         self._require_same(before, identities_of(self.reader, arrangement.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -142,10 +147,10 @@ class Placer:
                 "again once nobody writes to it"
             )
 
-    def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor]) -> None:
+    def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory) -> None:
         names = [item.fqn for item in arrangement.destinations]
         for device, requests in arrangement.batches:
-            self._carry_out(requests, tensors, names, device)
+            self._carry_out(requests, tensors, names, device, fresh)
         for leaf, numbers in arrangement.computed:
             outputs = self._evaluate(leaf)
             for number in numbers:
@@ -164,7 +169,7 @@ class Placer:
         ]
         arrangement = arrange(items, self.index, self.reader.policy, self.budget_bytes, self.world.place)
         values = [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
-        self._place(arrangement, values)
+        self._place(arrangement, values, HostMemory([]))
         return values
 
     def count(self, fqn: str, numel: int) -> None:
@@ -177,6 +182,7 @@ class Placer:
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         device: torch.device,
+        fresh: HostMemory,
     ) -> None:
         tools = landings(self.budget_bytes, self.reader.policy.concurrency, device)
         memories: dict[int, memoryview] = {}
@@ -187,6 +193,9 @@ class Placer:
             return memories[target]
 
         def carry_out(request: Request, landing: Landing) -> None:
+            if device.type == "cpu":
+                for segment in request.segments:
+                    fresh.touch(*_span(tensors[segment.target], segment.copy.target))
             if not self._copy_from_cache(request, tensors):
                 self._read_request(request, tensors, memory, landing)
             with self._lock:
@@ -237,13 +246,13 @@ class Placer:
             landing.end()
 
     def _copy_from_cache(self, request: Request, tensors: Sequence[torch.Tensor]) -> bool:
-        """Strided segments straight from the system's page cache, where it has them; False where it has not.
+        """What would be staged straight from the system's page cache, where it has it; False where it has not.
 
-        A strided read through staging moves every byte twice, and the unwanted ones too.
+        A read through staging moves every byte twice; a strided one the unwanted ones too.
         """
         if not isinstance(self.reader, PageCache):
             return False
-        if not request.segments[0].is_strided:
+        if any(item.is_direct for item in request.segments):
             return False
         if any(tensors[item.target].device.type != "cpu" for item in request.segments):
             return False
@@ -292,6 +301,12 @@ def _copies(item: Destination) -> list[Copy]:
 def opaque_bytes(leaf: Opaque) -> int:
     """Bytes of an opaque leaf's inputs as stored; evaluating it needs about twice as much."""
     return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
+
+
+def _span(tensor: torch.Tensor, place: Strided) -> tuple[int, int]:
+    """The address of a place in a tensor, and the bytes from its first element to its last."""
+    itemsize = tensor.element_size()
+    return tensor.data_ptr() + place.offset * itemsize, (place.stop - place.offset) * itemsize
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

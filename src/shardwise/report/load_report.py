@@ -13,6 +13,29 @@ from shardwise.report.sizes import in_bytes
 
 
 @dataclass(frozen=True, slots=True)
+class TouchedPages:
+    """In which pages fresh host memory was taken: bytes, processor seconds that the first touches took, and why so.
+
+    The ends of blocks, less than a huge page each, are not counted.
+    """
+
+    huge_bytes: int = 0
+    small_bytes: int = 0
+    huge_seconds: float = 0.0
+    small_seconds: float = 0.0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        kinds = (("huge", self.huge_bytes, self.huge_seconds), ("small", self.small_bytes, self.small_seconds))
+        parts = [
+            f"{in_bytes(nbytes)} in {kind} pages ({seconds / nbytes * (1 << 30):.2f} s/GiB)"
+            for kind, nbytes, seconds in kinds
+            if nbytes
+        ]
+        return f"{', '.join(parts)}, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """The facts of one load, as seen by one rank. Sizes in bytes, times in seconds.
 
@@ -68,6 +91,8 @@ class LoadReport:
     """Elements of the parameters that are trained, tied ones once."""
     trained: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Where a tuning was asked for, what is trained, with the dtype it is kept in."""
+    pages: TouchedPages = TouchedPages()
+    """In which pages the memory of this rank's shards was taken."""
 
     @property
     def total_seconds(self) -> float:
@@ -99,6 +124,8 @@ class LoadReport:
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
             f"  foreseen    {self._foreseen()}",
         ]
+        if self.pages.huge_bytes or self.pages.small_bytes:
+            lines.append(f"  memory      {self.pages}")
         lines += [f"  tied        {name} = {source}" for name, source in self.tied.items()]
         lines += listing("initialized", self.initialized)
         lines += listing("recomputed", self.recomputed)

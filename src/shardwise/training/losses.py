@@ -30,6 +30,7 @@ from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
 from shardwise.training.recorded_logits import RecordedLogits, StandIn, Step
+from shardwise.training.remembered import remembered
 from shardwise.training.router_loss import require_router_loss, with_router_loss
 
 
@@ -119,7 +120,8 @@ def _why_not(model: nn.Module, head: Head, computing: Callable[[], AbstractConte
     device = computing_device(next(model.parameters()))
     tokens = (torch.arange(_TRIED_TOKENS, device=device) % words).unsqueeze(0)
     batch = Batch(tokens, torch.ones_like(tokens), tokens, _TRIED_TOKENS)
-    with evaluating(model), computing():
+    body = getattr(head.parent, getattr(head.parent, "base_model_prefix", ""), None)
+    with evaluating(model), computing(), remembered(body if isinstance(body, nn.Module) else None):
         expected = float(WholeLogits().summed(model, batch))
         attempt = LossInChunks(head, tokens=3, refused=[])
         found = float(attempt.summed(model, batch))

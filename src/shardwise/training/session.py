@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, RankLostError, StorageError
+from shardwise.execution.group_gather import gather_in_windows
+from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.models.transformers_compat import attention_of
@@ -141,6 +143,8 @@ class Session:
             StorageError: metrics cannot be written.
             RankLostError: a rank is lost, or has run out of memory; ``when_stuck`` as of the loop.
         """
+        if this_device().type == "cpu":
+            gather_in_windows(self.model, World.current())
         listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
 
         def tell(facts: Facts) -> None:

@@ -65,9 +65,11 @@ from shardwise.planning.forecast import (
     forecast_rank,
     require_fits,
 )
+from shardwise.planning.pages import MeasuredPages, Pages
 from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
+from shardwise.report.load_report import TouchedPages
 from shardwise.storage import (
     HubOptions,
     OpenStorage,
@@ -106,6 +108,8 @@ class LoadOptions:
             reads one interval of the checkpoint, and hands it to those that hold it, so that few files are opened.
         memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
             before anything is read, ``TryAnyway()`` goes on.
+        pages: in which pages fresh host memory is taken: ``MeasuredPages()``, whichever cost less of late,
+            ``HugePages()``, or ``SmallPages()``.
     """
 
     seed: int = 0
@@ -116,6 +120,7 @@ class LoadOptions:
     patience: Patience = field(default_factory=Patience)
     shared_reads: SharedReads = field(default_factory=Weighed)
     memory_check: MemoryCheck = field(default_factory=RequireMemory)
+    pages: Pages = field(default_factory=MeasuredPages)
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 4096:
@@ -328,14 +333,16 @@ def carry_out(
         with clock.phase("plan"):
             sharing = plan_sharing(world, by_name, ready.items, ready.peers, placer, options.shared_reads)
 
-        def read() -> None:
+        def read() -> TouchedPages:
             with clock.phase("materialize"), collected_later():
-                local = materialize(held, ready.managers, ready.home)
+                local, fresh = materialize(held, ready.managers, ready.home, options.pages)
             for arrangement in (ready.own, ready.arrange(ready.peers.keys() - sharing.shared.keys(), source)):
-                placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations])
+                placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations], fresh)
+            fresh.touch_rest()
+            return fresh.report()
 
         with clock.phase("read"):
-            world.together(read)
+            pages = world.together(read)
         means = average_rows(world, ready)
         if sharing.shared:
             with clock.phase("share"):
@@ -344,7 +351,7 @@ def carry_out(
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, ready, placer, sharing, clock)
-    return replace(report, recomputed=report.recomputed + attributes)
+    return replace(report, recomputed=report.recomputed + attributes, pages=pages)
 
 
 @dataclass(frozen=True)

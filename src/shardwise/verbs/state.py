@@ -165,7 +165,7 @@ def set_values(
         of = {place.names[0]: item for place, item in places}
         taking = [of[item.place.names[0]] for item in matched.taken]
         home = _home(held, [item.tensor for item in held])
-        world.together(lambda: materialize(taking, managers_of(model), home))
+        world.together(lambda: materialize(taking, managers_of(model), home)[1].touch_rest())
         targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
     report = StateReport(
