@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 _WORD = 8
-_LANES = 1 << 14
+LANES = 1 << 14
+"""Words in a block."""
+
 MODULUS = 1 << 64
 
 
@@ -25,18 +27,18 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     total = 0
     for block, first, words in _words(data, start):
         if words.ndim == 2:
-            weights = [_block_weight(block + number) for number in range(len(words))]
-            sums = np.einsum("ij,j->i", words, _lane_weights()).tolist()
+            weights = [block_weight(block + number) for number in range(len(words))]
+            sums = np.einsum("ij,j->i", words, lane_weights()).tolist()
             total += sum(weight * found for weight, found in zip(weights, sums, strict=True))
         else:
-            lanes = _lane_weights()[first : first + len(words)]
-            total += _block_weight(block) * int(np.einsum("i,i->", words, lanes))
+            lanes = lane_weights()[first : first + len(words)]
+            total += block_weight(block) * int(np.einsum("i,i->", words, lanes))
     return total % MODULUS
 
 
 def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
     """(block, place in it, words) that cover the bytes, from word to word; whole blocks are rows of words."""
-    span = _WORD * _LANES
+    span = _WORD * LANES
     flat = np.frombuffer(data, dtype=np.uint8)
     place, stop = start, start + len(flat)
     while place < stop:
@@ -45,7 +47,7 @@ def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
         edge = place + whole * span if whole else min(stop, (block + 1) * span)
         part = flat[place - start : edge - start]
         if whole and part.ctypes.data % _WORD == 0:
-            yield block, 0, part.view("<u8").reshape(whole, _LANES)
+            yield block, 0, part.view("<u8").reshape(whole, LANES)
             place = edge
             continue
         edge = min(edge, (block + 1) * span)
@@ -69,10 +71,12 @@ def _mixed(number: Any) -> Any:
 
 
 @cache
-def _lane_weights() -> Any:
-    return _mixed(np.arange(_LANES, dtype=np.uint64)) | np.uint64(1)
+def lane_weights() -> Any:
+    """Of the words of a block: ``weight(i)`` is that of its place in its block times :func:`block_weight`."""
+    return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
-def _block_weight(block: int) -> int:
-    return int(_mixed(_LANES + block)) | 1
+def block_weight(block: int) -> int:
+    """Of a block, by its number."""
+    return int(_mixed(LANES + block)) | 1
