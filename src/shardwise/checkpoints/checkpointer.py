@@ -47,13 +47,15 @@ from shardwise.checkpoints.state import (
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
+from shardwise.execution.replicas import Replicas, as_bytes, require_mode, settle_replicas
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
-from shardwise.planning.consent import Refuse
+from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.giving import Common, in_common
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import CheckpointReport, RestoreReport
-from shardwise.tensors import Strided
+from shardwise.tensors import Box, Strided
 from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
@@ -76,6 +78,8 @@ class Checkpointer:
         mode: ``Synchronous()``, or ``Asynchronous()``: written by a thread while the training goes on.
         only: what of the model is stored: ``Everything()``, or ``AdapterOnly()``: an adapter of PEFT's, and
             whatever else is trained.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are stored as the first rank has them, ``TakeFirst()``, or are an error, ``Refuse()``.
         options: budget, process group, patience.
 
     Raises:
@@ -90,13 +94,16 @@ class Checkpointer:
         keep: Keep = KeepLast(),  # noqa: B008 - frozen
         mode: Mode = Synchronous(),  # noqa: B008
         only: Selection = Everything(),  # noqa: B008
+        on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
         _require_kinds(keep, mode, only)
+        require_mode(on_differing_buffers)
         self._root = folder.require_local(directory)
         self._keep = keep
         self._mode = mode
         self._only = only
+        self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = Staging()
         self._looked: Looked | None = None
@@ -134,7 +141,8 @@ class Checkpointer:
         Raises:
             ConfigError: an argument cannot be honoured; a part holds what is no plain data.
             PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
-            DisagreementError: ranks have different models or optimizers, or were called differently.
+            DisagreementError: ranks have different models or optimizers, or were called differently; parameters,
+                or state of optimizers, that several ranks hold have different values there.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
             CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before: of this
@@ -154,13 +162,17 @@ class Checkpointer:
                     own, agreed = self._agree(world, step, state)
                 with clock.phase("plan"):
                     planned = self._planned = self._plan(world, own.looked, agreed)
+                with clock.phase("compare"):
+                    replicas = world.together(lambda: planned.replicas)
+                    keys = settle_replicas(world, replicas, self._on_differing_buffers)
+                    differing = tuple(own.looked.buffers[key] for key in keys)
 
                 def content() -> write.Content:
                     return write.Content(self._source(planned), own.stored(agreed, world.rank))
 
                 about = self._about(step, world.size, own, agreed)
                 job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-                report = promised(world, job)
+                report = replace(promised(world, job), differing_buffers=differing)
                 if beside is None:
                     with clock.phase("write"), self._counting(step):
                         report = completed(report, write.carry_out(world, job))
@@ -350,9 +362,10 @@ class Checkpointer:
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-        plan = world.together(lambda: plan_tensors(shapes, told))
+        plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
-        return _Planned(looked, _layout(looked), plan, places)
+        held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
+        return _Planned(looked, _layout(looked), plan, places, in_common(held, world.rank))
 
 
 _Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
@@ -367,6 +380,19 @@ class _Planned:
     layout: _Layout
     plan: TensorsPlan
     places: Mapping[Chunk, Strided]
+    common: Mapping[str, Common]
+    """What this rank holds together with others."""
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """That, with its values; and numbers of optimizers, which every rank has."""
+        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
+        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
+        everybody = tuple(range(len(self.plan.by_rank)))
+        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
+        if len(everybody) == 1:
+            common = {}
+        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
 
     @cached_property
     def views(self) -> Mapping[Chunk, torch.Tensor]:

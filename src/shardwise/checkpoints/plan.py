@@ -7,7 +7,7 @@ values that are no tensors. What several ranks hold is written by one of them, i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from shardwise.errors import PlacementError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import TensorFacts, require_same_tensors
 from shardwise.models._torch_private import stored_at
-from shardwise.planning.giving import Boxes, shares_by_rank
+from shardwise.planning.giving import Boxes, shares_by_rank, shares_of_first
 from shardwise.report import collapse
 from shardwise.tensors import Box, numel
 
@@ -80,9 +80,13 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]], told: Sequence[Mapping[str, TensorFacts]]
+    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]],
+    told: Sequence[Mapping[str, TensorFacts]],
+    buffers: Collection[str],
 ) -> TensorsPlan:
     """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
+
+    ``buffers`` are keys of tensors that the first rank writes which holds them, see [Note: Patchworks].
 
     Raises:
         DisagreementError: the ranks have different tensors.
@@ -97,7 +101,7 @@ def plan_tensors(
         key = key_of(path)
         found[key] = path, shape, dtype
         held = [facts[key].boxes for facts in told]
-        shares = shares_by_rank(held, number, dtype.itemsize)
+        shares = shares_of_first(held) if key in buffers else shares_by_rank(held, number, dtype.itemsize)
         whole = Box.whole(shape)
         if not whole.numel:  # somebody has to say that there is nothing
             shares = ((whole,), *((),) * (len(told) - 1))
