@@ -203,6 +203,25 @@ def counts_of_steps(folder: str) -> dict[str, str]:
     return found
 
 
+def drifted_between_checkpoints(folder: str) -> dict[str, str]:
+    """Equal at the first checkpoint, not at the second, which is written by the same plan; and mended again."""
+    found: dict[str, str] = {}
+    for mode in (shardwise.Synchronous(), shardwise.Asynchronous()):
+        model, _ = trained(steps=0)
+        model.added = nn.Parameter(torch.zeros(5))
+        optimizer = torch.optim.AdamW(model.parameters())
+        root = Path(folder, type(mode).__name__)
+        checkpointer = shardwise.Checkpointer(root, mode=mode)
+        for step, value in enumerate((0.0, dist.get_rank(), 1.0)):
+            with torch.no_grad():
+                model.added.fill_(value)
+            error = attempt(checkpointer.save, step, shardwise.TrainState(model, optimizer))
+            checkpointer.wait()
+            found[f"{root.name}, {step}"] = ": ".join(error)
+        found[f"{root.name}, steps"] = str(checkpointer.steps())
+    return found
+
+
 def replicas_apart(folder: str) -> dict[str, str]:
     """One shard of one matrix has one other bit on one of two replicas."""
     model, optimizer = trained("hsdp")

@@ -65,6 +65,15 @@ def test_replicas_of_a_shard_that_differ_by_one_bit_are_refused(worlds, tmp_path
     assert told(worlds, 4, differing.replicas_alike, tmp_path / "alike") == {}
 
 
+def test_what_drifts_between_two_checkpoints_is_refused(worlds, tmp_path):
+    found = told(worlds, 2, differing.drifted_between_checkpoints, tmp_path)
+    for mode in ("Synchronous", "Asynchronous"):
+        assert found[f"{mode}, 0"] == found[f"{mode}, 2"] == ": "
+        assert found[f"{mode}, 1"].startswith("DisagreementError: one tensor has other values on rank 1")
+        assert "model.added, and all" in found[f"{mode}, 1"]
+        assert found[f"{mode}, steps"] == "[0, 2]"
+
+
 def test_of_an_adapter_only_the_adapter_is_looked_at(worlds, tmp_path):
     found = told(worlds, 2, differing.adapter_of_an_uneven_base, tmp_path)
     assert len(found) == 8

@@ -47,7 +47,8 @@ from shardwise.checkpoints.state import (
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
-from shardwise.execution.replicas import Replicas, as_bytes, require_mode, settle_replicas
+from shardwise.execution.replicas import Replicas, Told, as_bytes, require_mode, settle_told
+from shardwise.execution.replicas import tell as tell_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.selection import AdapterOnly, Everything, Selection
@@ -161,11 +162,9 @@ class Checkpointer:
                 with clock.phase("look"):
                     own, agreed = self._agree(world, step, state)
                 with clock.phase("plan"):
-                    planned = self._planned = self._plan(world, own.looked, agreed)
+                    planned = self._planned = self._plan(world, own, agreed)
                 with clock.phase("compare"):
-                    replicas = world.together(lambda: planned.replicas)
-                    keys = settle_replicas(world, replicas, self._on_differing_buffers)
-                    differing = tuple(own.looked.buffers[key] for key in keys)
+                    differing = self._compare(world, planned, agreed)
 
                 def content() -> write.Content:
                     return write.Content(self._source(planned), own.stored(agreed, world.rank))
@@ -306,7 +305,18 @@ class Checkpointer:
         self._looked = looked
         contents = contents_of(looked, state, rank)
         values = contents.own if rank else {**contents.common, **contents.own}
-        return _Own(looked, contents, {path: packed(value, key_of(path)) for path, value in values.items()})
+        return _Own(
+            looked,
+            self._still_planned(looked),
+            contents,
+            {path: packed(value, key_of(path)) for path, value in values.items()},
+        )
+
+    def _still_planned(self, looked: Looked) -> _Planned | None:
+        before = self._planned
+        if before is None or before.looked is looked:
+            return before
+        return replace(before, looked=looked) if before.layout == _layout(looked) else None
 
     @collected_later()
     def _source(self, planned: _Planned) -> write.Source:
@@ -335,9 +345,8 @@ class Checkpointer:
         def tell() -> _Told:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
-            looked, planned = own.looked, self._planned
-            is_planned = planned is not None and (planned.looked is looked or planned.layout == _layout(looked))
-            return _Told(call, is_planned, own.contents.data, dict(own.contents.random))
+            replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
+            return _Told(call, replicas, own.contents.data, dict(own.contents.random))
 
         told = world.each(tell)
         [own] = taken
@@ -352,13 +361,21 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        return own, _Agreed(all(item.is_planned for item in told), alike, data)
+        replicas = [item.replicas for item in told if item.replicas is not None]
+        return own, _Agreed(replicas if len(replicas) == len(told) else None, alike, data)
 
-    def _plan(self, world: World, looked: Looked, agreed: _Agreed) -> _Planned:
+    def _compare(self, world: World, planned: _Planned, agreed: _Agreed) -> tuple[str, ...]:
+        """Look at what several ranks hold; names of buffers that differ."""
+        told, mode = agreed.replicas, self._on_differing_buffers
+        if told is None:
+            told = world.each(lambda: tell_of(planned.replicas, mode))
+        return tuple(planned.looked.buffers[key] for key in settle_told(world, planned.replicas, told, mode))
+
+    def _plan(self, world: World, own: _Own, agreed: _Agreed) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
-        before = self._planned
-        if agreed.is_planned and before is not None:
-            return before if before.looked is looked else replace(before, looked=looked)
+        looked = own.looked
+        if agreed.replicas is not None and own.planned is not None:
+            return own.planned
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
@@ -402,28 +419,32 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a rank tells the others before a checkpoint."""
+    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
 
     call: str
-    is_planned: bool
+    replicas: Told | None
     data: str
     random: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """The same on every rank."""
+    """The same on every rank. ``replicas`` are what all tell, where the last plan holds on all of them."""
 
-    is_planned: bool
+    replicas: list[Told] | None
     alike: list[str]
     data: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What this rank has: what it looked at, what else belongs to the state, and that, packed."""
+    """What this rank has: what it looked at, what else belongs to the state, and that, packed.
+
+    ``planned`` is the plan of the last checkpoint, if it holds on this rank.
+    """
 
     looked: Looked
+    planned: _Planned | None
     contents: Contents
     values: Mapping[Keys, bytes]
 

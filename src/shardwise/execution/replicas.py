@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -89,6 +90,10 @@ class Replicas:
         }
 
 
+Told: TypeAlias = tuple[str, dict[_Circle, list[int]]]
+"""What a rank is asked for, and its digests."""
+
+
 def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
     """Compare what several ranks hold; the names of the buffers that differ, of which the first rank's count.
 
@@ -99,7 +104,18 @@ def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDi
         ConfigError: ``on_differing_buffers`` is no such mode.
         DisagreementError: naming parameters, or state of optimizers, that differ; buffers that may not.
     """
-    asked = world.each(lambda: _asked(replicas, on_differing_buffers))
+    return settle_told(
+        world, replicas, world.each(lambda: tell(replicas, on_differing_buffers)), on_differing_buffers
+    )
+
+
+def settle_told(
+    world: World, replicas: Replicas, asked: Sequence[Told], on_differing_buffers: OnDiffering
+) -> tuple[str, ...]:
+    """The same, where every rank has heard what each of them had to :func:`tell`.
+
+    Collective: yes, where something differs.
+    """
     if len({mode for mode, _ in asked}) > 1:
         raise DisagreementError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
     told = [digests for _, digests in asked]
@@ -136,7 +152,12 @@ def require_mode(on_differing_buffers: object) -> None:
         raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass TakeFirst() or Refuse()")
 
 
-def _asked(replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, dict[_Circle, list[int]]]:
+def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> Told:
+    """What this rank tells of its replicas.
+
+    Raises:
+        ConfigError: ``on_differing_buffers`` is no such mode.
+    """
     require_mode(on_differing_buffers)
     return repr(on_differing_buffers), replicas.digests()
 
