@@ -127,8 +127,9 @@ def settle_told(
     buffers: dict[str, set[int]] = {}
     for circle in sorted(odd, key=lambda circle: circle.holders):
         first, *others = circle.holders
-        for name, values in details[first][circle].items():
-            if differing := {rank for rank in others if details[rank][circle].get(name) != values}:
+        found = {rank: details[rank].get(circle, {}) for rank in circle.holders}
+        for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
+            if differing := {rank for rank in others if found[rank].get(name) != found[first].get(name)}:
                 (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
     if faults:
         raise DisagreementError(

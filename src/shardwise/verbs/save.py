@@ -78,7 +78,10 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class CompareWithMemory:
-    """Before the save is committed, every rank reads back what it wrote and compares it with its memory."""
+    """Before the save is committed, every rank reads back what it gave and compares it with its memory.
+
+    The first one does so with the headers, too. Small files (config, tokenizer) are not read back.
+    """
 
 
 Verification: TypeAlias = Trust | CompareWithMemory
@@ -133,7 +136,7 @@ def save(
         dtype: floating-point tensors of 16 bits and more are cast to it; None saves them as they are.
         max_shard_size: of one file's tensors, in bytes or as "5GB"; a larger tensor has a file of its own.
         names: as on the hub, or the model's own.
-        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``TakeFirst()``, or an error, ``Refuse()``.
         options: memory budget, progress, process group, patience.
@@ -182,7 +185,7 @@ def save_adapter(
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model; the folder does not have it.
         dtype: floating-point tensors are cast to it; None saves them as they are.
-        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
             have, are the first rank's, ``TakeFirst()``, or an error, ``Refuse()``.
         options: memory budget, progress, process group, patience.
