@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
     from shardwise.models.wrap import Sharding
-    from shardwise.planning.consent import Ignore, Initialize, Refuse
+    from shardwise.planning.consent import Ignore, Initialize, Refuse, TakeFirst
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
     from shardwise.planning.pages import HugePages, MeasuredPages, SmallPages
@@ -187,6 +187,7 @@ _HOMES = {
     "StorageError": "shardwise.errors",
     "StreamOptions": "shardwise.verbs.stream",
     "Synchronous": "shardwise.checkpoints.modes",
+    "TakeFirst": "shardwise.planning.consent",
     "TorchFile": "shardwise.verbs.merge_weights",
     "TrainState": "shardwise.checkpoints.state",
     "TrainerReport": "shardwise.report",
@@ -304,6 +305,7 @@ __all__ = [
     "StorageError",
     "StreamOptions",
     "Synchronous",
+    "TakeFirst",
     "TorchFile",
     "TrainState",
     "TrainerReport",

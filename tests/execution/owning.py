@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests import zoo
 from tests.verbs.streaming import sharded
 
+from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.giving import agree_on_shares
@@ -68,7 +69,7 @@ def write(
     model = sharded(specimen, mesh)
     held = look_inside(model)
     with World.current() as world:
-        shares = agree_on_shares(world, held)
+        shares = agree_on_shares(world, held, TakeFirst()).by_name
         made = revert(model, layout_of(held, lambda item: Origin.NOWHERE))
         tensors = [(key, made.outputs[key].dtype, made.outputs[key].shape) for key in made.order]
         plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, token="t")

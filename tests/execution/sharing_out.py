@@ -8,6 +8,7 @@ from tests import ways
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError
 from shardwise.execution.giving import agree_on_shares
 from shardwise.execution.world import World
@@ -50,7 +51,7 @@ def shares_are_exact(mesh: str) -> list[str]:
     model = sharded(mesh)
     held = look_inside(model)
     with World.current() as world:
-        shares = agree_on_shares(world, held)
+        shares = agree_on_shares(world, held, TakeFirst()).by_name
         rank = world.rank
     faults = [] if "forgotten" not in shares else ["forgotten is not saved"]
     for item in held:
@@ -80,7 +81,7 @@ def error_of(what: str) -> tuple[str, str]:
             model.blocks[0].q_proj = nn.Linear(96, 32, bias=False)
     try:
         with World.current() as world:
-            agree_on_shares(world, look_inside(model))
+            agree_on_shares(world, look_inside(model), TakeFirst())
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -94,7 +95,7 @@ def error_of_half_a_mesh() -> tuple[str, str]:
         return "", ""
     try:
         with World.current(half) as world:
-            agree_on_shares(world, look_inside(model))
+            agree_on_shares(world, look_inside(model), TakeFirst())
     except ShardwiseError as error:
         return type(error).__name__, str(error)
     return "", ""

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.execution.exchanging import DTYPES, noise
 
+from shardwise.execution import checksum as checksum_module
 from shardwise.execution.checksum import checksum
+from shardwise.tensors.fingerprint import fingerprint
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -19,11 +25,30 @@ def test_any_changed_bit_changes_it(dtype):
         raw[index] ^= 1
 
 
-def test_order_counts_within_blocks_and_between_them(monkeypatch):
-    monkeypatch.setattr("shardwise.execution.checksum._BLOCK", 4)
+def test_order_counts():
     tensor = torch.arange(40.0)
     swapped = {checksum(tensor.roll(shift)) for shift in range(40)}
     assert len(swapped) == 40
+
+
+@given(
+    numel=st.sampled_from([0, 1, 3, 8, (1 << 17) - 1, 1 << 17, (1 << 17) + 5, (5 << 17) + 3]),
+    skipped=st.integers(0, 9),
+    block_bytes=st.sampled_from([1 << 10, 100_003, 1 << 17, 3 << 17, 1 << 26]),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_accelerator_finds_what_the_host_finds(numel, skipped, block_bytes):
+    flat = torch.randint(0, 256, (numel + skipped,), dtype=torch.uint8)[skipped:]
+    with mock.patch.object(checksum_module, "_BLOCK_BYTES", block_bytes):
+        elsewhere = int(checksum_module._on_device(flat)) % (1 << 64)
+    assert elsewhere == checksum(flat) == fingerprint(memoryview(flat.numpy()))
+
+
+def test_strided_tensors_are_taken_in_blocks(monkeypatch):
+    monkeypatch.setattr(checksum_module, "_BLOCK_BYTES", 64)
+    tensor = torch.arange(3 * 50 * 7, dtype=torch.int16).view(3, 50, 7)
+    for view in (tensor.transpose(0, 2), tensor[:, 1:44:3, 2:], tensor[1].t()):
+        assert checksum(view) == checksum(view.contiguous())
 
 
 def test_views_count_their_own_elements_only():

@@ -10,6 +10,7 @@ from tests.verbs import on_ranks, sharding
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
+from shardwise.execution.checksum import checksums
 
 pytestmark = pytest.mark.gpu
 
@@ -171,3 +172,11 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral):
     assert after - before >= free - (512 << 20)
     shardwise.from_pretrained(mixtral, options=shardwise.LoadOptions(device=device))
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
+def test_a_checksum_is_that_of_the_host(monkeypatch, numel):
+    monkeypatch.setattr("shardwise.execution.checksum._BLOCK_BYTES", 1 << 20)
+    tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
+    tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
+    assert checksums([tensor.cuda() for tensor in tensors]) == checksums(tensors)

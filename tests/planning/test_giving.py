@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.planning import giving
-from shardwise.planning.giving import own_share, shares_by_rank
+from shardwise.planning.giving import in_common, own_share, shares_by_rank, shares_of_first
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -55,8 +55,16 @@ def test_ranks_that_hold_the_same_rows_share_them(data):
         for _ in range(replicas)
         for shard in range(shards)
     ]
-    given_by = shares_by_rank(held, data.draw(st.integers(0, 5)), 1 << 14)
     whole = Box((0, 0), (sum(rows), 3))
+    of_first = shares_of_first(held)
+    assert Counter(index for boxes in of_first for index in indices(boxes)) == Counter(indices([whole]))
+    assert not any(of_first[shards:])
+    for rank, mine in enumerate(held):
+        with_others = in_common({"w": held}, rank).get("w", ())
+        assert with_others == tuple((box, tuple(range(rank % shards, len(held), shards))) for box in mine) * (
+            replicas > 1
+        )
+    given_by = shares_by_rank(held, data.draw(st.integers(0, 5)), 1 << 14)
     assert Counter(index for boxes in given_by for index in indices(boxes)) == Counter(indices([whole]))
     for mine, boxes in zip(held, given_by, strict=True):
         assert all(box.intersect(part) == box for box in boxes for part in mine)

@@ -47,14 +47,17 @@ from shardwise.checkpoints.state import (
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
+from shardwise.execution.replicas import Replicas, Told, as_bytes, require_mode, settle_told
+from shardwise.execution.replicas import tell as tell_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
-from shardwise.planning.consent import Refuse
+from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.giving import Common, in_common
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import CheckpointReport, RestoreReport
-from shardwise.tensors import Strided
+from shardwise.tensors import Box, Strided
 from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
@@ -77,6 +80,8 @@ class Checkpointer:
         mode: ``Synchronous()``, or ``Asynchronous()``: written by a thread while the training goes on.
         only: what of the model is stored: ``Everything()``, or ``AdapterOnly()``: an adapter of PEFT's, and
             whatever else is trained.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are stored as the first rank has them, ``TakeFirst()``, or are an error, ``Refuse()``.
         options: budget, process group, patience.
 
     Raises:
@@ -91,13 +96,16 @@ class Checkpointer:
         keep: Keep = KeepLast(),  # noqa: B008 - frozen
         mode: Mode = Synchronous(),  # noqa: B008
         only: Selection = Everything(),  # noqa: B008
+        on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
         options: CheckpointerOptions = CheckpointerOptions(),  # noqa: B008
     ) -> None:
         _require_kinds(keep, mode, only)
+        require_mode(on_differing_buffers)
         self._root = folder.require_local(directory)
         self._keep = keep
         self._mode = mode
         self._only = only
+        self._on_differing_buffers = on_differing_buffers
         self._options = options
         self._staging = Staging()
         self._looked: Looked | None = None
@@ -135,7 +143,8 @@ class Checkpointer:
         Raises:
             ConfigError: an argument cannot be honoured; a part holds what is no plain data.
             PlacementError: tensors are on meta; parameters or state of optimizers whose shards cannot be told.
-            DisagreementError: ranks have different models or optimizers, or were called differently.
+            DisagreementError: ranks have different models or optimizers, or were called differently; parameters,
+                or state of optimizers, that several ranks hold have different values there.
             StorageError: the folder cannot be written to, or somebody else writes there.
             RankLostError: a rank has been lost.
             CheckpointError: (or a subclass) with ``Asynchronous()``, whatever befell the checkpoint before: of this
@@ -156,14 +165,16 @@ class Checkpointer:
                 with clock.phase("look"):
                     own, agreed = self._agree(world, step, state)
                 with clock.phase("plan"):
-                    planned = self._planned = self._plan(world, own.looked, agreed)
+                    planned = self._planned = self._plan(world, own, agreed)
+                with clock.phase("compare"):
+                    differing = self._compare(world, planned, agreed)
 
                 def content() -> write.Content:
                     return write.Content(self._source(planned), own.stored(agreed, world.rank))
 
                 about = self._about(step, world.size, own, agreed)
                 job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-                report = promised(world, job)
+                report = replace(promised(world, job), differing_buffers=differing)
                 if beside is None:
                     with clock.phase("write"), self._counting(step):
                         report = completed(report, write.carry_out(world, job))
@@ -298,7 +309,18 @@ class Checkpointer:
         self._looked = looked
         contents = contents_of(looked, state, rank)
         values = contents.own if rank else {**contents.common, **contents.own}
-        return _Own(looked, contents, {path: packed(value, key_of(path)) for path, value in values.items()})
+        return _Own(
+            looked,
+            self._still_planned(looked),
+            contents,
+            {path: packed(value, key_of(path)) for path, value in values.items()},
+        )
+
+    def _still_planned(self, looked: Looked) -> _Planned | None:
+        before = self._planned
+        if before is None or before.looked is looked:
+            return before
+        return replace(before, looked=looked) if before.layout == _layout(looked) else None
 
     @collected_later()
     def _source(self, planned: _Planned) -> write.Source:
@@ -328,9 +350,8 @@ class Checkpointer:
         def tell() -> _Told:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
-            looked, planned = own.looked, self._planned
-            is_planned = planned is not None and (planned.looked is looked or planned.layout == _layout(looked))
-            return _Told(call, is_planned, own.contents.data, dict(own.contents.random))
+            replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
+            return _Told(call, replicas, own.contents.data, dict(own.contents.random))
 
         told = world.each(tell)
         [own] = taken
@@ -345,19 +366,28 @@ class Checkpointer:
         data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        return own, _Agreed(all(item.is_planned for item in told), alike, data)
+        replicas = [item.replicas for item in told if item.replicas is not None]
+        return own, _Agreed(replicas if len(replicas) == len(told) else None, alike, data)
 
-    def _plan(self, world: World, looked: Looked, agreed: _Agreed) -> _Planned:
+    def _compare(self, world: World, planned: _Planned, agreed: _Agreed) -> tuple[str, ...]:
+        """Look at what several ranks hold; names of buffers that differ."""
+        told, mode = agreed.replicas, self._on_differing_buffers
+        if told is None:
+            told = world.each(lambda: tell_of(planned.replicas, mode))
+        return tuple(planned.looked.buffers[key] for key in settle_told(world, planned.replicas, told, mode))
+
+    def _plan(self, world: World, own: _Own, agreed: _Agreed) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
-        before = self._planned
-        if agreed.is_planned and before is not None:
-            return before if before.looked is looked else replace(before, looked=looked)
+        looked = own.looked
+        if agreed.replicas is not None and own.planned is not None:
+            return own.planned
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in looked.tensors.items()}
-        plan = world.together(lambda: plan_tensors(shapes, told, looked.others_of))
+        plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
-        return _Planned(looked, _layout(looked), plan, places)
+        held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
+        return _Planned(looked, _layout(looked), plan, places, in_common(held, world.rank))
 
 
 _Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
@@ -372,6 +402,19 @@ class _Planned:
     layout: _Layout
     plan: TensorsPlan
     places: Mapping[Chunk, Strided]
+    common: Mapping[str, Common]
+    """What this rank holds together with others."""
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """That, with its values; and numbers of optimizers, which every rank has."""
+        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
+        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
+        everybody = tuple(range(len(self.plan.by_rank)))
+        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
+        if len(everybody) == 1:
+            common = {}
+        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
 
     @cached_property
     def views(self) -> Mapping[Chunk, torch.Tensor]:
@@ -381,28 +424,32 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a rank tells the others before a checkpoint."""
+    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
 
     call: str
-    is_planned: bool
+    replicas: Told | None
     data: str
     random: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """The same on every rank."""
+    """The same on every rank. ``replicas`` are what all tell, where the last plan holds on all of them."""
 
-    is_planned: bool
+    replicas: list[Told] | None
     alike: list[str]
     data: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What this rank has: what it looked at, what else belongs to the state, and that, packed."""
+    """What this rank has: what it looked at, what else belongs to the state, and that, packed.
+
+    ``planned`` is the plan of the last checkpoint, if it holds on this rank.
+    """
 
     looked: Looked
+    planned: _Planned | None
     contents: Contents
     values: Mapping[Keys, bytes]
 

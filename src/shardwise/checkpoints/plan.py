@@ -7,7 +7,7 @@ values that are no tensors. What several ranks hold is written by one of them, i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,7 @@ from shardwise.errors import PlacementError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import TensorFacts, require_same_tensors
 from shardwise.models._torch_private import stored_at
-from shardwise.planning.giving import Boxes, shares_by_rank
+from shardwise.planning.giving import Boxes, shares_by_rank, shares_of_first
 from shardwise.report import collapse
 from shardwise.tensors import Box, numel
 
@@ -86,9 +86,13 @@ class TensorsPlan:
 def plan_tensors(
     tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]],
     told: Sequence[Mapping[str, TensorFacts]],
+    buffers: Collection[str],
     others: Mapping[Keys, Keys],
 ) -> TensorsPlan:
-    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key; ``others`` are further names.
+    """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
+
+    ``buffers`` are keys of tensors that the first rank writes which holds them, see [Note: Patchworks]; ``others``
+    are further names of tensors, with their first ones.
 
     Raises:
         DisagreementError: the ranks have different tensors.
@@ -103,7 +107,7 @@ def plan_tensors(
         key = key_of(path)
         found[key] = path, shape, dtype
         held = [facts[key].boxes for facts in told]
-        shares = shares_by_rank(held, number, dtype.itemsize)
+        shares = shares_of_first(held) if key in buffers else shares_by_rank(held, number, dtype.itemsize)
         whole = Box.whole(shape)
         if not whole.numel:  # somebody has to say that there is nothing
             shares = ((whole,), *((),) * (len(told) - 1))

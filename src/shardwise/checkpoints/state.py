@@ -16,6 +16,7 @@ from shardwise.checkpoints import randomness
 from shardwise.checkpoints.facts import as_json
 from shardwise.checkpoints.plain import digest_of
 from shardwise.errors import ConfigError
+from shardwise.layout import Kind
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
@@ -106,6 +107,22 @@ class Looked:
             for fqn, item in self.stored.items()
             for name in item.names
             if name != fqn
+        }
+
+    @cached_property
+    def buffers(self) -> dict[str, str]:
+        """Those of the model's that are buffers: their FQNs, by :func:`key_of`."""
+        kinds = {fqn: item.kind for fqn, item in self.stored.items()}
+        return {key_of(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not Kind.PARAMETER}
+
+    @cached_property
+    def numbers(self) -> dict[str, object]:
+        """What optimizers hold that is no tensor, by the key that leads to it."""
+        values = [(key, value) for bound in self.bounds for key, value in bound.scalars.items()]
+        return {
+            key_of(("optimizer", "state", key.parameter, key.entry)): value
+            for key, value in values
+            if not isinstance(value, torch.Tensor)
         }
 
     @cached_property

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import DisagreementError, PlacementError
+from shardwise.execution.replicas import Replicas, settle_replicas
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
+from shardwise.layout import Kind
 from shardwise.models.view import Held, local_boxes
-from shardwise.planning.giving import Boxes, shares_by_rank
+from shardwise.planning.consent import OnDiffering
+from shardwise.planning.giving import Boxes, in_common, shares_by_rank, shares_of_first
 from shardwise.report import collapse
 
 _SHOWN = 6
 
 
-def agree_on_shares(world: World, held: Sequence[Held]) -> dict[str, tuple[Boxes, ...]]:
-    """The boxes that each rank gives, by rank, of every saved tensor: by name, under all of its names.
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the ranks give. The same on every rank.
+
+    Attributes:
+        by_name: the boxes that each rank gives, by rank, of every saved tensor, under all of its names.
+        differing: buffers whose values differ between ranks, by their first names: the first rank's are given.
+    """
+
+    by_name: dict[str, tuple[Boxes, ...]]
+    differing: tuple[str, ...]
+
+
+def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: OnDiffering) -> Shares:
+    """Find out what each rank gives, and that values that several ranks hold are equal.
 
     Every rank tells what it holds: a mesh that is a part of the world (the data-parallel axis, for what is not
-    sharded by tensor parallelism) knows only the ranks that are in it. The value is the same on every rank.
+    sharded by tensor parallelism) knows only the ranks that are in it. Of what several ranks hold each gives a
+    part; but buffers come from the first rank that holds them, see [Note: Patchworks].
 
     Collective: yes.
 
     Raises:
         PlacementError: a tensor has no values, or a placement that holds none of its own; or the ranks together do
             not hold all of it.
-        DisagreementError: the ranks hold different tensors.
+        DisagreementError: the ranks hold different tensors, or different values of what they hold together.
     """
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
     told = world.each(lambda: _Told.by_this_rank(saved))
-    return world.together(lambda: _dealt(saved, told))
+    boxes = world.together(lambda: _by_rank(saved, told))
+    shares = world.together(lambda: _dealt(saved, boxes))
+    tensors = {item.fqn: item.tensor for item in saved}
+    buffers = {item.fqn for item in saved if item.kind is not Kind.PARAMETER}
+    replicas = world.together(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
+    return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +79,37 @@ class _Told:
         return cls(tuple(str(item.tensor.dtype) for item in saved), tuple(ways), tuple(way_of))
 
 
-def _dealt(saved: Sequence[Held], told: Sequence[_Told]) -> dict[str, tuple[Boxes, ...]]:
-    made: dict[tuple[object, ...], tuple[Boxes, ...]] = {}
-    shares: dict[str, tuple[Boxes, ...]] = {}
-    lacking: list[str] = []
+def _by_rank(saved: Sequence[Held], told: Sequence[_Told]) -> dict[str, tuple[Boxes, ...]]:
+    """The boxes that each rank holds of every tensor, by rank; one value for all tensors that lie alike."""
+    made: dict[tuple[int, ...], tuple[Boxes, ...]] = {}
+    found: dict[str, tuple[Boxes, ...]] = {}
     for number, item in enumerate(saved):
-        dtypes = {found.dtypes[number] for found in told}
+        dtypes = {rank.dtypes[number] for rank in told}
         if len(dtypes) > 1:
             raise DisagreementError(
                 f"{item.fqn} is {' on some ranks, '.join(sorted(dtypes))} on others; bring every rank's model to "
                 "one dtype"
             )
-        ways = tuple(found.way_of[number] for found in told)
-        turn, itemsize = number % len(told), item.tensor.element_size()
-        if (ways, turn, itemsize) not in made:
-            held = [found.ways[way] for found, way in zip(told, ways, strict=True)]
-            made[ways, turn, itemsize] = shares_by_rank(held, turn, itemsize)
-        given = made[ways, turn, itemsize]
+        ways = tuple(rank.way_of[number] for rank in told)
+        if ways not in made:
+            made[ways] = tuple(rank.ways[way] for rank, way in zip(told, ways, strict=True))
+        found[item.fqn] = made[ways]
+    return found
+
+
+def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict[str, tuple[Boxes, ...]]:
+    made: dict[tuple[int, int, int], tuple[Boxes, ...]] = {}
+    shares: dict[str, tuple[Boxes, ...]] = {}
+    lacking: list[str] = []
+    for number, item in enumerate(saved):
+        boxes, turn, itemsize = held[item.fqn], number % len(held[item.fqn]), item.tensor.element_size()
+        if item.kind is not Kind.PARAMETER:
+            given = shares_of_first(boxes)
+        else:
+            key = id(boxes), turn, itemsize
+            if key not in made:
+                made[key] = shares_by_rank(boxes, turn, itemsize)
+            given = made[key]
         if sum(box.numel for boxes in given for box in boxes) != item.tensor.numel():
             lacking.append(item.fqn)
         shares |= dict.fromkeys(item.names, given)

@@ -86,11 +86,17 @@ def _there(place: Landing | None) -> Landing:
 
 
 def gather(
-    world: World, tensors: Mapping[str, torch.Tensor], form: FullState, *, budget_bytes: int, device: torch.device
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    form: FullState,
+    *,
+    budget_bytes: int,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU, on the ranks that are to have them; on the others none.
 
-    ``tensors`` are of the same names on every rank, shards or whole, and not on meta.
+    ``tensors`` are of the same names on every rank, shards or whole, and not on meta. What several ranks hold has
+    the same values on them.
 
     Collective: yes.
     Memory: ``budget_bytes``; and the whole tensors, on the ranks that get them.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.conversion import Stored
@@ -21,6 +23,8 @@ from shardwise.planning.schedule import Request, Segment, aligned
 from shardwise.planning.staging import Staging
 from shardwise.storage import StorageReader, StorageWriter
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
+
+_READ_BACK_BYTES = 4 << 20
 
 
 @dataclass
@@ -82,18 +86,28 @@ class Emitter:
         synced.value(self.world.check)
 
     def require_same(self, reader: StorageReader, requests: Sequence[Request]) -> list[str]:
-        """Read everything back; the keys of tensors of which other bytes came than memory holds."""
+        """Read everything back; the keys of tensors of which other bytes came than memory holds.
+
+        Memory: the staging, and 4 MiB for each of its workers.
+        """
         differing: set[str] = set()
 
         def compare(request: Request, desk: _Desk) -> None:
-            stored = memoryview(bytearray(request.bytes.nbytes))
-            reader.read_into(request.file, request.bytes.start, stored)
-            place = 0
+            stored: Any = np.empty(min(_READ_BACK_BYTES, request.bytes.nbytes), dtype=np.uint8)
+            first, known, place = 0, 0, 0  # bytes of the request: what is in ``stored``, and what comes next
             for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
-                if stored[place : place + buffer.nbytes] != buffer:
-                    assert isinstance(segment.copy.leaf, Stored)
-                    differing.add(segment.copy.leaf.key)
-                place += buffer.nbytes
+                wanted = np.frombuffer(buffer, dtype=np.uint8)
+                while len(wanted):
+                    if place == known:
+                        first, known = known, min(known + len(stored), request.bytes.nbytes)
+                        room = memoryview(stored[: known - first])
+                        reader.read_into(request.file, request.bytes.start + first, room)
+                    part = stored[place - first : min(known, place + len(wanted)) - first]
+                    if not np.array_equal(part, wanted[: len(part)]):
+                        assert isinstance(segment.copy.leaf, Stored)
+                        differing.add(segment.copy.leaf.key)
+                    wanted = wanted[len(part) :]
+                    place += len(part)
 
         Workers(compare, self._desks(), self.world.check).run(requests)
         return sorted(differing)

@@ -31,6 +31,8 @@ class AdapterOnly:
 
 Selection: TypeAlias = Everything | AdapterOnly
 
+_IN_PEFT_MODEL = "base_model.model."
+
 
 def names_outside(model: nn.Module, held: Sequence[Held], selection: Selection) -> dict[str, str]:
     """Every name of the state, to the canonical FQN of its tensor, in order.
@@ -65,7 +67,9 @@ def _as_peft_names_them(model: nn.Module, inside: Mapping[str, Held], adapter: s
             f"PEFT computes {changed[0]} ({len(changed)} in all) when it saves adapter {adapter!r}: it is no "
             "tensor of the model; take the whole state, with only=Everything()"
         )
-    return _plain({name: known[id(tensor)] for name, tensor in chosen.items()})
+    # PEFT's files have names as in PEFT's model, also where transformers has added the adapter to its own.
+    prefix = "" if hasattr(model, "get_base_model") else _IN_PEFT_MODEL
+    return _plain({prefix + name: known[id(tensor)] for name, tensor in chosen.items()})
 
 
 def _plain(names: Mapping[str, str]) -> dict[str, str]:

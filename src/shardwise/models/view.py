@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,15 +19,15 @@ from shardwise.models._torch_private import buffers_of, is_temporary, parameters
 from shardwise.models.dtypes import from_torch, in_memory
 from shardwise.tensors import Box, Strided, contiguous_strides
 
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives to each module: registries, hooks, ``training``."""
 
 
 def canonical(fqn: str) -> str:
-    """A fully qualified name without the parts that wrappers put in (compile, activation checkpointing, FSDP1)."""
-    return _WRAPPERS.sub("", fqn)
+    """A name of a tensor or module without what wrappers put in (compile, activation checkpointing, FSDP1)."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def without_compile(model: nn.Module) -> nn.Module:

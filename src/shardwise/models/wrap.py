@@ -22,6 +22,7 @@ from shardwise.models.accelerators import accelerator, has_collectives
 from shardwise.models.blocks import ActivationCheckpointing, Compiling, Off
 from shardwise.models.groups import Grouping, group_parameters, shard_dim
 from shardwise.models.policies import Automatic, WrapPolicy, repeated_blocks
+from shardwise.models.view import canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def wrap(
         )
     fully_shard(model, **options)
     compat.mark_sharded(model)
-    return tuple(name for group in grouping.blocks for name in group.modules)
+    return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
 
 
 def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
@@ -157,9 +158,9 @@ def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -
     for name, parameter in parameters_in(model):
         if parameter not in grouping.whole and not parameter.is_contiguous():
             raise PlacementError(
-                f"{name} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and cannot be "
-                f"sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the model's "
-                "class make it contiguous"
+                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"cannot be sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the "
+                "model's class make it contiguous"
             )
 
 

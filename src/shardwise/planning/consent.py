@@ -1,4 +1,4 @@
-"""What the user agrees to when checkpoint and model do not cover each other."""
+"""What the user agrees to when checkpoint and model do not cover each other, or ranks not agree."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ class Ignore(_Globs):
     only: tuple[str, ...] = ("*",)
 
 
+@dataclass(frozen=True, slots=True)
+class TakeFirst:
+    """The values of the first rank, of all that is concerned; where there is a report, it names them."""
+
+
 OnMissing: TypeAlias = Refuse | Initialize
 OnUnexpected: TypeAlias = Refuse | Ignore
+OnDiffering: TypeAlias = Refuse | TakeFirst
 
 
 @dataclass(frozen=True, slots=True)

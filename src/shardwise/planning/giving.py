@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from shardwise.planning.exchange import SMALL_BYTES, even_parts
@@ -47,3 +47,38 @@ def shares_by_rank(held: Sequence[Boxes], turn: int, itemsize: int) -> tuple[Box
         for replica, rank in enumerate(ranks):
             given[rank] += own_share(box, replica, len(ranks), turn, itemsize)
     return tuple(map(tuple, given))
+
+
+def shares_of_first(held: Sequence[Boxes]) -> tuple[Boxes, ...]:
+    """What each rank gives where all of a box is to come from the first rank that holds it."""
+    seen: set[Box] = set()
+    given: list[Boxes] = []
+    for boxes in held:
+        given.append(tuple(box for box in boxes if box not in seen))
+        seen.update(boxes)
+    return tuple(given)
+
+
+Common: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
+"""Boxes that a rank holds together with others, each with all ranks that hold it, in order."""
+
+
+def in_common(held: Mapping[str, Sequence[Boxes]], rank: int) -> dict[str, Common]:
+    """What a rank holds together with others, of tensors by name. ``held`` is what each rank holds of them."""
+    known: dict[int, Common] = {}
+    found: dict[str, Common] = {}
+    for name, boxes_by_rank in held.items():
+        if id(boxes_by_rank) not in known:  # one value for all that lie alike
+            known[id(boxes_by_rank)] = _in_common(boxes_by_rank, rank)
+        if known[id(boxes_by_rank)]:
+            found[name] = known[id(boxes_by_rank)]
+    return found
+
+
+def _in_common(held: Sequence[Boxes], rank: int) -> Common:
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for box in held[rank]:
+        holders = tuple(other for other, boxes in enumerate(held) if box in boxes)
+        if len(holders) > 1:
+            found.append((box, holders))
+    return tuple(found)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import listing
+from shardwise.report.names import differing_lines, listing
 from shardwise.report.sizes import in_bytes
 
 
@@ -24,7 +24,8 @@ class CheckpointReport:
         checkpoint_bytes: of all files with tensors; 0 as long as it is not complete.
         blocked_s: how long ``save`` kept the training waiting.
         removed: older steps that are not kept.
-        seconds: by phase, in order: wait (for the checkpoint before), look, plan, stage, write.
+        differing_buffers: of the model, that have other values on some ranks than on the first, whose are stored.
+        seconds: by phase, in order: wait (for the checkpoint before), look, plan, compare, stage, write.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class CheckpointReport:
     checkpoint_bytes: int = 0
     blocked_s: float = 0.0
     removed: tuple[int, ...] = ()
+    differing_buffers: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,6 +55,7 @@ class CheckpointReport:
             f"  training waited {self.blocked_s:.2f} s",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
+        lines += differing_lines(self.differing_buffers)
         if self.removed:
             lines.append(f"  removed: steps {', '.join(map(str, self.removed))}")
         return "\n".join(lines)

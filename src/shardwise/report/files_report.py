@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.report.names import differing_lines
 from shardwise.report.sizes import in_bytes
 
 
@@ -18,16 +19,20 @@ class FilesReport:
         tensors: those written, tied ones once.
         nbytes: of what is at ``path``.
         seconds: in all.
+        differing_buffers: that have other values on some ranks than on the first, whose values were written.
     """
 
     path: str
     tensors: int
     nbytes: int
     seconds: float
+    differing_buffers: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.tensors} tensors, {in_bytes(self.nbytes)}, {self.seconds:.2f} s"
+        size = in_bytes(self.nbytes)
+        lines = [f"{self.path}: {self.tensors} tensors, {size}, {self.seconds:.2f} s"]
+        return "\n".join(lines + differing_lines(self.differing_buffers))

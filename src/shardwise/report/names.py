@@ -56,6 +56,11 @@ def listing(word: str, names: Sequence[str]) -> list[str]:
     return shown
 
 
+def differing_lines(buffers: Sequence[str]) -> list[str]:
+    """Lines of a report on buffers that differ between ranks."""
+    return [*listing("differing", buffers), "  (buffers; those of the first rank were taken)"] if buffers else []
+
+
 def trainable_in_words(trainable: int, parameters: int) -> str:
     """The counts as PEFT's ``print_trainable_parameters`` words them."""
     share = 100 * trainable / max(parameters, 1)

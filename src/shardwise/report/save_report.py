@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.names import listing
+from shardwise.report.names import differing_lines, listing
 from shardwise.report.sizes import in_bytes
 
 
@@ -25,6 +25,8 @@ class SaveReport:
         dtypes: that were saved, with the number of tensors of each.
         cast: name of a tensor in the files to ("dtype in the model", "dtype saved").
         tied: names that are not saved, with the name under which their tensor is.
+        differing_buffers: that have other values on some ranks than on the first, whose values were saved; by their
+            names in the model.
         removed: files of the older save that are gone.
         is_verified: everything was read back and compared with memory.
         seconds: by phase, in order: plan, create, write, sync, verify, commit.
@@ -41,6 +43,7 @@ class SaveReport:
     dtypes: Mapping[str, int]
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    differing_buffers: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     is_verified: bool = False
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -64,5 +67,6 @@ class SaveReport:
             names = [name for name, cast in self.cast.items() if cast == pair]
             lines += listing(f"{pair[0]}→{pair[1]}", names)
         lines += [f"  tied        {name} = {first}" for name, first in self.tied.items()]
+        lines += differing_lines(self.differing_buffers)
         lines += listing("removed", self.removed)
         return "\n".join(lines)

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 _WORD = 8
-_LANES = 1 << 14
+LANES = 1 << 14
+"""Words in a block."""
+
 _SECTOR = 64 * _WORD
 MODULUS = 1 << 64
 
@@ -30,12 +32,12 @@ def fingerprint(data: memoryview, start: int = 0) -> int:
     total = 0
     for block, first, words in _words(data, start):
         if words.ndim == 2:
-            weights = [_block_weight(block + number) for number in range(len(words))]
-            sums = np.einsum("ij,j->i", words, _lane_weights()).tolist()
+            weights = [block_weight(block + number) for number in range(len(words))]
+            sums = np.einsum("ij,j->i", words, lane_weights()).tolist()
             total += sum(weight * found for weight, found in zip(weights, sums, strict=True))
         else:
-            lanes = _lane_weights()[first : first + len(words)]
-            total += _block_weight(block) * int(np.einsum("i,i->", words, lanes))
+            lanes = lane_weights()[first : first + len(words)]
+            total += block_weight(block) * int(np.einsum("i,i->", words, lanes))
     return total % MODULUS
 
 
@@ -73,20 +75,20 @@ def _weighed(words: Any, first: int) -> int:
     """The sum of words, the first of which is this one, times their weights."""
     total = 0
     while len(words):
-        lane = first % _LANES
-        part = words[: _LANES - lane]
-        total += _block_weight(first // _LANES) * int(np.dot(part, _lane_weights()[lane : lane + len(part)]))
+        lane = first % LANES
+        part = words[: LANES - lane]
+        total += block_weight(first // LANES) * int(np.dot(part, lane_weights()[lane : lane + len(part)]))
         words, first = words[len(part) :], first + len(part)
     return total
 
 
 def _weight(word: int) -> int:
-    return int(_lane_weights()[word % _LANES]) * _block_weight(word // _LANES)
+    return int(lane_weights()[word % LANES]) * block_weight(word // LANES)
 
 
 def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
     """(block, place in it, words) that cover the bytes, from word to word; whole blocks are rows of words."""
-    span = _WORD * _LANES
+    span = _WORD * LANES
     flat = np.frombuffer(data, dtype=np.uint8)
     place, stop = start, start + len(flat)
     while place < stop:
@@ -95,7 +97,7 @@ def _words(data: memoryview, start: int) -> Iterator[tuple[int, int, Any]]:
         edge = place + whole * span if whole else min(stop, (block + 1) * span)
         part = flat[place - start : edge - start]
         if whole and part.ctypes.data % _WORD == 0:
-            yield block, 0, part.view("<u8").reshape(whole, _LANES)
+            yield block, 0, part.view("<u8").reshape(whole, LANES)
             place = edge
             continue
         edge = min(edge, (block + 1) * span)
@@ -119,10 +121,12 @@ def _mixed(number: Any) -> Any:
 
 
 @cache
-def _lane_weights() -> Any:
-    return _mixed(np.arange(_LANES, dtype=np.uint64)) | np.uint64(1)
+def lane_weights() -> Any:
+    """Of the words of a block: ``weight(i)`` is that of its place in its block times :func:`block_weight`."""
+    return _mixed(np.arange(LANES, dtype=np.uint64)) | np.uint64(1)
 
 
 @cache
-def _block_weight(block: int) -> int:
-    return int(_mixed(_LANES + block)) | 1
+def block_weight(block: int) -> int:
+    """Of a block, by its number."""
+    return int(_mixed(LANES + block)) | 1

@@ -269,7 +269,7 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
 def save_config(model: Any, adapter: str, folder: str) -> None:
     """Write ``adapter_config.json`` as ``save_pretrained`` of PEFT does, names in order."""
     config = copy.deepcopy(model.peft_config[adapter])
-    base = model.get_base_model()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None

@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.distributed_folder import write_distributed_folder
 from shardwise.execution.materialize import home_of
 from shardwise.execution.rank_files import read_rank_file, write_rank_files
+from shardwise.execution.replicas import equal_on_all
 from shardwise.execution.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.states import (
     BroughtValues,
@@ -40,7 +41,7 @@ from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, canonical, local_tensor, look_inside, without_compile
 from shardwise.planning import stored_tensors
-from shardwise.planning.consent import Ignore, Refuse
+from shardwise.planning.consent import Ignore, OnDiffering, Refuse, TakeFirst
 from shardwise.planning.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import FilesReport, StateReport
@@ -64,6 +65,7 @@ def save_accelerate_model(
     *,
     number: int = 0,
     only: Selection = Everything(),  # noqa: B008
+    on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> FilesReport:
     """Write a model as accelerate does under FSDP2, which ``accelerator.load_state`` reads.
@@ -82,12 +84,14 @@ def save_accelerate_model(
         form: in which form.
         number: of the model among those in the folder.
         only: ``Everything()``, or ``AdapterOnly()`` for an adapter of PEFT's.
+        on_differing_buffers: buffers that have other values on some ranks than on others are the first rank's,
+            ``TakeFirst()``, or an error, ``Refuse()``.
         options: budget, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honoured.
         PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models or arguments.
+        DisagreementError: ranks have different models or arguments, or different values of what several hold.
         StorageError: files could not be written; the older ones are as they were.
         RankLostError: a rank has been lost.
 
@@ -99,22 +103,31 @@ def save_accelerate_model(
         World.current(options.process_group, options.patience, call="save_accelerate_model") as world,
         torch.device("cpu"),
     ):
-        folder = _asked(world, directory, form, number, only, options=options)
+        folder = _asked(world, directory, form, number, only, on_differing_buffers, options=options)
         held = world.together(lambda: look_inside(model))
         require_alike_models(world, held, [])
         names_of = world.from_first(lambda: names_outside(model, held, only))
+        chosen = {item.fqn: item.tensor for item in held if not set(names_of.values()).isdisjoint(item.names)}
+        world.together(lambda: refuse_meta(chosen, "the model"))
+        home = _home(held)
+        equal, differing = equal_on_all(
+            world,
+            chosen,
+            models.buffers_among(held),
+            on_differing_buffers,
+            budget_bytes=options.budget_bytes,
+            device=home,
+        )
         # One object for all names of a tied tensor, so that it is written once.
-        tensors = [(item.names, item.tensor.detach()) for item in held]
+        tensors = [(item.names, equal[item.fqn].detach()) for item in held if item.fqn in equal]
         of = {name: tensor for names, tensor in tensors for name in names}
         state = {name: of[fqn] for name, fqn in names_of.items()}
         if isinstance(form, OneFile) and isinstance(only, AdapterOnly):
             untouched = _beside_trained(held, only.adapter)
             state = {fqn: of[fqn] for fqn in names_of.values() if fqn not in untouched}
-        world.together(lambda: refuse_meta(state, "the model"))
-        home = _home(held)
         path, nbytes = _write(world, folder, MODEL, number, form, state, home, options)
         count = len({id(tensor) for tensor in state.values()})
-        return FilesReport(str(path), count, nbytes, time.perf_counter() - start)
+        return FilesReport(str(path), count, nbytes, time.perf_counter() - start, differing)
 
 
 @torch.no_grad()
@@ -154,6 +167,7 @@ def save_accelerate_optimizer(
         held, bounds = optimizers.looked_at(world, model, optimizer)
         tensors, scalars = optimizers.held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizer"))
+        optimizers.require_equal_state(world, tensors, scalars, options, _home(held))
         state = written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
         path, nbytes = _write(world, folder, OPTIMIZER, number, form, state, _home(held), options)
         return FilesReport(str(path), len(tensors), nbytes, time.perf_counter() - start)

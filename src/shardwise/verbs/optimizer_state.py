@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
+from shardwise.execution.replicas import as_bytes, equal_on_all
 from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
@@ -57,7 +58,7 @@ def optimizer_state(
         ConfigError: an argument cannot be honoured.
         PlacementError: parameters are not the model's or are in two groups; state is neither of the parameter's
             shape, nor a DTensor, nor a number.
-        DisagreementError: ranks have different models or optimizers.
+        DisagreementError: ranks have different models or optimizers, or different values of what several hold.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
@@ -72,9 +73,10 @@ def optimizer_state(
         held, bounds = looked_at(world, model, optimizers)
         tensors, scalars = held_by(world, bounds)
         world.together(lambda: refuse_meta(tensors, "the optimizers"))
+        home = _home(held, list(tensors.values()))
+        require_equal_state(world, tensors, scalars, options, home)
         if not isinstance(form, FullState):
             return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
-        home = _home(held, list(tensors.values()))
         found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
         if world.rank not in form.receivers(world.size):
             return {}
@@ -218,6 +220,25 @@ def held_by(world: World, bounds: Sequence[Bound]) -> tuple[dict[str, torch.Tens
     tensors, scalars = dict(sorted(tensors.items())), dict(sorted(scalars.items()))
     world.require_equal(digest([*tensors, *scalars]), "what the optimizers hold of parameters")
     return tensors, scalars
+
+
+def require_equal_state(
+    world: World,
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Scalar],
+    options: StateOptions,
+    device: torch.device,
+) -> None:
+    """Raise when what several ranks hold has different values on them. Collective: yes.
+
+    Raises:
+        DisagreementError: naming it.
+    """
+    numbers = {
+        name: value if isinstance(value, torch.Tensor) else as_bytes(value) for name, value in scalars.items()
+    }
+    both = {**tensors, **numbers}
+    equal_on_all(world, both, (), Refuse(), budget_bytes=options.budget_bytes, device=device)
 
 
 _KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"

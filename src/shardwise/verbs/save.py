@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Before, begin_save, commit_save, undo_save
 from shardwise.execution.garbage import collected_later
-from shardwise.execution.giving import agree_on_shares
+from shardwise.execution.giving import Shares, agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
 from shardwise.execution.owners import write_by_owners
@@ -40,7 +40,7 @@ from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
 from shardwise.models.revert import Output, Reverted, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
-from shardwise.planning.giving import Boxes
+from shardwise.planning.consent import OnDiffering, TakeFirst
 from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
 from shardwise.planning.schedule import Request
 from shardwise.planning.staging import Staging, staging_within
@@ -78,7 +78,10 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class CompareWithMemory:
-    """Before the save is committed, every rank reads back what it wrote and compares it with its memory."""
+    """Before the save is committed, every rank reads back what it gave and compares it with its memory.
+
+    The first one does so with the headers, too. Small files (config, tokenizer) are not read back.
+    """
 
 
 Verification: TypeAlias = Trust | CompareWithMemory
@@ -114,6 +117,7 @@ def save(
     max_shard_size: int | str = "50GB",
     names: Names = HubNames(),
     verify: Verification = Trust(),
+    on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
     options: SaveOptions = SaveOptions(),
 ) -> SaveReport:
     """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
@@ -132,13 +136,16 @@ def save(
         dtype: floating-point tensors of 16 bits and more are cast to it; None saves them as they are.
         max_shard_size: of one file's tensors, in bytes or as "5GB"; a larger tensor has a file of its own.
         names: as on the hub, or the model's own.
-        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``TakeFirst()``, or an error, ``Refuse()``.
         options: memory budget, progress, process group, patience.
 
     Raises:
         ConfigError: an argument cannot be honoured.
         CoverageError: tensors that would have to be computed from whole ones.
-        DisagreementError: ranks hold different models, or were called with different arguments.
+        DisagreementError: ranks hold different models, or were called with different arguments; parameters that
+            several ranks hold have different values there.
         FormatError: something that no safetensors file can hold.
         PlacementError: the model has tensors on meta, or the ranks do not hold all of one.
         StorageError: the directory cannot be written to, another save is writing to it, or bytes were lost.
@@ -152,7 +159,7 @@ def save(
         nbytes = in_bytes_of(max_shard_size)
         return _Request(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
 
-    return _save(request, verify, options, "save")
+    return _save(request, verify, on_differing_buffers, options, "save")
 
 
 def save_adapter(
@@ -162,6 +169,7 @@ def save_adapter(
     adapter: str = "default",
     dtype: torch.dtype | str | None = None,
     verify: Verification = Trust(),
+    on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
     options: SaveOptions = SaveOptions(),
 ) -> SaveReport:
     """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
@@ -177,7 +185,9 @@ def save_adapter(
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model; the folder does not have it.
         dtype: floating-point tensors are cast to it; None saves them as they are.
-        verify: ``CompareWithMemory()`` reads everything back before the save counts.
+        verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``TakeFirst()``, or an error, ``Refuse()``.
         options: memory budget, progress, process group, patience.
 
     Raises:
@@ -191,10 +201,16 @@ def save_adapter(
     def request(token: str) -> _Request:
         return _Request(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
 
-    return _save(request, verify, options, "save_adapter")
+    return _save(request, verify, on_differing_buffers, options, "save_adapter")
 
 
-def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOptions, call: str) -> SaveReport:
+def _save(
+    ask: Callable[[str], _Request],
+    verify: Verification,
+    on_differing_buffers: OnDiffering,
+    options: SaveOptions,
+    call: str,
+) -> SaveReport:
     """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
     clock = Clock()
     with World.current(options.process_group, options.patience, call=call) as world:
@@ -205,11 +221,14 @@ def _save(ask: Callable[[str], _Request], verify: Verification, options: SaveOpt
         with writer:
             with clock.phase("plan"):
                 held, places = _chosen(world, request)
-                shares = agree_on_shares(world, held)
+                shares = agree_on_shares(world, held, on_differing_buffers)
                 ready = world.together(
                     lambda: _prepare(request, held, places, shares, world.rank, writer.policy, options.budget_bytes)
                 )
-                world.require_equal(ready.digest, "what is to be saved (names, shapes, dtypes, and sizes of files)")
+                how = ready.digest, repr((request.names, verify)), options.budget_bytes
+                world.require_equal(
+                    how, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
+                )
             return _carry_out(world, writer, ready, verify, options, clock)
 
 
@@ -276,7 +295,7 @@ class _Prepared:
 
     request: _Request
     held: Sequence[Held]
-    shares: Mapping[str, Sequence[Boxes]]
+    shares: Shares
     layout: ModelLayout
     reverted: Reverted
     plan: SavePlan
@@ -292,7 +311,7 @@ def _prepare(
     request: _Request,
     held: Sequence[Held],
     places: Mapping[str, str],
-    shares: Mapping[str, Sequence[Boxes]],
+    shares: Shares,
     rank: int,
     policy: WritePolicy,
     budget_bytes: int,
@@ -341,7 +360,7 @@ def _prepare(
     }
     own = {
         name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
-        for name, boxes in shares.items()
+        for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
         [(entry, reverted.outputs[key].expression) for key, entry in plan.entries.items()],
@@ -453,6 +472,7 @@ def _carry_out(
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
         cast=ready.cast,
         tied=_tied(ready),
+        differing_buffers=ready.shares.differing,
         removed=tuple(removed),
         is_verified=isinstance(verify, CompareWithMemory),
         seconds=dict(clock.seconds),
@@ -480,8 +500,8 @@ def _write_by_owners(
         emitter.writer,
         ready.plan.files,
         {key: output.expression for key, output in ready.reverted.outputs.items()},
-        Giver({name: item for item in ready.held for name in item.names}, ready.shares, world.rank),
-        ready.shares,
+        Giver({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
+        ready.shares.by_name,
         budget_bytes=options.budget_bytes,
         device=home_of(ready.held, None),
         progress=progress,
@@ -545,18 +565,19 @@ def _main_dtype(plan: SavePlan) -> torch.dtype | None:
 def _require_same(world: World, emitter: Emitter, ready: _Prepared) -> None:
     """Collective: yes."""
 
-    def compare() -> list[str]:
+    def compare() -> tuple[list[str], list[str]]:
         with open_storage(ready.request.directory).reader as reader:
-            return emitter.require_same(reader, ready.requests)
+            headers = ready.plan.files if world.rank == 0 else ()
+            files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
+            return files, emitter.require_same(reader, ready.requests)
 
-    differing = world.each(compare)
-    faulty = {rank: keys for rank, keys in enumerate(differing) if keys}
-    if faulty:
-        rank, keys = next(iter(faulty.items()))
-        raise StorageError(
-            f"{len(keys)} tensors, such as {keys[0]}, that rank {rank} wrote to {emitter.writer.root} read "
-            "otherwise than they are in memory; the disk or its driver loses data: the older save has been kept"
-        )
+    for rank, (files, keys) in enumerate(world.each(compare)):
+        if files or keys:
+            what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
+            raise StorageError(
+                f"{what} that rank {rank} wrote to {emitter.writer.root} read otherwise than they are in memory; "
+                "the disk or its driver loses data: the older save has been kept"
+            )
 
 
 def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:

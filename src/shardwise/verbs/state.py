@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of, managers_of, materialize
+from shardwise.execution.replicas import equal_on_all
 from shardwise.execution.states import (
     BroughtValues,
     StateOptions,
@@ -20,10 +21,11 @@ from shardwise.execution.states import (
 )
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
+from shardwise.layout import Kind
 from shardwise.models.dtypes import in_memory
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
-from shardwise.planning.consent import Refuse
+from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.forms import Form, FullState, require_form
 from shardwise.planning.matching import Brought, OnFault, Place, Tolerance, match
 from shardwise.report import StateReport
@@ -36,6 +38,7 @@ def model_state(
     form: Form = FullState(),  # noqa: B008 - frozen
     *,
     only: Selection = Everything(),  # noqa: B008
+    on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model, by the names of the plain model.
@@ -45,12 +48,14 @@ def model_state(
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: for ``FullState``, ``options.budget_bytes``, and on the ranks that get the tensors these, on the
-    CPU. For ``ShardedState`` none: the tensors share the memory of the model.
+    CPU. For ``ShardedState`` none: the tensors share the memory of the model, but for buffers that differ.
 
     Args:
         model: any module, sharded or not; FSDP2 groups that are gathered are resharded.
         form: ``FullState(on=FirstRank())``, ``FullState(on=EveryRank())``, or ``ShardedState()``.
         only: ``Everything()``, or ``AdapterOnly()`` for an adapter of PEFT's, under the names of PEFT's files.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's in every form, ``TakeFirst()``, or an error, ``Refuse()``.
         options: budget, process group, patience.
 
     Returns:
@@ -59,7 +64,7 @@ def model_state(
     Raises:
         ConfigError: an argument cannot be honoured.
         PlacementError: tensors are on meta, or are placed neither as shards nor as replicas.
-        DisagreementError: ranks have different models.
+        DisagreementError: ranks have different models, or different values of parameters that several hold.
         RankLostError: a rank has been lost.
 
     Every error is the same on every rank.
@@ -67,14 +72,22 @@ def model_state(
     model = without_compile(model)
     with World.current(options.process_group, options.patience, call="model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
-        require_same_call(world, form, only, options=options)
+        require_same_call(world, form, only, on_differing_buffers, options=options)
         held = world.together(lambda: look_inside(model))
         require_alike_models(world, held, [])
         names = world.from_first(lambda: names_outside(model, held, only))
         tensors = _chosen(held, names.values())
         world.together(lambda: refuse_meta(tensors, "the model"))
+        home = _home(held, tensors.values())
+        tensors, _ = equal_on_all(
+            world,
+            tensors,
+            buffers_among(held),
+            on_differing_buffers,
+            budget_bytes=options.budget_bytes,
+            device=home,
+        )
         if isinstance(form, FullState):
-            home = _home(held, tensors.values())
             found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
         else:
             found = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -183,6 +196,11 @@ def set_values(
         seconds=clock.seconds,
     )
     return report, told
+
+
+def buffers_among(held: Iterable[Held]) -> set[str]:
+    """The FQNs of what is no parameter."""
+    return {item.fqn for item in held if item.kind is not Kind.PARAMETER}
 
 
 def _chosen(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.assembly import Block, Wanted, plan_assembly
+from shardwise.planning.consent import OnDiffering, TakeFirst
 from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
@@ -68,6 +69,7 @@ def iter_hf_tensors(
     names: Names = HubNames(),  # noqa: B008
     only: Selection | MergedAdapter = Everything(),  # noqa: B008
     dtype: torch.dtype | None = None,
+    on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
     options: StreamOptions = StreamOptions(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Go through a model's tensors, whole, in the order in which transformers saves them.
@@ -94,6 +96,8 @@ def iter_hf_tensors(
             For that every rank holds the adapter whole. The names of a PEFT model as it is are its own,
             ``InternalNames()``: no hub has it like that.
         dtype: of the floating-point tensors; they travel in it. None leaves every tensor its own.
+        on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
+            have, are the first rank's, ``TakeFirst()``, or an error, ``Refuse()``.
         options: bucket, device, process group, patience.
 
     Raises:
@@ -101,14 +105,15 @@ def iter_hf_tensors(
         PlacementError: tensors have no values, or the ranks do not hold all of the model.
         CoverageError: the checkpoint has tensors that are computed from the model's.
         CheckpointError: (or a subclass) what befell one rank.
-        DisagreementError: the ranks have different models or arguments.
+        DisagreementError: the ranks have different models or arguments, or different values of parameters that
+            several of them hold.
         RankLostError: a rank has been lost, or has left its loop.
 
     Every error is the same on every rank.
     """
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
-    return _walk(without_compile(model), to, names, only, dtype, options)
+    return _walk(without_compile(model), to, names, only, dtype, on_differing_buffers, options)
 
 
 def _walk(
@@ -117,14 +122,20 @@ def _walk(
     names: Names,
     only: Selection | MergedAdapter,
     dtype: torch.dtype | None,
+    on_differing_buffers: OnDiffering,
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
         held = world.together(lambda: look_inside(model))
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-        shares = agree_on_shares(world, held)
-        supply = _supply(world, model, held, shares, names, only, options)
+        chosen: dict[str, str] = {}
+        if isinstance(only, AdapterOnly):
+            chosen = world.from_first(lambda: names_outside(model, held, only))
+            wanted_names = set(chosen.values())
+            held = [item for item in held if wanted_names.intersection(item.names)]
+        shares = agree_on_shares(world, held, on_differing_buffers).by_name
+        supply = _supply(world, model, held, shares, names, only, chosen, options)
         outputs = supply.outputs
         world.require_equal(list(outputs), "the list of keys")
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
@@ -173,14 +184,14 @@ def _supply(
     shares: Mapping[str, Sequence[Boxes]],
     names: Names,
     only: Selection | MergedAdapter,
+    chosen: Mapping[str, str],
     options: StreamOptions,
 ) -> _Supply:
-    """Collective: yes."""
+    """``chosen`` are an adapter's names, outside and in the model. Collective: yes."""
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     by_name = {name: item for item in held for name in item.names}
     giver = Giver(by_name, shares, world.rank)
     if isinstance(only, AdapterOnly):
-        chosen = world.from_first(lambda: names_outside(model, held, only))
         return _Supply({key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver)
     if isinstance(only, MergedAdapter):
         adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
