@@ -44,7 +44,7 @@ class Opened:
 
 
 def resolve(root: Path, which: Which) -> int:
-    """The step of the checkpoint that is asked for.
+    """The step of the checkpoint that is asked for; the latest is the newest of which no file is gone or cut.
 
     Raises:
         StorageError: there is none that is complete.
@@ -62,7 +62,8 @@ def resolve(root: Path, which: Which) -> int:
         half = f"; step {left[-1]} was begun and never completed" if left else ""
         half += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
         raise StorageError(f"{root}: no complete checkpoint{half}; start the training anew, or pass another folder")
-    return steps[-1]
+    newest = folder.newest_in(root)
+    return steps[-1] if newest is None else newest  # of which it is told what is wrong
 
 
 @collected_later()
