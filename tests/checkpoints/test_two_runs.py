@@ -126,7 +126,9 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     again = Training(seed=3)
     resumed = Checkpointer(root, keep=KeepAll())
     assert resumed.latest() == 1
-    assert resumed.restore(again.state).step == 1
+    report = resumed.restore(again.state)
+    assert (report.step, report.passed_over) == (1, (2,))
+    assert "passed over, as files are gone or cut: step 2" in str(report)
     assert differences(again.taken(), good) == []
     with pytest.raises(FormatError, match="step-2"):
         resumed.restore(again.state, AtStep(2))

@@ -50,7 +50,7 @@ def restore(
     """Put a checkpoint where it belongs. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
-        step = world.from_first(lambda: resolve(root, which))
+        step, passed_over = world.from_first(lambda: resolve(root, which))
         opened = world.from_first(lambda: open_checkpoint(root, step))
         reader = world.together(lambda: LocalReader(opened.folder))
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
@@ -82,6 +82,7 @@ def restore(
             world_size=world.size,
             directory=str(opened.folder),
             step=step,
+            passed_over=passed_over,
             saved_by=opened.facts.world_size,
             user=opened.facts.user,
             restored=tuple(part for part in _PARTS if part in fits.parts),
