@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +35,9 @@ from shardwise import (
     TrainState,
 )
 from shardwise.checkpoints import write
-from shardwise.checkpoints.stage import Staging
 from shardwise.errors import StorageError
-from shardwise.execution.saving_lock import Renewal
+from shardwise.execution import saving_lock
+from shardwise.execution.chunk_sources import Staging
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
@@ -204,13 +204,12 @@ def refused(folder: str, fault: str) -> tuple[str, str]:
     elif fault == "mark":
         checkpointer._root.mkdir(exist_ok=True)
         with open_writer(folder) as writer:
-            if tiny.rank() == 0:
-                write.take_lock(writer, "another")
+            held = saving_lock.take_lock(writer, "another") if tiny.rank() == 0 else None
             if dist.is_initialized():
                 dist.barrier()
             error = attempt(lambda: checkpointer.save(1, state))
-            if tiny.rank() == 0:
-                write.release_lock(writer, "another")
+            if held is not None:
+                held.release()
             return error
     elif fault == "raise while writing":
         original = write._write_own
@@ -252,7 +251,7 @@ def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
     """A checkpoint that counts by the time something fails is known of by the next one."""
     training = Training()
     checkpointer = Checkpointer(folder, mode=MODES[mode])
-    release, failures = write.release_lock, ["struck"]
+    release, failures = saving_lock.release_lock, ["struck"]
 
     def struck(*arguments: Any) -> None:
         release(*arguments)
@@ -263,7 +262,7 @@ def fail_to_tidy_up(folder: str, mode: str) -> tuple[Any, ...]:
         checkpointer.save(1, training.state)
         checkpointer.wait()
 
-    with mock.patch.object(write, "release_lock", struck):
+    with mock.patch.object(saving_lock, "release_lock", struck):
         error = attempt(save)
     there = checkpointer.steps()
     checkpointer.save(2, training.state)
@@ -562,9 +561,13 @@ def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
-            with mock.patch("socket.gethostname", return_value="elsewhere"):
-                write.take_lock(writer, "theirs", renewed_s=0.1)
-            with Renewal(folder, 0.1) if is_renewed else nullcontext():
-                error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
-            write.release_lock(writer, "theirs")
+            with (
+                mock.patch("socket.gethostname", return_value="elsewhere"),
+                mock.patch("shardwise.execution.saving_lock.process_space", return_value="elsewhere"),
+            ):
+                held = saving_lock.take_lock(writer, "theirs")
+            if not is_renewed:
+                held._ended.set()
+            error = attempt(lambda: Checkpointer(folder).save(1, Training().state))
+            held.release()
     return error

@@ -16,7 +16,8 @@ from tests.faults.doomed import Doomed, Seat
 
 import shardwise
 from shardwise import Checkpointer, CheckpointerOptions, KeepLast
-from shardwise.checkpoints import stage, write
+from shardwise.checkpoints import write
+from shardwise.execution import chunk_sources, chunk_stream, saving_lock
 from shardwise.execution.line import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -24,12 +25,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
-    "begin": (write, "_begin", 0),
-    "stage": (stage, "copy_all", 1),
+    "begin": (write, "new_token", 0),
+    "stage": (chunk_sources, "copy_all", 1),
     "write": (write, "_write_own", 1),
-    "sync": (write, "envelope", 2),
+    "sync": (chunk_stream, "envelope", 2),
     "commit": (write, "metadata_of", 0),
-    "remove": (write, "release_lock", 0),
+    "remove": (saving_lock, "release_lock", 0),
 }
 """By stage, a function that is called in it, and the rank that is killed as it calls it."""
 

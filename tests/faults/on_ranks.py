@@ -57,7 +57,7 @@ STAGES = {
     "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
     "name": ("shardwise.storage.local_writer", "LocalWriter.rename"),
     "remove": ("shardwise.storage.local_writer", "LocalWriter.remove"),
-    "tidy": ("shardwise.execution.committing", "release_lock"),
+    "tidy": ("shardwise.execution.saving_lock", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 

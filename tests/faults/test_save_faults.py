@@ -54,7 +54,7 @@ ON_RANK_0 = {"create", "commit", "beside", "name", "remove", "tidy"}
 ENDS_COMMITTED = ON_RANK_0 - {"create"}
 """Stages in which a rank that is stopped and goes on commits the new save."""
 
-COMMITTED = {"tidy"}
+COMMITTED = {"remove", "tidy"}
 """Stages in which the new save counts."""
 
 TO_ONE_FILE = {"name", "tidy"}

@@ -6,7 +6,17 @@ import json
 
 import pytest
 
-from shardwise.planning.commit import Remove, Rename, Replace, commit_steps, look_at_folder, obsolete
+from shardwise.planning.commit import (
+    NOTHING_BOUND,
+    Publish,
+    Remove,
+    Rename,
+    Replace,
+    commit_of,
+    is_on_its_way,
+    look_at_folder,
+    obsolete,
+)
 from shardwise.planning.save_plan import plan_save
 from shardwise.tensors import DType
 
@@ -26,18 +36,40 @@ def index_of(*names):
 ONE, SEVERAL = planned(1 << 20), planned(64)
 
 
+READY = f".{INDEX}.{TOKEN}.incomplete"
+
+
+def steps(plan, standing, can_rename=True, bound=NOTHING_BOUND):
+    return list(commit_of(plan, standing, can_rename=can_rename, bound=bound).steps)
+
+
 def test_one_file_is_renamed_and_several_are_named_by_an_index():
-    empty = look_at_folder([], None)
-    assert commit_steps(ONE, empty) == [Rename(f"model.{TOKEN}.incomplete", SINGLE)]
-    assert commit_steps(SEVERAL, empty) == [Replace(INDEX, SEVERAL.index)]
-    assert commit_steps(SEVERAL, look_at_folder([SINGLE], None))[1:] == [Remove(SINGLE)]
+    empty, single = look_at_folder([], None), look_at_folder([SINGLE], None)
+    assert steps(ONE, empty) == [Rename(f"model.{TOKEN}.incomplete", SINGLE)]
+    assert steps(SEVERAL, empty) == [Publish(READY, INDEX)]
+    assert commit_of(SEVERAL, empty, can_rename=True).ready == {READY: SEVERAL.index}
+    assert steps(SEVERAL, single) == [Publish(READY, INDEX), Rename(SINGLE, f"model.{TOKEN}.older")]
+
+
+def test_where_nothing_large_is_renamed_a_single_file_is_removed():
+    empty, single = look_at_folder([], None), look_at_folder([SINGLE], None)
+    assert steps(SEVERAL, empty, can_rename=False) == [Publish(READY, INDEX)]
+    assert steps(SEVERAL, single, can_rename=False) == [Publish(READY, INDEX), Remove(SINGLE)]
+
+
+@pytest.mark.parametrize("plan", [ONE, SEVERAL], ids=["one file", "several files"])
+def test_what_is_asked_for_is_every_file_with_its_size(plan):
+    commit = commit_of(plan, look_at_folder([], None), can_rename=True)
+    assert commit.files == {file.name: file.nbytes for file in plan.files}
+    assert list(commit.then) == list(plan.names)
+    assert all(is_on_its_way(name) for name in commit.without - {SINGLE})
 
 
 def test_weights_that_a_new_config_would_belie_are_set_aside_first():
     bound = {"adapter_config.json": b"{}"}
     into_place = Rename(f"model.{TOKEN}.incomplete", SINGLE)
-    assert commit_steps(ONE, look_at_folder([], None), bound) == [Replace("adapter_config.json", b"{}"), into_place]
-    assert commit_steps(ONE, look_at_folder([SINGLE], None), bound) == [
+    assert steps(ONE, look_at_folder([], None), bound=bound) == [Replace("adapter_config.json", b"{}"), into_place]
+    assert steps(ONE, look_at_folder([SINGLE], None), bound=bound) == [
         Rename(SINGLE, f"model.{TOKEN}.older"),
         Replace("adapter_config.json", b"{}"),
         into_place,
@@ -65,6 +97,8 @@ LEFT = [
     "model-89abcdef-00001-of-00003.safetensors",
     "model-89abcdef-100001-of-100003.safetensors",
     ".config.json.89abcdef.incomplete",
+    ".model-89abcdef-00001-of-00003.safetensors.0123abcd.incomplete",  # of a storage that shows what is on its way
+    ".model.safetensors.index.json.89abcdef.incomplete",
     ".tokenizer_config.json.89abcdef.incomplete",
     ".modeling_mine.py.89abcdef.incomplete",
     ".model.fingerprints.json.89abcdef.incomplete",

@@ -70,6 +70,9 @@ class ObjectStore(AbstractFileSystem):
             raise self.failure
         self.objects[self._strip_protocol(path)] = bytes(value)
 
+    def cp_file(self, path1: str, path2: str, **keywords: Any) -> None:
+        self.objects[self._strip_protocol(path2)] = self.cat_file(path1)
+
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         raise AssertionError("a bucket would have been made")
 

@@ -294,10 +294,11 @@ class TestMark:
         (tmp_path / MARK).write_text(mark(born="long ago"))
         born = saving_lock._born
         quick = LocalWriter(tmp_path)
+        held = []
 
         def slow(process):
             monkeypatch.setattr(saving_lock, "_born", born)
-            saving_lock.take_lock(quick, "quick")
+            held.append(saving_lock.take_lock(quick, "quick"))
             return born(process)
 
         monkeypatch.setattr(saving_lock, "_born", slow)
@@ -307,7 +308,7 @@ class TestMark:
         assert list(content(tmp_path)) == [MARK]
         saving_lock.release_lock(quick, "slow")
         saving_lock.require_lock(quick, "quick")
-        saving_lock.release_lock(quick, "quick")
+        held[0].release()
         assert content(tmp_path) == {}
 
     def test_for_which_there_is_no_room(self, saved, monkeypatch):

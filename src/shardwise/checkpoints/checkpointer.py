@@ -31,8 +31,6 @@ from shardwise.checkpoints.modes import (
     Which,
 )
 from shardwise.checkpoints.plain import packed
-from shardwise.checkpoints.plan import Chunk, TensorsPlan, plan_tensors
-from shardwise.checkpoints.stage import InPlace, Staging, places_of, views_of
 from shardwise.checkpoints.state import (
     Contents,
     Keys,
@@ -45,6 +43,9 @@ from shardwise.checkpoints.state import (
     look,
 )
 from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.execution.chunk_sources import InPlace, Staging, places_of, views_of
+from shardwise.execution.chunk_stream import Source
+from shardwise.execution.chunks import Chunk, TensorsPlan, plan_tensors
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
 from shardwise.execution.replicas import Replicas, Told, as_bytes, require_mode, settle_told
@@ -111,7 +112,7 @@ class Checkpointer:
         self._looked: Looked | None = None
         self._planned: _Planned | None = None
         self._on_its_way: Background | None = None
-        self._newest = max(folder.steps_in(self._root), default=None)
+        self._newest = folder.newest_in(self._root)
 
     @property
     def directory(self) -> Path:
@@ -124,8 +125,12 @@ class Checkpointer:
             return world.from_first(lambda: folder.steps_in(self._root))
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None where there is none. Collective: yes."""
-        return max(self.steps(), default=None)
+        """The step of the newest checkpoint of which no file is gone or cut; None where there is none.
+
+        Collective: yes.
+        """
+        with self._world("latest") as world:
+            return world.from_first(lambda: folder.newest_in(self._root))
 
     @torch.no_grad()
     def save(self, step: int, state: TrainState) -> CheckpointReport:
@@ -244,7 +249,7 @@ class Checkpointer:
             asked = repr((which, tolerance, self._only))
             world.require_equal(asked, "what is asked to be restored (which, only, on_...)")
             report = restoring.restore(world, self._root, state, which, self._only, tolerance, self._options)
-            self._newest = world.from_first(lambda: max(folder.steps_in(self._root), default=None))
+            self._newest = world.from_first(lambda: folder.newest_in(self._root))
         return report
 
     def discard_after(self, step: int) -> list[int]:
@@ -262,7 +267,7 @@ class Checkpointer:
                 return folder.remove(self._root, [late for late in folder.steps_in(self._root) if late > step])
 
             removed = world.from_first(discard)
-            self._newest = world.from_first(lambda: max(folder.steps_in(self._root), default=None))
+            self._newest = world.from_first(lambda: folder.newest_in(self._root))
         return removed
 
     def close(self) -> None:
@@ -323,7 +328,7 @@ class Checkpointer:
         return replace(before, looked=looked) if before.layout == _layout(looked) else None
 
     @collected_later()
-    def _source(self, planned: _Planned) -> write.Source:
+    def _source(self, planned: _Planned) -> Source:
         """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
         if isinstance(self._mode, Synchronous):
             return InPlace(planned.views, self._options.budget_bytes)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
-from shardwise.checkpoints.plan import Chunk
 from shardwise.errors import FormatError
+from shardwise.execution.chunks import Chunk
 from shardwise.execution.world import World
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
@@ -94,6 +94,9 @@ class Marker:
 
     def add_around(self, content: bytes) -> None:
         self._around.update(content)
+
+    def add_value(self, content: bytes) -> None:
+        self.values.append(digest(content))
 
     def told(self) -> Marked:
         """All of it, 8 bytes for a chunk."""

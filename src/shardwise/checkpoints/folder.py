@@ -9,16 +9,16 @@ first ``.metadata``, for good, then the rest.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-from shardwise.checkpoints.facts import FACTS, FINGERPRINTS
-from shardwise.errors import ConfigError, StorageError
+from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.execution.committing import remove_unnamed
 from shardwise.formats.distributed import METADATA
 from shardwise.storage import StorageWriter, is_url, open_writer
 from shardwise.storage.writer import INCOMPLETE
@@ -32,11 +32,6 @@ _INTERIM = re.compile(rf"\.(?:{'|'.join(map(re.escape, _BESIDE))})(?:\.[0-9a-f]+
 def name_of(step: int) -> str:
     """The folder of a step."""
     return f"step-{step}"
-
-
-def data_file(rank: int) -> str:
-    """The file of what a rank wrote, by the name that torch gives such files."""
-    return f"__{rank}_0.distcp"
 
 
 def require_local(directory: str | os.PathLike[str]) -> Path:
@@ -59,6 +54,28 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 def steps_in(root: Path) -> list[int]:
     """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
     return [step for step, kind in _folders(root) if kind is Kind.COMPLETE]
+
+
+def newest_in(root: Path) -> int | None:
+    """The newest step whose files are all there, as large as they were written; None where there is none.
+
+    What has lost files, or has been cut, cannot be restored, and is no reason not to go on from the one before.
+    """
+    return next((step for step in reversed(steps_in(root)) if is_whole(root / name_of(step))), None)
+
+
+def is_whole(place: Path) -> bool:
+    """Whether the files that a checkpoint tells of are there, of the sizes it tells."""
+    try:
+        if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
+            return False
+        files = Facts.from_bytes((place / FACTS).read_bytes(), FACTS).files
+        return all(
+            _DATA.fullmatch(file) is not None and (place / file).stat().st_size == nbytes
+            for file, nbytes in files.items()
+        )
+    except (OSError, FormatError):
+        return False
 
 
 def leftovers_in(root: Path) -> list[int]:
@@ -113,15 +130,44 @@ def remove(root: Path, steps: Sequence[int]) -> list[int]:
     Raises:
         StorageError: a file cannot be removed.
     """
-    gone: list[int] = []
-    for step in steps:
-        folder = root / name_of(step)
-        with open_writer(folder) as writer:
-            empty(writer)
-        with contextlib.suppress(OSError):  # files of somebody else's
-            folder.rmdir()
-            gone.append(step)
-    return gone
+    return [step for step in steps if _removed(root / name_of(step), empty)]
+
+
+def remove_left(root: Path) -> list[int]:
+    """Remove what was left of checkpoints that were never completed; the steps of those now gone.
+
+    First goes what would make one of them count, if whoever left it went on after all; one that counts by then
+    stays.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    return [step for step in leftovers_in(root) if _removed(root / name_of(step), _empty_left)]
+
+
+def remove_own(root: Path, step: int) -> None:
+    """Remove what a save has made for this step, unless it counts by now.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    _removed(root / name_of(step), _empty_left)
+
+
+def _removed(folder: Path, emptied: Callable[[StorageWriter], None]) -> bool:
+    with open_writer(folder) as writer:
+        emptied(writer)
+    try:
+        folder.rmdir()
+    except OSError:  # files of somebody else's
+        return False
+    return True
+
+
+def _empty_left(writer: StorageWriter) -> None:
+    remove_unnamed(writer, [name for name in writer.list() if _INTERIM.fullmatch(name)])
+    if METADATA not in writer.list():
+        empty(writer)
 
 
 def empty(writer: StorageWriter) -> None:

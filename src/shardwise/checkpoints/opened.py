@@ -69,8 +69,10 @@ class Opened:
         return found | ({"optimizers"} if ("optimizer", "param_groups") in self.objects else set())
 
 
-def resolve(root: Path, which: Which) -> int:
-    """The step of the checkpoint that is asked for.
+def resolve(root: Path, which: Which) -> tuple[int, tuple[int, ...]]:
+    """The step of the checkpoint that is asked for, and the later ones that were passed over for it.
+
+    The latest is the newest of which no file is gone or cut.
 
     Raises:
         StorageError: there is none that is complete.
@@ -78,7 +80,7 @@ def resolve(root: Path, which: Which) -> int:
     steps = folder.steps_in(root)
     if isinstance(which, AtStep):
         if which.step in steps:
-            return which.step
+            return which.step, ()
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
         half = " (one was begun there, and never completed)" if which.step in folder.leftovers_in(root) else ""
         half = " (one is there that no Checkpointer saved)" if which.step in folder.foreign_in(root) else half
@@ -88,7 +90,10 @@ def resolve(root: Path, which: Which) -> int:
         half = f"; step {left[-1]} was begun and never completed" if left else ""
         half += f"; that of step {foreign[-1]} was not saved by a Checkpointer" if foreign else ""
         raise StorageError(f"{root}: no complete checkpoint{half}; start the training anew, or pass another folder")
-    return steps[-1]
+    newest = folder.newest_in(root)
+    if newest is None:
+        return steps[-1], ()  # of which it is told what is wrong
+    return newest, tuple(step for step in steps if step > newest)
 
 
 @collected_later()

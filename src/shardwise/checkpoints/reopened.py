@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS
 from shardwise.checkpoints.fingerprints import Run, digest
-from shardwise.checkpoints.modes import Latest
+from shardwise.checkpoints.modes import AtStep
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
 from shardwise.checkpoints.witness import BLOCK_BYTES, Witness, mark_of
 from shardwise.errors import FormatError
@@ -67,9 +67,10 @@ def _of_a_training(directory: str | os.PathLike[str]) -> Opened | None:
         return open_folder(place)
     if not place.is_dir() or any(place.glob("*.safetensors")):
         return None
-    if not (folder.steps_in(place) or folder.leftovers_in(place)):
+    if not (steps := folder.steps_in(place) or folder.leftovers_in(place)):
         return None
-    return open_checkpoint(place, resolve(place, Latest()))
+    # The newest, whether a restore would pass it over for what it has lost or not: that is what is asked.
+    return open_checkpoint(place, resolve(place, AtStep(steps[-1]))[0])
 
 
 def _damaged(opened: Opened) -> list[str]:

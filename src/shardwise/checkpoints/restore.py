@@ -51,7 +51,7 @@ def restore(
     """Put a checkpoint where it belongs. Collective: yes."""
     clock = Clock()
     with clock.phase("open"):
-        step = world.from_first(lambda: resolve(root, which))
+        step, passed_over = world.from_first(lambda: resolve(root, which))
         opened = world.from_first(lambda: open_checkpoint(root, step))
         reader = world.together(lambda: _reader_of(opened))
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
@@ -85,6 +85,7 @@ def restore(
             world_size=world.size,
             directory=str(opened.folder),
             step=step,
+            passed_over=passed_over,
             saved_by=opened.facts.world_size,
             user=opened.facts.user,
             restored=tuple(part for part in _PARTS if part in fits.parts),

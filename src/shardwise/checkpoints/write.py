@@ -7,42 +7,26 @@ Each rank creates, fills and syncs its own file; the ranks meet; the first one p
 from __future__ import annotations
 
 import contextlib
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.checkpoints import folder
-from shardwise.checkpoints.archive import envelope
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
 from shardwise.checkpoints.fingerprints import Marked, Marker, digest, told_by_all
 from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
-from shardwise.checkpoints.folder import data_file
 from shardwise.checkpoints.modes import Keep, KeepLast
-from shardwise.checkpoints.plan import Chunk, TensorsPlan, metadata_of
 from shardwise.checkpoints.state import Keys
 from shardwise.errors import StorageError
-from shardwise.execution import saving_lock
-from shardwise.execution.saving_lock import Renewal, release_lock, require_lock, take_lock
-from shardwise.execution.workers import Ahead
+from shardwise.execution.chunk_stream import ChunkStream, Source
+from shardwise.execution.chunks import TensorsPlan, data_file, metadata_of
+from shardwise.execution.committing import let_count
+from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA
-from shardwise.storage import StorageWriter, open_writer
-
-
-class Source(Protocol):
-    """Where the bytes of chunks come from.
-
-    Attributes:
-        block_bytes: the most that is asked for before what came is let go.
-    """
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    def blocks(self, chunk: Chunk) -> Iterator[memoryview]: ...
+from shardwise.planning.commit import Commit, Publish, on_its_way
+from shardwise.storage import open_writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,45 +94,111 @@ def carry_out(world: World, job: Job) -> Written:
             not count then, unless it says otherwise.
         RankLostError: a rank has been lost.
     """
-    with ExitStack() as undoing, ExitStack() as renewing:
-
-        def begin() -> str:
-            token = secrets.token_hex(4)
-            _begin(job, token)
-            undoing.callback(_undo, job, token)
-            renewing.enter_context(Renewal(job.root, saving_lock.RENEWED_S))
-            return token
-
-        written = _carried_out(world, job, world.from_first(begin))
-        undoing.pop_all()
-    return written
+    desk = _Desk(job)
+    try:
+        token = world.from_first(desk.begin)
+        return _carried_out(world, job, desk, token)
+    except BaseException:
+        desk.undo()
+        raise
+    finally:
+        desk.close()
 
 
-def _begin(job: Job, token: str) -> None:
-    """What one rank does before anything is written: mark the folder, see that the step is a new one, tidy up."""
-    root, step, newest = job.root, job.step, job.newest
-    with open_writer(root) as writer:
-        take_lock(writer, token, renewed_s=saving_lock.RENEWED_S)
-        try:
-            present = max(folder.steps_in(root), default=None)
-            if present is not None and present != newest and (newest is None or present > newest):
+class _Desk:
+    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._closing = ExitStack()
+        self._held: Held | None = None
+        self._token = new_token()
+
+    def begin(self) -> str:
+        """Mark the folder, tidy up, and see that the step is a new one; the save's token."""
+        root, step, newest = self._job.root, self._job.step, self._job.newest
+        token = self._token
+        marked = self._closing.enter_context(open_writer(root))
+        self._held = take_lock(marked, token)
+        folder.remove_left(root)  # before it is looked what counts; see [Note: Asked again]
+        present = folder.newest_in(root)
+        if present is not None and present != newest and (newest is None or present > newest):
+            raise StorageError(
+                f"{root}: another run has saved step {present} there since this one began; give every run a "
+                "folder of its own"
+            )
+        require_after(root, step, present)
+        if step in folder.steps_in(root):
+            folder.remove(root, [step])  # it is not whole
+        with open_writer(root / folder.name_of(step)) as inner:
+            if there := inner.list():
                 raise StorageError(
-                    f"{root}: another run has saved step {present} there since this one began; give every run a "
-                    "folder of its own"
+                    f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
                 )
-            require_after(root, step, present)
-            folder.remove(root, folder.leftovers_in(root))
-            with open_writer(root / folder.name_of(step)) as inner:
-                if there := inner.list():
-                    raise StorageError(
-                        f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
-                    )
-        except BaseException:
-            release_lock(writer, token)
-            raise
+        return token
+
+    def commit(
+        self, sizes: Sequence[Mapping[Keys, int]], files: Mapping[str, int], told: Sequence[Marked]
+    ) -> list[int]:
+        """Let the checkpoint count, and remove what is not to be kept; the steps that were removed."""
+        job, held = self._job, self._held
+        assert held is not None
+        metadata = metadata_of(job.plan, sizes)
+        marks = {
+            data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
+            for rank, own in enumerate(told)
+        }
+        fingerprints = fingerprints_file(marks)
+        facts = replace(
+            job.facts,
+            files=dict(files),
+            metadata_sha256=digest(metadata),
+            fingerprints_sha256=digest(fingerprints),
+        )
+        beside = {FINGERPRINTS: fingerprints, FACTS: facts.to_bytes()}
+        ready = on_its_way(METADATA, self._token)
+        with open_writer(job.folder) as writer:
+            let_count(
+                writer,
+                held,
+                Commit(
+                    files,
+                    steps=(Publish(ready, METADATA),),
+                    then=files,
+                    ready={ready: metadata},
+                    says={**beside, METADATA: metadata},
+                    without=frozenset({ready}),
+                ),
+                beside,
+            )
+        removed: list[int] = []
+        if isinstance(job.keep, KeepLast) and held.whose() is Whose.OURS:
+            removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
+        held.release()
+        with open_writer(job.root) as marked:
+            marked.sync_names()
+        return removed
+
+    def undo(self) -> None:
+        """Remove what was written for the step, unless it counts by now or the folder is another's."""
+        if self._held is None:
+            return
+        with contextlib.suppress(StorageError):
+            if self._held.whose() is Whose.OURS:
+                folder.remove_own(self._job.root, self._job.step)
+            elif self._job.folder.is_dir():
+                with open_writer(self._job.folder) as inner:
+                    inner.remove(on_its_way(METADATA, self._token))
+        with contextlib.suppress(StorageError):
+            self._held.release()
+        with contextlib.suppress(StorageError), open_writer(self._job.root) as writer:
+            writer.sync_names()
+
+    def close(self) -> None:
+        self._closing.close()
 
 
-def _carried_out(world: World, job: Job, token: str) -> Written:
+def _carried_out(world: World, job: Job, desk: _Desk, token: str) -> Written:
     contents: list[Content] = []
 
     def ask() -> dict[Keys, int]:
@@ -160,7 +210,7 @@ def _carried_out(world: World, job: Job, token: str) -> Written:
     files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
     own = world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
     marked = told_by_all(world, own)
-    removed = world.from_first(lambda: _commit(job, token, sizes, files, marked))
+    removed = world.from_first(lambda: desk.commit(sizes, files, marked))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
@@ -168,110 +218,11 @@ def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int
     with open_writer(job.root) as writer:
         require_lock(writer, token)
     file = data_file(world.rank)
+    marker = Marker()
     with open_writer(job.folder) as writer:
         writer.create(file, nbytes)
-        stream = _Stream(writer, file, world.check)
+        stream = ChunkStream(writer, file, world.check, marker)
         stream.write(job.plan.by_rank[world.rank], content.source, list(content.values.values()))
         writer.sync(file)
         writer.sync_names()
-    return stream.marker.told()
-
-
-class _Stream:
-    """A file written from its beginning to its end, in requests as large as the storage likes them."""
-
-    def __init__(self, writer: StorageWriter, file: str, check: Callable[[], None]) -> None:
-        self._writer = writer
-        self._file = file
-        self._check = check
-        self._position = 0
-        self._pending: list[memoryview] = []
-        self._pending_nbytes = 0
-        self._unmarked: list[tuple[int, int, memoryview]] = []
-        self.marker = Marker()
-
-    def write(self, chunks: Sequence[Chunk], source: Source, values: Sequence[bytes]) -> None:
-        most = min(source.block_bytes, self._writer.policy.request_bytes)
-        for chunk in chunks:
-            around = envelope(chunk.box.sizes, chunk.dtype)
-            self._add_around(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
-            number, start = self.marker.begin(), 0
-            for block in source.blocks(chunk):
-                self._add(block)
-                self._unmarked.append((number, start, block))
-                start += block.nbytes
-                if self._pending_nbytes >= most:
-                    self._flush()
-            self._add_around(around.after)
-        for content in values:
-            self._add(content)
-            self.marker.values.append(digest(content))
-        self._flush()
-
-    def _add_around(self, content: bytes) -> None:
-        self._add(content)
-        self.marker.add_around(content)
-
-    def _add(self, content: bytes | memoryview) -> None:
-        self._pending.append(memoryview(content))
-        self._pending_nbytes += len(content)
-
-    def _flush(self) -> None:
-        self._check()
-        marked = Ahead(self._mark)  # while the bytes are written
-        self._writer.write(self._file, self._position, self._pending)
-        marked.value(self._check)
-        self._position += self._pending_nbytes
-        self._pending, self._pending_nbytes = [], 0
-
-    def _mark(self) -> None:
-        for number, start, block in self._unmarked:
-            self.marker.add(number, start, block)
-        self._unmarked = []
-
-
-def _commit(
-    job: Job, token: str, sizes: Sequence[Mapping[Keys, int]], files: dict[str, int], told: Sequence[Marked]
-) -> list[int]:
-    metadata = metadata_of(job.plan, sizes)
-    marks = {
-        data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
-        for rank, own in enumerate(told)
-    }
-    fingerprints = fingerprints_file(marks)
-    facts = replace(
-        job.facts, files=files, metadata_sha256=digest(metadata), fingerprints_sha256=digest(fingerprints)
-    )
-    with open_writer(job.root) as marked:
-        require_lock(marked, token)
-        with open_writer(job.folder) as writer:
-            _require_all(writer, files)
-            writer.replace(FINGERPRINTS, fingerprints)
-            writer.replace(FACTS, facts.to_bytes())
-            writer.sync_names()
-            writer.replace(METADATA, metadata)
-        removed: list[int] = []
-        if isinstance(job.keep, KeepLast):
-            removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
-        release_lock(marked, token)
-        marked.sync_names()
-    return removed
-
-
-def _require_all(writer: StorageWriter, files: Mapping[str, int]) -> None:
-    missing = sorted(files.keys() - set(writer.list()))
-    if missing:
-        raise StorageError(
-            f"{writer.root}: rank 0 does not see {missing[0]}, which another rank wrote; save to a folder that all "
-            "ranks share"
-        )
-
-
-def _undo(job: Job, token: str) -> None:
-    """Remove what was written for a step, unless it counts by now, and take the mark away."""
-    with contextlib.suppress(StorageError):
-        if job.step not in folder.steps_in(job.root):
-            folder.remove(job.root, [job.step])
-    with contextlib.suppress(StorageError), open_writer(job.root) as writer:
-        release_lock(writer, token)
-        writer.sync_names()
+    return marker.told()

@@ -3,110 +3,229 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
-import shutil
-import warnings
-from collections.abc import Mapping
+import io
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
+import torch
 
-from shardwise.errors import StorageError
+from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.execution.chunk_sources import InPlace, places_of, views_of
+from shardwise.execution.chunk_stream import ChunkStream
+from shardwise.execution.chunks import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
+from shardwise.execution.committing import let_count, remove_unnamed
+from shardwise.execution.handover import TensorFacts, facts_of
+from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
+from shardwise.execution.torch_out import Levels
 from shardwise.execution.world import World
-from shardwise.formats.distributed import METADATA
-from shardwise.storage import INCOMPLETE, LocalWriter
+from shardwise.formats.distributed import METADATA, read_metadata
+from shardwise.models.view import local_tensor
+from shardwise.planning.commit import Commit, Publish, on_its_way
+from shardwise.storage import LocalReader, StorageWriter, open_writer
+
+_DATA = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
+
+_FIRST_NUMBER = 1 << 32
+"""Names of files have the number of their save, from here on: those that torch writes count from 0."""
 
 
-def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any]) -> int:
-    """Write a nest of dicts with DTensors, whole tensors and other values; an older folder is replaced.
+@dataclass(frozen=True)
+class _Content:
+    """What this rank has of a state: tensors, and what is none, as it is written; and what it tells the others."""
 
-    All is written beside ``folder``, which every rank sees, under another name. So what was there before counts
-    until the new one is complete. The bytes of the new files are returned.
+    tensors: Mapping[Levels, torch.Tensor]
+    values: Mapping[Levels, bytes]
+    told: Mapping[str, TensorFacts]
 
-    Collective: yes; torch's own collectives, too.
-    Memory: one tensor at a time is copied, where it is on an accelerator.
+
+def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any], *, budget_bytes: int) -> int:
+    """Write a nest of dicts with DTensors, whole tensors and other values; the bytes of the files.
+
+    An older checkpoint in the folder, which every rank sees, counts until ``.metadata`` takes the place of its own:
+    the files of the new one have other names. Then its files are removed. What is no tensor is the first rank's.
+
+    Collective: yes.
+    Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
 
     Raises:
-        StorageError: the folder could not be written.
+        DisagreementError: ranks have different tensors.
+        PlacementError: together they do not hold all of one; two have one name.
+        StorageError: the folder could not be written to, or somebody else writes there, or has since.
     """
-    token = world.from_first(lambda: f".{folder.name}.{secrets.token_hex(4)}{INCOMPLETE}")
-    fresh = folder.parent / token
+    content, told = _looked_at(world, state)
+    shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in content.tensors.items()}
+    plan = world.together(lambda: plan_tensors(shapes, told))
+    sizes = world.each(lambda: {way: len(value) for way, value in content.values.items()})
+    desk = _Desk(folder)
     try:
-        world.together(lambda: _make(world, fresh))
-        world.together(lambda: _require_shared(fresh))
-        world.together(lambda: _write(world, fresh, folder, state))
-        return world.from_first(lambda: _finish(fresh, folder))
+        token = world.from_first(desk.begin)
+        files = {
+            data_file(rank, _number(token)): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)
+        }
+        world.together(lambda: _write_own(world, folder, token, plan, content, files, budget_bytes))
+        world.from_first(lambda: desk.commit(token, files, plan, sizes))
     except BaseException:
-        if world.rank == 0:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(fresh)
+        desk.undo()
         raise
+    finally:
+        desk.close()
+    return sum(files.values())
 
 
-def _make(world: World, fresh: Path) -> None:
-    """The first rank makes the folder."""
-    if world.rank == 0:
-        try:
-            fresh.mkdir(parents=True)
-        except OSError as error:
-            raise StorageError(f"{fresh}: making it failed, {error.strerror}") from error
+def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_Content, list[Mapping[str, TensorFacts]]]:
+    """What there is, on this rank and on all. Collective: yes."""
+    found: list[_Content] = []
+
+    def look() -> Mapping[str, TensorFacts]:
+        tensors: dict[Levels, torch.Tensor] = {}
+        values: dict[Levels, bytes] = {}
+        keys: set[str] = set()
+        for way, value in _leaves(state, ()):
+            key = key_of(way)
+            if key in keys:
+                raise PlacementError(f"{key}: two values have this name, with dots in other places; rename one")
+            keys.add(key)
+            if isinstance(value, torch.Tensor):
+                tensors[way] = value
+            elif world.rank == 0:
+                values[way] = _packed(value)
+        told = {key_of(way): facts_of(tensor, key_of(way)) for way, tensor in tensors.items()}
+        found.append(_Content(tensors, values, told))
+        return told
+
+    told = world.each(look)
+    return found[0], told
 
 
-def _require_shared(fresh: Path) -> None:
-    """This rank sees the folder that the first one has made."""
-    if not fresh.is_dir():
-        raise StorageError(f"{fresh.parent}: is not shared by all ranks; save to a folder that they all see")
+def _leaves(value: Any, way: Levels) -> Iterator[tuple[Levels, Any]]:
+    """As torch flattens a state: an empty dict is nothing, and a list a value unless there is more inside of it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*way, str(key)))
+    elif isinstance(value, list) and any(_is_nest(item) or isinstance(item, torch.Tensor) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*way, number))
+    else:
+        yield way, value
 
 
-def _write(world: World, fresh: Path, folder: Path, state: Mapping[str, Any]) -> None:
-    """Write this rank's part of the state; a failure names the folder that is to be. Collective: torch's own."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process will do
-            save(
-                dict(state),
-                storage_writer=FileSystemWriter(fresh),
-                planner=DefaultSavePlanner(),
-                process_group=world.group,
-                no_dist=not dist.is_initialized(),
-            )
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-        raise StorageError(f"{folder}: writing it failed, {causes}") from error
+def _is_nest(value: object) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and any(_is_nest(item) or isinstance(item, torch.Tensor) for item in value)
+    )
 
 
-def _finish(fresh: Path, folder: Path) -> int:
-    """Let the complete folder take its place; the bytes of its files."""
-    if not (fresh / METADATA).is_file():
-        raise StorageError(f"{fresh}: its {METADATA} was not written")
-    _sync_names(fresh)
-    nbytes = sum(file.stat().st_size for file in fresh.iterdir())
-    _take_place(fresh, folder)
-    return nbytes
+def _packed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
-def _take_place(fresh: Path, folder: Path) -> None:
-    """Give the new folder its name. A crash in between leaves the older one beside it, and its name says so."""
-    older = fresh.with_name(fresh.name.replace(INCOMPLETE, ".older"))
-    try:
-        if folder.exists():
-            folder.rename(older)
-        fresh.rename(folder)
-        _sync_names(folder.parent)
-        if older.exists():
-            shutil.rmtree(older)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            if older.exists() and not folder.exists():
-                older.rename(folder)
-        raise StorageError(f"{folder}: taking its place failed, {error.strerror}") from error
+def _number(token: str) -> int:
+    return _FIRST_NUMBER + int(token, 16)
 
 
-def _sync_names(folder: Path) -> None:
-    with LocalWriter(folder) as writer:
+def _write_own(
+    world: World,
+    folder: Path,
+    token: str,
+    plan: TensorsPlan,
+    content: _Content,
+    files: Mapping[str, int],
+    budget_bytes: int,
+) -> None:
+    """This rank's file, once it sees the mark."""
+    file = data_file(world.rank, _number(token))
+    chunks = plan.by_rank[world.rank]
+    tensors = {key_of(way): tensor for way, tensor in content.tensors.items()}
+    local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
+    views = views_of(places_of(chunks, tensors), local)
+    with open_writer(folder) as writer:
+        require_lock(writer, token)
+        writer.create(file, files[file])
+        stream = ChunkStream(writer, file, world.check)
+        stream.write(chunks, InPlace(views, budget_bytes), list(content.values.values()))
+        writer.sync(file)
         writer.sync_names()
+
+
+class _Desk:
+    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._closing = ExitStack()
+        self._writer: StorageWriter | None = None
+        self._held: Held | None = None
+
+    def begin(self) -> str:
+        """Mark the folder, and remove what was left of saves that were never completed; the save's token."""
+        token = new_token()
+        self._writer = writer = self._closing.enter_context(open_writer(self._folder))
+        self._held = take_lock(writer, token)
+        self._remove_left(writer)
+        return token
+
+    def commit(
+        self, token: str, files: Mapping[str, int], plan: TensorsPlan, sizes: list[dict[Levels, int]]
+    ) -> None:
+        """Let the new checkpoint count, and remove the older one's files."""
+        assert self._writer is not None
+        assert self._held is not None
+        metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, _number(token)))
+        ready = on_its_way(METADATA, token)
+        older = tuple(name for name in self._writer.list() if _DATA.fullmatch(name) and name not in files)
+        commit = Commit(
+            files,
+            steps=(Publish(ready, METADATA),),
+            then=files,
+            ready={ready: metadata},
+            says={METADATA: metadata},
+            without=frozenset({ready}),
+            obsolete=older,
+        )
+        let_count(self._writer, self._held, commit, {})
+        self._held.release()
+        self._writer.sync_names()
+
+    def undo(self) -> None:
+        """Remove what was written, unless it counts by now, and take the mark away."""
+        if self._writer is None or self._held is None:
+            return
+        with contextlib.suppress(StorageError):
+            if self._held.whose() is Whose.OURS:
+                self._remove_left(self._writer)
+        with contextlib.suppress(StorageError):
+            self._held.release()
+            self._writer.sync_names()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()  # where nothing was there before
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def _remove_left(self, writer: StorageWriter) -> None:
+        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{METADATA}.")])
+        for name in _left(self._folder, writer.list()):
+            writer.remove(name)
+
+
+def _left(folder: Path, names: list[str]) -> list[str]:
+    """Files of saves of ours that ``.metadata`` does not tell of."""
+    ours = [name for name in names if (found := _DATA.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]
+    if not ours or METADATA not in names:
+        return ours
+    try:
+        with LocalReader(folder) as reader:
+            metadata = read_metadata(reader)
+    except (FormatError, StorageError):
+        return []  # nobody knows what belongs together
+    places = [place for tensor in metadata.tensors.values() for _, place in tensor.chunks]
+    named = {place.file for place in [*places, *metadata.objects.values()]}
+    # A rank that holds nothing has a file that is not told of; it goes with the others of its save.
+    counting = {found[1] for name in named if (found := _DATA.fullmatch(name))}
+    return [name for name in ours if (found := _DATA.fullmatch(name)) and found[1] not in counting]

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
+import json
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import FormatError, PlacementError, StorageError
+from shardwise.execution.committing import let_count, remove_unnamed
+from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.storage import INCOMPLETE, LocalReader, LocalWriter
+from shardwise.planning.commit import Commit, Publish, on_its_way
+from shardwise.storage import LocalReader, StorageWriter, open_writer
+from shardwise.storage.names import shown, why_not_plain
+
+_FRESH = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
+
+_SMALL_BYTES = 1 << 20
+"""What is smaller waits for more before it is written."""
 
 
 def write_rank_files(
@@ -24,47 +35,224 @@ def write_rank_files(
 ) -> int:
     """Write this rank's state, under the name of its rank; the bytes of the file.
 
-    What an older save has left of more ranks, as ``is_one`` says of a name, is removed once all have written. Files
-    take their names one by one: a kill just then leaves some of either save.
+    What an older save has left of more ranks, as ``is_one`` says of a name, is removed. Names are given, so files
+    take them one by one. What takes its place in one step, when all files are whole, is a small file that lists the
+    renames: before it is there the older save counts, from then on the new one. Whoever saves or loads here next
+    carries out what a kill has left of them; another program would see some files of either save until then.
 
     Collective: yes.
     Memory: none, but for shards that are on an accelerator, which torch copies one by one.
 
     Raises:
-        StorageError: a file could not be written.
+        StorageError: a file could not be written, or somebody else writes there, or has since.
     """
-    fresh = folder / f".{names[world.rank]}.{secrets.token_hex(4)}{INCOMPLETE}"
-
-    def write() -> int:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(fresh, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            return fresh.stat().st_size
-        except (OSError, RuntimeError) as error:
-            raise StorageError(f"{folder / names[world.rank]}: writing it failed, {error}") from error
-
-    def rename() -> None:
-        try:
-            fresh.rename(folder / names[world.rank])
-            if world.rank == 0:
-                for file in folder.iterdir():
-                    if is_one(file.name) and file.name not in names:
-                        file.unlink()
-            with LocalWriter(folder) as writer:
-                writer.sync_names()
-        except OSError as error:
-            raise StorageError(f"{folder / names[world.rank]}: naming it failed, {error.strerror}") from error
-
+    desk = _Desk(folder, names, is_one)
     try:
-        nbytes = world.together(write)
-        world.together(rename)
+        token = world.from_first(desk.begin)
+        sizes = world.each(lambda: _write_own(folder, names[world.rank], token, state))
+        world.from_first(lambda: desk.commit(token, sizes))
+    except BaseException:
+        desk.undo()
+        raise
     finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-    return nbytes
+        desk.close()
+    return sizes[world.rank]
+
+
+def finish_renames(folder: Path, names: Sequence[str], is_one: Callable[[str], bool]) -> None:
+    """Carry out the renames that a save of these files left when it was killed, if it did.
+
+    Collective: no; one rank does it.
+
+    Raises:
+        FormatError: what lists them makes no sense.
+        StorageError: the folder cannot be written to, or a save is going on.
+    """
+    if not (folder / _intent(names)).is_file():
+        return
+    with open_writer(folder) as writer:
+        held = take_lock(writer, new_token())
+        try:
+            _finish(writer, _intent(names), is_one)
+        finally:
+            held.release()
+            writer.sync_names()
+
+
+def _intent(names: Sequence[str]) -> str:
+    """The name of the file that lists the renames of the files with these names."""
+    return f".{names[0].removesuffix('.bin')}.renames.json"
+
+
+def _fresh(name: str, token: str) -> str:
+    """What a file is called until it is renamed: no name of what any save takes for left behind by itself."""
+    return f".{name}.{token}.new"
+
+
+def _write_own(folder: Path, name: str, token: str, state: Any) -> int:
+    """Write and sync this rank's file; its bytes."""
+    with open_writer(folder) as writer:
+        require_lock(writer, token)
+        file = _fresh(name, token)
+        try:
+            nbytes = _size_of(state)
+            writer.create(file, nbytes)
+            sink = _Sink(writer, file)
+            torch.save(state, cast(IO[bytes], sink))
+            sink.flush()
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{folder / name}: writing it failed, {error}") from error
+        if sink.position != nbytes:
+            raise StorageError(
+                f"{folder / name}: torch.save wrote {sink.position} bytes, and {nbytes} when it was asked before; "
+                "the state must not change while it is saved"
+            )
+        writer.sync(file)
+        writer.sync_names()
+        return nbytes
+
+
+def _size_of(state: Any) -> int:
+    """Of the file that ``torch.save`` makes of it. Memory: none; what it writes to find out is nearly all holes."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        place = Path(folder, "archive")  # as torch calls what has no name
+        with torch.serialization.skip_data():
+            torch.save(state, place)
+        return place.stat().st_size
+
+
+class _Sink:
+    """A file for ``torch.save`` whose bytes go to a writer, in order, small ones together."""
+
+    def __init__(self, writer: StorageWriter, file: str) -> None:
+        self.position = 0
+        self._writer = writer
+        self._file = file
+        self._pending: list[bytes] = []
+        self._pending_nbytes = 0
+
+    def write(self, content: memoryview | bytes) -> int:
+        view = memoryview(content).cast("B")
+        if view.nbytes < _SMALL_BYTES:
+            self._pending.append(bytes(view))  # torch uses its memory again
+            self._pending_nbytes += view.nbytes
+        if view.nbytes >= _SMALL_BYTES or self._pending_nbytes >= _SMALL_BYTES:
+            self.flush()
+        if view.nbytes >= _SMALL_BYTES:
+            self._put([view])
+        return view.nbytes
+
+    def flush(self) -> None:
+        if self._pending:
+            self._put([memoryview(part) for part in self._pending])
+            self._pending, self._pending_nbytes = [], 0
+
+    def _put(self, parts: Sequence[memoryview]) -> None:
+        self._writer.write(self._file, self.position, parts)
+        self.position += sum(part.nbytes for part in parts)
+
+
+class _Desk:
+    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
+
+    def __init__(self, folder: Path, names: Sequence[str], is_one: Callable[[str], bool]) -> None:
+        self._folder = folder
+        self._names = names
+        self._is_one = is_one
+        self._closing = ExitStack()
+        self._writer: StorageWriter | None = None
+        self._held: Held | None = None
+
+    def begin(self) -> str:
+        """Mark the folder, finish what was left to rename, and remove what was left besides; the save's token."""
+        token, intent = new_token(), _intent(self._names)
+        self._writer = writer = self._closing.enter_context(open_writer(self._folder))
+        self._held = take_lock(writer, token)
+        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{intent}.")])
+        if intent in writer.list():
+            _finish(writer, intent, self._is_one)
+        self._remove_left(writer)
+        return token
+
+    def commit(self, token: str, sizes: Sequence[int]) -> None:
+        """Let the new files count, and give them their names."""
+        assert self._writer is not None
+        assert self._held is not None
+        intent = _intent(self._names)
+        ready = on_its_way(intent, token)
+        files = {_fresh(name, token): nbytes for name, nbytes in zip(self._names, sizes, strict=True)}
+        content = json.dumps({"token": token, "names": list(self._names)}).encode()
+        commit = Commit(
+            files,
+            steps=(Publish(ready, intent),),
+            then=files,
+            ready={ready: content},
+            says={intent: content},
+            without=frozenset({ready}),
+        )
+        let_count(self._writer, self._held, commit, {})
+        _finish(self._writer, intent, self._is_one)
+        self._held.release()
+        self._writer.sync_names()
+
+    def undo(self) -> None:
+        """Remove what was written, unless it counts by now, and take the mark away."""
+        if self._writer is None or self._held is None:
+            return
+        with contextlib.suppress(StorageError):
+            if self._held.whose() is Whose.OURS and _intent(self._names) not in self._writer.list():
+                self._remove_left(self._writer)
+        with contextlib.suppress(StorageError):
+            self._held.release()
+            self._writer.sync_names()
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def _remove_left(self, writer: StorageWriter) -> None:
+        """Files of saves like this one that nothing lists."""
+        for name in writer.list():
+            found = _FRESH.fullmatch(name)
+            if found is not None and self._is_one(found[1]):
+                writer.remove(name)
+
+
+def _finish(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> None:
+    """Give the files that are listed their names, and remove what an older save has of more ranks; when marked."""
+    there = set(writer.list())
+    if intent not in there:
+        return  # somebody else has finished it
+    token, names = _parsed(writer, intent, is_one)
+    for name in names:
+        if _fresh(name, token) in there:
+            writer.rename(_fresh(name, token), name)
+        elif name not in there:
+            raise FormatError(
+                f"{intent} in {writer.root}: lists {shown(name)}, which is gone; remove that list, and save again"
+            )
+    for name in there:
+        if is_one(name) and name not in names:
+            writer.remove(name)
+    writer.sync_names()
+    writer.remove(intent)
+    writer.sync_names()
+
+
+def _parsed(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> tuple[str, list[str]]:
+    """The token and the names that a list of renames has: those of files of ranks, in this folder."""
+    try:
+        found = json.loads(writer.read(intent) or b"")
+        token, names = found["token"], found["names"]
+        if (
+            re.fullmatch(r"[0-9a-f]{8}", token)
+            and isinstance(names, list)
+            and all(isinstance(name, str) and why_not_plain(name) is None and is_one(name) for name in names)
+        ):
+            return token, names
+        cause: Exception | None = None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        cause = error
+    raise FormatError(f"{intent} in {writer.root}: is no list of renames; it is damaged: remove it") from cause
 
 
 def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:

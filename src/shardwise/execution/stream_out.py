@@ -69,17 +69,17 @@ def stream_out(
         StorageError: something could not be written.
     """
     streamed = Streamed(dict.fromkeys(plan.entries, 0))
+    begun = begin_save(writer, plan)
     try:
-        before = begin_save(writer, plan)
         with ThreadPoolExecutor(1) as pool:
             for file in plan.files:
                 writer.create(file.name, file.nbytes)
                 _write_file(writer, file, values, streamed, pool, block_bytes, advance)
                 writer.sync(file.name)
         check(streamed)
-        commit_save(writer, plan, before, companions, streamed.fingerprints)
+        commit_save(writer, plan, begun, companions, streamed.fingerprints)
     except BaseException:
-        undo_save(writer, plan)
+        undo_save(writer, plan, begun)
         raise
     return streamed
 

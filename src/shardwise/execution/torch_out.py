@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from shardwise.errors import FormatError, StorageError
+from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.landing import memory_of
-from shardwise.execution.saving_lock import release_lock, take_lock
+from shardwise.execution.saving_lock import Held, new_token, take_lock
 from shardwise.execution.stream_out import BLOCK_BYTES, Part, Streamed
 from shardwise.formats.torch_file import read_torch_file
 from shardwise.models._torch_private import save_without_data
 from shardwise.models.dtypes import to_torch
+from shardwise.planning.commit import Commit, Rename, on_its_way
 from shardwise.planning.save_plan import Saved
-from shardwise.storage import INCOMPLETE, LocalReader, LocalWriter
+from shardwise.storage import LocalReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange, row_blocks
 
@@ -29,40 +31,53 @@ Levels: TypeAlias = tuple[str | int, ...]
 Nest: TypeAlias = Mapping[Levels, object]
 """Values of nested dicts and lists, by the way to each."""
 
+_HOLLOW = "archive"
+"""A file whose archive is called so inside, too, as torch calls one that has no name."""
+
 
 class RoomyFile:
     """A file of ``torch.save`` under way: its pickle is written, with room for the bytes of its tensors.
 
-    The archive's checksums of these stay those of nothing, which torch does not look at.
+    All of it goes through ``writer``, by one process. The archive's checksums of the tensors stay those of nothing,
+    which torch does not look at.
     """
 
-    def __init__(self, writer: LocalWriter, name: str) -> None:
+    def __init__(self, writer: StorageWriter, name: str) -> None:
         self._writer = writer
         self._name = name
-        self._token = f"model.{secrets.token_hex(4)}{INCOMPLETE}"
+        self._token = new_token()
+        self._file = on_its_way(name, self._token)
+        self._held: Held | None = None
+        self._nbytes = 0
 
     def begin(self, tensors: Mapping[Levels, Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
         """Write all but the bytes of the tensors; where these belong, each once, in the order of the file.
 
         ``tensors`` are key, dtype and shape, by where they are in the object that is saved (:func:`nested`); those
-        of one key are one. ``objects`` is what else is in it.
+        of one key are one. ``objects`` is what else is in it. What saves of such a file left is removed first.
         """
-        take_lock(self._writer, self._token)
+        self._held = take_lock(self._writer, self._token)
         try:
+            remove_unnamed(self._writer, [name for name in self._writer.list() if name.startswith(".")])
 
             def make() -> object:
                 hollow = {key: torch.empty(shape, dtype=to_torch(dtype)) for key, dtype, shape in tensors.values()}
                 return nested({**{path: hollow[key] for path, (key, _, _) in tensors.items()}, **objects})
 
-            try:
-                save_without_data(make, Path(self._writer.root, self._token))
-            except OSError as error:
-                raise StorageError(
-                    f"{self._token} in {self._writer.root}: writing it failed, {error.strerror}"
-                ) from error
-            return _places(
-                self._writer, self._token, {".".join(map(str, path)): at for path, at in tensors.items()}
-            )
+            # As large as the file is to be, and nearly all of it holes, which take no space.
+            with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+                save_without_data(make, Path(folder, _HOLLOW))
+                with LocalReader(folder) as reader:
+                    places = _places(reader, {".".join(map(str, path)): at for path, at in tensors.items()})
+                    self._nbytes = reader.size(_HOLLOW)
+                    self._writer.create(self._file, self._nbytes)
+                    for around in _around([place for place, _ in places], self._nbytes):
+                        content = reader.read(_HOLLOW, around.start, around.stop)
+                        self._writer.write(self._file, around.start, [memoryview(content)])
+            return places
+        except OSError as error:
+            self.undo()
+            raise StorageError(f"{self._name} in {self._writer.root}: laying it out failed, {error}") from error
         except BaseException:
             self.undo()
             raise
@@ -70,28 +85,38 @@ class RoomyFile:
     def write(self, start: int, value: torch.Tensor) -> memoryview:
         """Put the bytes of a tensor, or of a row-major run of one, into the file at this byte."""
         data = memory_of(value.contiguous().view(-1).view(torch.uint8))
-        self._writer.write(self._token, start, [data])
+        self._writer.write(self._file, start, [data])
         return data
 
     def sync(self) -> None:
         """Make sure that what has been written stays."""
-        self._writer.sync(self._token)
+        self._writer.sync(self._file)
 
-    def commit(self) -> None:
-        """Take the place of the file of this name, once synced."""
-        self._writer.rename(self._token, self._name)
-        release_lock(self._writer, self._token)
+    def commit(self, companions: Mapping[str, bytes]) -> None:
+        """Take the place of the file of this name, once synced; ``companions`` are small files beside it."""
+        assert self._held is not None
+        commit = Commit(
+            {self._file: self._nbytes},
+            steps=(Rename(self._file, self._name),),
+            then={self._name: self._nbytes},
+            without=frozenset({self._file}),
+        )
+        let_count(self._writer, self._held, commit, companions)
+        self._held.release()
         self._writer.sync_names()
 
     def undo(self) -> None:
         """Leave nothing behind."""
         with contextlib.suppress(StorageError):
-            self._writer.remove(self._token)
-            release_lock(self._writer, self._token)
+            self._writer.remove(self._file)
+        if self._held is not None:
+            with contextlib.suppress(StorageError):
+                self._held.release()
+                self._writer.sync_names()
 
 
 def stream_torch_file(
-    writer: LocalWriter,
+    writer: StorageWriter,
     name: str,
     tensors: Mapping[Levels, Saved],
     objects: Nest,
@@ -125,12 +150,10 @@ def stream_torch_file(
                 advance(data.nbytes)
                 inside += data.nbytes
         file.sync()
+        file.commit(companions)
     except BaseException:
         file.undo()
         raise
-    for companion, content in companions.items():
-        writer.replace(companion, content)
-    file.commit()
     return streamed
 
 
@@ -171,12 +194,20 @@ def fingerprints_in(folder: Path, name: str, tensors: Mapping[Levels, Saved]) ->
     return found.fingerprints
 
 
-def _places(writer: LocalWriter, token: str, keys: Mapping[str, Saved]) -> list[tuple[ByteRange, Saved]]:
+def _places(reader: LocalReader, keys: Mapping[str, Saved]) -> list[tuple[ByteRange, Saved]]:
     """Where the bytes of each tensor belong, in the order of the file."""
-    with LocalReader(writer.root) as reader:
-        found = {".".join(item.path): item.chunks[0].view.range for item in read_torch_file(reader, token).tensors}
+    found = {".".join(item.path): item.chunks[0].view.range for item in read_torch_file(reader, _HOLLOW).tensors}
     if found.keys() != keys.keys():
         odd = shown(sorted(found.keys() ^ keys.keys())[0])
         raise FormatError(f"{odd}: its place in a file of torch.save is not found; two values have one name")
     once = {saved[0]: (found[path], saved) for path, saved in keys.items()}
     return sorted(once.values(), key=lambda item: item[0].start)
+
+
+def _around(places: Sequence[ByteRange], nbytes: int) -> Iterator[ByteRange]:
+    """What of so many bytes lies between these ranges, which are in order, in pieces of bounded size."""
+    position = 0
+    for place in [*places, ByteRange(nbytes, nbytes)]:
+        for start in range(position, place.start, BLOCK_BYTES):
+            yield ByteRange(start, min(start + BLOCK_BYTES, place.start))
+        position = max(position, place.stop)

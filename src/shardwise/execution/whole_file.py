@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.planning.save_plan import Saved
-from shardwise.storage import LocalWriter
+from shardwise.storage import open_writer
 from shardwise.tensors import Box, ByteRange, Strided, row_blocks
 
 
@@ -54,13 +55,31 @@ def write_whole_file(
             for at, tensor in tensors.items()
         }
     )
-    file = world.together(lambda: RoomyFile(LocalWriter(path.parent), path.name) if world.rank == 0 else None)
+    with ExitStack() as closing:
+        file = world.together(
+            lambda: (
+                RoomyFile(closing.enter_context(open_writer(path.parent)), path.name) if world.rank == 0 else None
+            )
+        )
+        return _write(world, file, saved, objects, once, held, budget_bytes, device)
+
+
+def _write(
+    world: World,
+    file: RoomyFile | None,
+    saved: Mapping[Levels, Saved],
+    objects: Nest,
+    once: Mapping[str, torch.Tensor],
+    held: Mapping[str, tuple[tuple[Box, ...], ...]],
+    budget_bytes: int,
+    device: torch.device,
+) -> int:
     try:
         places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
         for batch in _batches(places, budget_bytes // 2):
             _carry(world, file, batch, once, held, budget_bytes // 2, device)
         world.together(lambda: None if file is None else file.sync())
-        world.together(lambda: None if file is None else file.commit())
+        world.together(lambda: None if file is None else file.commit({}))
     except BaseException:
         if file is not None:
             file.undo()

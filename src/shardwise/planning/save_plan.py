@@ -3,10 +3,10 @@
 [Note: One commit] A reader of the hub's layout looks for ``model.safetensors`` first, and for
 ``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
 older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
-until that file is removed). A save to one file is written under another name and renamed. So at every moment there
-is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is saved in the
-same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes with it, the
-older one is set aside first, since a config of another scaling would make other values of it.
+until that file is set aside). A save to one file is written under another name and renamed. So at every moment
+there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is
+saved in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes
+with it, the older one is set aside first, since a config of another scaling would make other values of it.
 """
 
 from __future__ import annotations

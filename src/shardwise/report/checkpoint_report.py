@@ -68,6 +68,7 @@ class RestoreReport:
     Attributes:
         directory: of the checkpoint.
         step: optimizer steps that had been done.
+        passed_over: later steps that are there, and of which files are gone or cut.
         saved_by: how many ranks saved it.
         user: the user's own state.
         restored: the parts that were: "model", "optimizers", "schedulers", "scaler", "data", "rng".
@@ -92,6 +93,7 @@ class RestoreReport:
     directory: str
     step: int
     saved_by: int
+    passed_over: tuple[int, ...] = ()
     user: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     restored: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
@@ -122,6 +124,8 @@ class RestoreReport:
             *([f"  {in_bytes(self.checked_bytes)} of tensors are what was written"] if self.checked_bytes else []),
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
+        if self.passed_over:
+            lines.append(f"  passed over, as files are gone or cut: step {', '.join(map(str, self.passed_over))}")
         lines += [f"  {what}: {text}" for what, text in (("rng", self.rng), ("data", self.data)) if text]
         for pair in dict.fromkeys(self.cast.values()):
             lines += listing(f"{pair[0]}→{pair[1]}", [name for name, cast in self.cast.items() if cast == pair])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -51,17 +52,20 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Make the folder where it is not there, so that it lasts."""
-    if os.path.isdir(path):
+    """Make the folder where it is not there, so that it lasts; also where whoever made it died before it did."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(path):
+        if parent != path:
+            make_folder(parent)
+        try:
+            os.mkdir(path)
+        except FileExistsError as error:
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
+        sync_folder(parent)
         return
-    missing = []
-    folder = path
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    os.makedirs(path, exist_ok=True)
-    for made in missing:
-        sync_folder(os.path.dirname(made))
+    with contextlib.suppress(OSError):  # not ours to look into, then not made by a save of ours
+        sync_folder(parent)
 
 
 def sync_folder(folder: str) -> None:

@@ -89,15 +89,22 @@ class FsspecWriter:
         return self._policy
 
     def list(self) -> list[str]:
+        return list(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
         self._require_open(None)
         self._files.invalidate_cache()
         with self._failures(None, "listing it"):
             try:
                 found = self._files.ls(self._folder, detail=True)
             except FileNotFoundError:
-                return []
-        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "file"]
-        return sorted(name for name in names if name)
+                return {}
+        sizes = {
+            entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0)
+            for entry in found
+            if entry["type"] == "file"
+        }
+        return {name: sizes[name] for name in sorted(sizes) if name}
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
@@ -181,6 +188,12 @@ class FsspecWriter:
             "write it under its name"
         )
 
+    def publish(self, file: str, name: str) -> None:
+        source, target = self._path(file), self._path(name)
+        self._files.invalidate_cache()
+        with self._failures(file, f"giving it the name {shown(name)}"):
+            _move(self._files, source, target)
+
     def replace(self, file: str, content: bytes) -> None:
         path = self._path(file)
         interim = self._interim(path)
@@ -231,7 +244,10 @@ class FsspecWriter:
 
     def _interim(self, path: str) -> str:
         """Where a file is while it is written."""
-        return path if self._is_shown_when_closed else f"{path}.{secrets.token_hex(4)}{INCOMPLETE}"
+        if self._is_shown_when_closed:
+            return path
+        folder, slash, file = path.rpartition("/")
+        return f"{folder}{slash}.{file}.{secrets.token_hex(4)}{INCOMPLETE}"
 
     def _in_folder(self, act: Any) -> None:
         """Do what needs the folder, which is made only where it is missed: object stores have none to make."""

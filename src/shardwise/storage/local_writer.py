@@ -68,6 +68,7 @@ class LocalWriter:
         self._blocks = Blocks()
         self._open_files = OpenFiles(self._root)
         self._counting = threading.Lock()
+        self._is_made = False
         self.bytes_written = 0
         self.writes = 0
 
@@ -89,6 +90,18 @@ class LocalWriter:
             return []
         except OSError as error:
             raise self._failed(None, "listing it", error) from error
+
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for file in self.list():
+            try:
+                found[file] = os.stat(os.path.join(self._root, file)).st_size
+            except FileNotFoundError:
+                if os.path.lexists(os.path.join(self._root, file)):
+                    found[file] = 0  # a link that leads nowhere
+            except OSError as error:
+                raise self._failed(file, "looking at it", error) from error
+        return found
 
     def read(self, file: str) -> bytes | None:
         path = self._path(file)
@@ -114,7 +127,7 @@ class LocalWriter:
             )
         doing = f"creating it with {in_bytes(nbytes)}"
         try:
-            make_folder(self._root)
+            self._make_root()
             descriptor = create_file(path)
         except (OSError, UnicodeError) as error:
             raise self._failed(file, doing, error) from error
@@ -186,12 +199,15 @@ class LocalWriter:
             raise self._failed(file, doing, error) from error
         self._sync_names(file, doing)
 
+    def publish(self, file: str, name: str) -> None:
+        self.rename(file, name)
+
     def replace(self, file: str, content: bytes) -> None:
         target = self._path(file)
         fresh = os.path.join(self._root, f".{file}.{secrets.token_hex(4)}{INCOMPLETE}")
         doing = f"writing it with {in_bytes(len(content))}"
         try:
-            make_folder(self._root)
+            self._make_root()
             write_whole(fresh, content)
             os.rename(fresh, target)
         except (OSError, UnicodeError) as error:
@@ -320,6 +336,11 @@ class LocalWriter:
             os.close(descriptor)
             raise
         return self._open_files.use_opened(file, descriptor, nbytes)
+
+    def _make_root(self) -> None:
+        if not (self._is_made and os.path.isdir(self._root)):
+            make_folder(self._root)
+            self._is_made = True
 
     def _sync_names(self, file: str | None, doing: str) -> None:
         try:

@@ -60,6 +60,10 @@ class MemoryWriter:
         self._require_open(None)
         return sorted(self._files.copy())
 
+    def sizes(self) -> dict[str, int]:
+        self._require_open(None)
+        return {file: len(content) for file, content in sorted(self._files.copy().items())}
+
     def read(self, file: str) -> bytes | None:
         self._require_name(file)
         content = self._files.get(file)
@@ -128,6 +132,14 @@ class MemoryWriter:
         self._require_name(name)
         if not self._policy.can_rename:
             raise StorageError(f"{self._named(file)}: cannot be renamed in such a storage; write it under its name")
+        self._rename(file, name)
+
+    def publish(self, file: str, name: str) -> None:
+        self._require_name(file)
+        self._require_name(name)
+        self._rename(file, name)
+
+    def _rename(self, file: str, name: str) -> None:
         with self._lock:
             if file not in self._files:
                 raise StorageError(

@@ -111,6 +111,10 @@ class StorageWriter(Protocol):
         """The names of all files in the root, sorted; none where there is no such folder yet."""
         ...
 
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file that :meth:`list` names; of a link, of what it leads to."""
+        ...
+
     def read(self, file: str) -> bytes | None:
         """The content of a small file; None where there is none."""
         ...
@@ -144,6 +148,14 @@ class StorageWriter(Protocol):
         """Give a synced file another name in the root, in place of whatever had it; durable when this returns.
 
         Where not ``policy.can_rename``, this is a StorageError.
+        """
+        ...
+
+    def publish(self, file: str, name: str) -> None:
+        """Give a small file that is synced another name, in place of whatever had it; durable when this returns.
+
+        The file is gone then. The other name changes in one step, on every storage (a store copies within itself);
+        that the file has been removed meanwhile is a StorageError, and changes nothing.
         """
         ...
 

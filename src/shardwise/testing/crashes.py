@@ -165,6 +165,9 @@ class RecordingWriter:
     def list(self) -> list[str]:
         return self._inner.list()
 
+    def sizes(self) -> dict[str, int]:
+        return self._inner.sizes()
+
     def read(self, file: str) -> bytes | None:
         return self._inner.read(file)
 
@@ -188,6 +191,16 @@ class RecordingWriter:
         with self._log.next() as note:
             self._inner.rename(file, name)
             note(Renamed(self._writer, self._noted(file), self._noted(name)))
+
+    def publish(self, file: str, name: str) -> None:
+        with self._log.next() as note:
+            content = self._inner.read(file)
+            self._inner.publish(file, name)
+            if self.policy.can_rename:
+                note(Renamed(self._writer, self._noted(file), self._noted(name)))
+            else:  # a copy, and then a removal
+                note(Replaced(self._writer, self._noted(name), content or b""))
+                note(Removed(self._writer, self._noted(file)))
 
     def replace(self, file: str, content: bytes) -> None:
         with self._log.next() as note:

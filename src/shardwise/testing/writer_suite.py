@@ -87,6 +87,7 @@ class StorageWriterSuite:
     def test_an_empty_folder_has_no_files(self, storage: WritableStorage) -> None:
         with storage.open() as writer:
             assert writer.list() == []
+            assert writer.sizes() == {}
             assert writer.read("a") is None
             writer.sync_names()
 
@@ -96,6 +97,7 @@ class StorageWriterSuite:
             _put(writer, "a", b"1")
             writer.sync_names()
             assert writer.list() == ["a", "b"]
+            assert writer.sizes() == {"a": 1, "b": _NBYTES}
             assert writer.read("b") == _CONTENT
         assert storage.contents() == {"a": b"1", "b": _CONTENT}
 
@@ -211,6 +213,8 @@ class StorageWriterSuite:
             lambda writer: writer.sync(name),
             lambda writer: writer.rename(name, "b"),
             lambda writer: writer.rename("a", name),
+            lambda writer: writer.publish(name, "b"),
+            lambda writer: writer.publish("a", name),
             lambda writer: writer.replace(name, b"1"),
             lambda writer: writer.remove(name),
         ]
@@ -279,6 +283,25 @@ class StorageWriterSuite:
                 writer.rename("absent", "c")
         assert storage.contents() == {"b": b"1"}
 
+    def test_publishing_takes_the_place_of_what_was_there(self, storage: WritableStorage) -> None:
+        with storage.open() as writer:
+            writer.replace("b", b"older")
+            _put(writer, "a", b"1")
+            writer.replace("c", b"22")
+            writer.publish("a", "b")
+            assert storage.contents() == {"b": b"1", "c": b"22"}
+            writer.publish("c", "d")
+            assert storage.contents() == {"b": b"1", "d": b"22"}
+
+    def test_what_has_been_removed_is_not_published(self, storage: WritableStorage) -> None:
+        with storage.open() as writer, storage.open() as another:
+            writer.replace("b", b"older")
+            _put(writer, "a", b"1")
+            another.remove("a")
+            with pytest.raises(StorageError, match=r"a in .*"):
+                writer.publish("a", "b")
+        assert storage.contents() == {"b": b"older"}
+
     def test_a_closed_writer_refuses_and_may_be_closed_again(self, storage: WritableStorage) -> None:
         writer = storage.open()
         _put(writer, "a", b"1")
@@ -289,10 +312,12 @@ class StorageWriterSuite:
             lambda: writer.write("a", 0, [memoryview(b"2")]),
             lambda: writer.sync("a"),
             lambda: writer.rename("a", "b"),
+            lambda: writer.publish("a", "b"),
             lambda: writer.replace("a", b"2"),
             lambda: writer.remove("a"),
             lambda: writer.read("a"),
             writer.list,
+            writer.sizes,
             writer.sync_names,
         ]
         for ask in asks:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.distributed_folder import write_distributed_folder
 from shardwise.execution.materialize import home_of
-from shardwise.execution.rank_files import read_rank_file, write_rank_files
+from shardwise.execution.rank_files import finish_renames, read_rank_file, write_rank_files
 from shardwise.execution.replicas import equal_on_all
 from shardwise.execution.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.states import (
@@ -34,7 +34,7 @@ from shardwise.execution.torch_out import Levels
 from shardwise.execution.whole_file import write_whole_file
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Distributed, Kind, OfRanks, WholeFile, find
+from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Distributed, Found, Kind, OfRanks, WholeFile, find
 from shardwise.formats.distributed import METADATA
 from shardwise.models.optimizer_state import ByName, Given, ParameterOrder, read, with_names, written_out
 from shardwise.models.rebind import label
@@ -280,7 +280,7 @@ def load_accelerate_optimizer(
     ):
         with clock.phase("agree"):
             require_same_call(world, os.fspath(path), number, order, tolerance, options=options)
-            found = world.from_first(lambda: find(path, OPTIMIZER, number))
+            found = world.from_first(lambda: _found(path, OPTIMIZER, number))
         values: list[Values] = []
 
         def take_apart(ours: Ours) -> tuple[Given, Values]:
@@ -346,7 +346,7 @@ def _write(
             nbytes = write_whole_file(world, path, tensors, objects, budget_bytes=budget, device=home)
         case DistributedFolder():
             path = folder / kind.folder(number)
-            nbytes = write_distributed_folder(world, path, {kind.what: state})
+            nbytes = write_distributed_folder(world, path, {kind.what: state}, budget_bytes=options.budget_bytes)
         case RankFiles():
             names = [kind.rank_file(number, rank) for rank in range(world.size)]
             path = folder / names[world.rank]
@@ -384,7 +384,7 @@ def _leaves(value: Any, way: Levels) -> Iterator[tuple[Levels, Any]]:
 
 def _values_of_model(world: World, path: Path, number: int, options: StateOptions, stack: ExitStack) -> Values:
     """What accelerate saved of a model, wherever and however. Collective: yes."""
-    found = world.from_first(lambda: find(path, MODEL, number))
+    found = world.from_first(lambda: _found(path, MODEL, number))
     match found:
         case OfRanks(folder, files):
             state = read_rank_file(world, Path(folder), files)
@@ -398,6 +398,13 @@ def _values_of_model(world: World, path: Path, number: int, options: StateOption
             return StoredValues(reader, index, named, options.budget_bytes)
         case _:
             assert_never(found)
+
+
+def _found(path: Place, kind: Kind, number: int) -> Found:
+    """What there is, once what a killed save left to be renamed has been. On one rank."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    finish_renames(folder, [kind.rank_file(number, 0)], lambda name: kind.rank_of(name, number) is not None)
+    return find(path, kind, number)
 
 
 def _by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:

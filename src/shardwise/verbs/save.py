@@ -7,7 +7,6 @@ import hashlib
 import math
 import os
 import re
-import secrets
 import sys
 import tempfile
 from collections import Counter
@@ -23,14 +22,14 @@ from torch import nn
 from shardwise.conversion import Stored
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
-from shardwise.execution.committing import Before, begin_save, commit_save, undo_save
+from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.giving import Shares, agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
 from shardwise.execution.owners import write_by_owners
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.saving_lock import release_lock, require_lock, take_lock
+from shardwise.execution.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter
@@ -215,7 +214,7 @@ def _save(
     clock = Clock()
     with World.current(options.process_group, options.patience, call=call) as world:
         with clock.phase("plan"):
-            token = world.from_first(_new_token)
+            token = world.from_first(new_token)
             request = world.together(lambda: ask(token))
             writer = world.together(lambda: open_writer(request.directory))
         with writer:
@@ -243,9 +242,7 @@ def require_writable(directory: str | os.PathLike[str]) -> None:
     made = [] if is_url(directory) else _folders_to_make(Path(os.path.abspath(directory)))
     try:
         with open_writer(directory) as writer:
-            token = _new_token()
-            take_lock(writer, token)
-            release_lock(writer, token)
+            take_lock(writer, new_token()).release()
     finally:
         for folder in made:
             with contextlib.suppress(OSError):  # somebody else has put something into it
@@ -419,10 +416,6 @@ def in_bytes_of(size: int | str) -> int:
     return nbytes
 
 
-def _new_token() -> str:
-    return secrets.token_hex(4)
-
-
 def _carry_out(
     world: World,
     writer: StorageWriter,
@@ -433,10 +426,11 @@ def _carry_out(
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
+    desk = _Desk(writer, ready)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
-            begun = world.from_first(lambda: _begin(writer, ready, creates=not has_owners))
+            world.from_first(lambda: desk.begin(creates=not has_owners))
             world.together(lambda: require_lock(writer, plan.token))
         with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
             emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
@@ -454,10 +448,9 @@ def _carry_out(
                 _require_same(world, emitter, ready)
             sums = _add_up(world, plan, emitter)
         with clock.phase("commit"):
-            removed = world.from_first(lambda: commit_save(writer, plan, begun.before, begun.small_files, sums))
+            removed = world.from_first(lambda: desk.commit(sums))
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
-        if world.rank == 0:
-            undo_save(writer, plan)
+        desk.undo()
         raise
     layout = ready.layout
     return SaveReport(
@@ -510,22 +503,33 @@ def _write_by_owners(
     emitter.sums.update(written.sums)
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """What the first rank found before anything was written, and what it will put beside the weights."""
+class _Desk:
+    """What one rank does for all: before anything is written, and when all is. Nothing on the others."""
 
-    before: Before
-    small_files: Mapping[str, bytes]
+    def __init__(self, writer: StorageWriter, ready: _Prepared) -> None:
+        self._writer = writer
+        self._ready = ready
+        self._small_files: dict[str, bytes] = {}
+        self._begun: Begun | None = None
 
+    def begin(self, *, creates: bool) -> None:
+        """Mark the folder, look at what is there, and perhaps create the files."""
+        writer, plan = self._writer, self._ready.plan
+        self._small_files = _small_files(self._ready.request, plan)
+        self._begun = begin_save(writer, plan)
+        for file in plan.files if creates else ():
+            writer.create(file.name, file.nbytes)
+            writer.write(file.name, 0, [memoryview(file.header)])
 
-def _begin(writer: StorageWriter, ready: _Prepared, *, creates: bool) -> _Begun:
-    """Mark the folder, look at what is there, and perhaps create the files. On the first rank only."""
-    small_files = _small_files(ready.request, ready.plan)
-    before = begin_save(writer, ready.plan)
-    for file in ready.plan.files if creates else ():
-        writer.create(file.name, file.nbytes)
-        writer.write(file.name, 0, [memoryview(file.header)])
-    return _Begun(before, small_files)
+    def commit(self, sums: Mapping[str, int]) -> list[str]:
+        """Let the save count; the names of what was removed."""
+        assert self._begun is not None
+        return commit_save(self._writer, self._ready.plan, self._begun, self._small_files, sums)
+
+    def undo(self) -> None:
+        """Give the save up, if it was begun."""
+        if self._begun is not None:
+            undo_save(self._writer, self._ready.plan, self._begun)
 
 
 def _small_files(request: _Request, plan: SavePlan) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from shardwise.checkpoints.plan import Chunk
+from shardwise.execution.chunks import Chunk
 from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import memory_of
 from shardwise.execution.place import bytes_of

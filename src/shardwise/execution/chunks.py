@@ -7,8 +7,10 @@ values that are no tensors. What several ranks hold is written by one of them, i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -20,10 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoints.archive import envelope
-from shardwise.checkpoints.folder import data_file
-from shardwise.checkpoints.state import Keys, key_of
 from shardwise.errors import PlacementError
+from shardwise.execution.archive import envelope
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import TensorFacts, require_same_tensors
 from shardwise.models._torch_private import stored_at
@@ -31,11 +31,26 @@ from shardwise.planning.giving import Boxes, shares_by_rank, shares_of_first
 from shardwise.report import collapse
 from shardwise.tensors import Box, numel
 
+Way = TypeVar("Way", bound=tuple[str | int, ...])
+"""What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "step")``; numbers lead into lists."""
+
+_NO_OTHERS: Mapping[Any, Any] = MappingProxyType({})
+
 _VERSION = "1.0.0"
 """Of the format, as torch 2.11 to 2.13 note it."""
 
 _ALIGNMENT = 64
 """Where archives begin in a file, as their tensors do in them."""
+
+
+def data_file(rank: int, number: int = 0) -> str:
+    """The file of what a rank wrote, by the name that torch gives such files."""
+    return f"__{rank}_{number}.distcp"
+
+
+def key_of(way: tuple[str | int, ...]) -> str:
+    """The name that torch gives to what lies at the end of this way."""
+    return ".".join(map(str, way))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +82,9 @@ class TensorsPlan:
     ``others`` are further names of tensors that have several, with the keys of their first ones.
     """
 
-    tensors: Mapping[str, tuple[Keys, tuple[int, ...], torch.dtype]]
+    tensors: Mapping[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]]
     by_rank: tuple[tuple[Chunk, ...], ...]
-    others: Mapping[Keys, str]
+    others: Mapping[tuple[str | int, ...], str]
 
     @property
     def state_bytes(self) -> int:
@@ -84,10 +99,10 @@ class TensorsPlan:
 
 @collected_later()
 def plan_tensors(
-    tensors: Mapping[Keys, tuple[tuple[int, ...], torch.dtype]],
+    tensors: Mapping[Way, tuple[tuple[int, ...], torch.dtype]],
     told: Sequence[Mapping[str, TensorFacts]],
-    buffers: Collection[str],
-    others: Mapping[Keys, Keys],
+    buffers: Collection[str] = (),
+    others: Mapping[Way, Way] = _NO_OTHERS,
 ) -> TensorsPlan:
     """Deal the tensors out to the ranks. ``told`` is what each rank holds, by key.
 
@@ -102,7 +117,7 @@ def plan_tensors(
     ends = [0] * len(told)
     files: list[list[Chunk]] = [[] for _ in told]
     lacking: list[str] = []
-    found: dict[str, tuple[Keys, tuple[int, ...], torch.dtype]] = {}
+    found: dict[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]] = {}
     for number, (path, (shape, dtype)) in enumerate(tensors.items()):
         key = key_of(path)
         found[key] = path, shape, dtype
@@ -134,16 +149,19 @@ def _lay_out(
 
 
 @collected_later()
-def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> bytes:
+def metadata_of(
+    plan: TensorsPlan, values: Sequence[Mapping[Way, int]], name: Callable[[int], str] = data_file
+) -> bytes:
     """The file ``.metadata``. ``values`` are what each rank stores that is no tensor, with its bytes, in order.
 
-    A tensor of several names is in it under each, since torch asks for all of them; its bytes are there once.
+    ``name`` is that of the file of a rank. A tensor of several names is in it under each, since torch asks for all
+    of them; its bytes are there once.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         for key, (_, shape, dtype) in plan.tensors.items()
     }
-    paths = {key: path for key, (path, _, _) in plan.tensors.items()}
+    paths: dict[str, tuple[str | int, ...]] = {key: path for key, (path, _, _) in plan.tensors.items()}
     places: dict[MetadataIndex, object] = {}
     for rank, chunks in enumerate(plan.by_rank):
         for chunk in chunks:
@@ -151,7 +169,7 @@ def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> byte
             assert isinstance(tensor, TensorStorageMetadata)
             index = MetadataIndex(chunk.key, chunk.box.offsets, len(tensor.chunks))
             tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)))
-            places[index] = stored_at(data_file(rank), chunk.start, chunk.stop - chunk.start)
+            places[index] = stored_at(name(rank), chunk.start, chunk.stop - chunk.start)
     chunks_of: dict[str, list[MetadataIndex]] = {}
     for index in places:
         chunks_of.setdefault(index.fqn, []).append(index)
@@ -165,7 +183,7 @@ def metadata_of(plan: TensorsPlan, values: Sequence[Mapping[Keys, int]]) -> byte
             key = key_of(path)
             described[key] = BytesStorageMetadata()
             paths[key] = path
-            places[MetadataIndex(key)] = stored_at(data_file(rank), position, nbytes)
+            places[MetadataIndex(key)] = stored_at(name(rank), position, nbytes)
             position += nbytes
     metadata = Metadata(described, paths, places, version=_VERSION)
     return pickle.dumps(metadata)

@@ -1,0 +1,115 @@
+"""A rank's file of a ``torch.distributed.checkpoint``, written from its beginning to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from shardwise.execution.archive import envelope
+from shardwise.execution.chunks import Chunk
+from shardwise.execution.workers import Ahead
+from shardwise.storage import StorageWriter
+
+
+class Source(Protocol):
+    """Where the bytes of chunks come from.
+
+    Attributes:
+        block_bytes: the most that is asked for before what came is let go.
+    """
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def blocks(self, chunk: Chunk) -> Iterator[memoryview]: ...
+
+
+class Onlooker(Protocol):
+    """Is shown what is written, in the order of the file; the elements of chunks while they are written."""
+
+    def begin(self) -> int:
+        """The number of the next chunk."""
+        ...
+
+    def add(self, chunk: int, start: int, block: memoryview) -> None:
+        """A block of a chunk, from its byte ``start`` on. May be called on another thread."""
+        ...
+
+    def add_around(self, content: bytes) -> None:
+        """What lies around chunks."""
+        ...
+
+    def add_value(self, content: bytes) -> None:
+        """A value that is no tensor."""
+        ...
+
+
+class Nobody:
+    """Looks on at nothing."""
+
+    def begin(self) -> int:
+        return 0
+
+    def add(self, chunk: int, start: int, block: memoryview) -> None:
+        pass
+
+    def add_around(self, content: bytes) -> None:
+        pass
+
+    def add_value(self, content: bytes) -> None:
+        pass
+
+
+class ChunkStream:
+    """A file written from its beginning to its end, in requests as large as the storage likes them."""
+
+    def __init__(
+        self, writer: StorageWriter, file: str, check: Callable[[], None], onlooker: Onlooker | None = None
+    ) -> None:
+        self._writer = writer
+        self._file = file
+        self._check = check
+        self._position = 0
+        self._pending: list[memoryview] = []
+        self._pending_nbytes = 0
+        self._onlooker: Onlooker = onlooker or Nobody()
+        self._unseen: list[tuple[int, int, memoryview]] = []
+
+    def write(self, chunks: Sequence[Chunk], source: Source, values: Sequence[bytes]) -> None:
+        most = min(source.block_bytes, self._writer.policy.request_bytes)
+        for chunk in chunks:
+            around = envelope(chunk.box.sizes, chunk.dtype)
+            self._add_around(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
+            number, start = self._onlooker.begin(), 0
+            for block in source.blocks(chunk):
+                self._add(block)
+                self._unseen.append((number, start, block))
+                start += block.nbytes
+                if self._pending_nbytes >= most:
+                    self._flush()
+            self._add_around(around.after)
+        for content in values:
+            self._add(content)
+            self._onlooker.add_value(content)
+        self._flush()
+
+    def _add_around(self, content: bytes) -> None:
+        self._add(content)
+        self._onlooker.add_around(content)
+
+    def _add(self, content: bytes | memoryview) -> None:
+        self._pending.append(memoryview(content))
+        self._pending_nbytes += len(content)
+
+    def _flush(self) -> None:
+        self._check()
+        shown = Ahead(self._show)  # while the bytes are written
+        self._writer.write(self._file, self._position, self._pending)
+        shown.value(self._check)
+        self._position += self._pending_nbytes
+        self._pending, self._pending_nbytes = [], 0
+
+    def _show(self) -> None:
+        for number, start, block in self._unseen:
+            self._onlooker.add(number, start, block)
+        self._unseen = []

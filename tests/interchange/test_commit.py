@@ -1,0 +1,219 @@
+"""accelerate's files begin to count in one step: whatever dies when, one save is there, whole, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.verbs.test_two_saves import Before
+from torch import nn
+
+import shardwise
+from shardwise import DistributedFolder, OneFile, RankFiles, StorageError
+from shardwise.execution import distributed_folder, rank_files, whole_file
+from shardwise.formats.distributed import read_metadata
+from shardwise.storage import open_writer
+from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
+
+FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}
+HOMES = (whole_file, distributed_folder, rank_files)
+MARK = "shardwise.saving"
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 3))
+
+
+def save(seed: int, root: Path, form: str) -> None:
+    shardwise.save_accelerate_model(model(seed), root, FORMS[form])
+
+
+def seed_in(root: Path) -> int | None:
+    """Which model there is; None for none."""
+    found = model(99)
+    try:
+        shardwise.load_accelerate_model(found, root)
+    except shardwise.FormatError as error:
+        if "no model 0 of accelerate's" in str(error) or "has no .metadata" in str(error):
+            return None
+        raise
+    return next(seed for seed in range(9) if all(map(torch.equal, found.parameters(), model(seed).parameters())))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def patched(monkeypatch, opened) -> None:
+    for home in HOMES:
+        monkeypatch.setattr(home, "open_writer", opened)
+
+
+def recorded(monkeypatch, root: Path, log: EffectLog) -> None:
+    def opened(target):
+        folder = "" if Path(target) == root else Path(target).name
+        return RecordingWriter(open_writer(target), log, folder=folder)
+
+    patched(monkeypatch, opened)
+
+
+def last_mark_removed(root: Path) -> None:
+    for mark in root.rglob(MARK):
+        mark.unlink()  # whose process lives on in this test
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["over an older one", "the first"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_crash_leaves_one_model_or_the_other_and_the_next_save_leaves_nothing_else(
+    tmp_path, form, older, monkeypatch
+):
+    root, log = tmp_path / "out", EffectLog(tmp_path / "log")
+    root.mkdir()
+    if older:
+        save(1, root, form)
+    before = contents(root)
+    with monkeypatch.context() as context:
+        recorded(context, root, log)
+        save(2, root, form)
+    assert seed_in(root) == 2
+    effects = log.effects()
+    seen = set()
+    for number, state in enumerate(states_after_crash(before, effects, samples=1)):
+        place = tmp_path / str(number)
+        state.put_into(place)
+        last_mark_removed(place)
+        found = seed_in(place)
+        seen.add(found)
+        assert found in ((1, 2) if older else (None, 2)), state.what
+        assert found == 2 or state.completed < len(effects), state.what
+        if number % 20 == 0:
+            save(3, place, form)
+            assert seed_in(place) == 3, state.what
+            left = {name.rpartition("/")[2] for name in contents(place)}
+            assert not [name for name in left if name.startswith(".") and name != ".metadata"], state.what
+            assert len(left) == len(contents(root)), (state.what, left)
+    assert seen == {1 if older else None, 2}
+
+
+def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        net(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        return optimizer
+    return torch.optim.AdamW(net.parameters(), lr=0.5)  # before its first step
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind, monkeypatch):
+    """No byte of a tensor is written, and all the same there is something to be lost."""
+    root, log = tmp_path / "out", EffectLog(tmp_path / "log")
+    net = model(1)
+    optimizer = optimizer_of(net, kind)
+    with monkeypatch.context() as context:
+        recorded(context, root, log)
+        shardwise.save_accelerate_optimizer(net, optimizer, root, OneFile())
+    whole = (root / "optimizer.bin").read_bytes()
+    assert torch.load(root / "optimizer.bin", weights_only=True)["param_groups"][0]["lr"] == 0.5
+
+    def look(reader):
+        names = reader.list()
+        return reader.read("optimizer.bin", 0, reader.size("optimizer.bin")) if "optimizer.bin" in names else None
+
+    assert assert_old_or_new({}, log.effects(), look, old=None, new=whole, samples=4) > 10
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form, monkeypatch):
+    save(1, tmp_path, form)
+    told = []
+
+    def second():
+        with pytest.raises(StorageError, match="another save is writing here"):
+            save(3, tmp_path, form)
+        told.append(True)
+
+    with monkeypatch.context() as context:
+
+        def opened(target):
+            context.undo()
+            return Before(open_writer(target), lambda name, file="", *_: name == "sync" and file != MARK, second)
+
+        patched(context, opened)
+        save(2, tmp_path, form)
+    assert told
+    assert seed_in(tmp_path) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form, monkeypatch):
+    save(1, tmp_path, form)
+    is_last_step = lambda name, *_: name in ("publish", "rename") and "renames" not in str(_[0])  # noqa: E731
+
+    def other():
+        last_mark_removed(tmp_path)
+        save(3, tmp_path, form)
+
+    if form == "files of ranks":
+        is_last_step = lambda name, *_: name == "publish"  # noqa: E731
+    with monkeypatch.context() as context:
+
+        def opened(target):
+            context.undo()
+            return Before(open_writer(target), is_last_step, other)
+
+        patched(context, opened)
+        with pytest.raises(StorageError):
+            save(2, tmp_path, form)
+    assert seed_in(tmp_path) == 3
+
+
+def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):
+    import warnings
+
+    import torch.distributed.checkpoint as dcp
+
+    save(1, tmp_path, "folder")
+    save(2, tmp_path, "folder")
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    data = sorted(path.name for path in folder.glob("__*_*.distcp"))
+    assert len(data) == 1
+    assert sorted(os.listdir(folder)) == sorted([".metadata", *data])
+    with shardwise.storage.LocalReader(folder) as reader:
+        assert {place.file for item in read_metadata(reader).tensors.values() for _, place in item.chunks} == set(
+            data
+        )
+    found = {"model": {name: torch.zeros_like(value) for name, value in model(2).state_dict().items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(value, model(2).state_dict()[name]) for name, value in found["model"].items())
+
+
+def test_a_folder_of_torch_s_own_is_replaced(tmp_path):
+    import warnings
+
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model(1).state_dict()}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    (folder / "notes.txt").write_text("mine")
+    save(2, tmp_path, "folder")
+    assert seed_in(tmp_path) == 2
+    assert "__0_0.distcp" not in os.listdir(folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"token": "0123abcd", "names": ["../x"]}', '{"token": 1, "names": []}']
+)
+def test_a_list_of_renames_that_makes_no_sense_is_refused(tmp_path, text):
+    save(1, tmp_path, "files of ranks")
+    (tmp_path / ".pytorch_model_fsdp_0_rank0.renames.json").write_text(text)
+    with pytest.raises(shardwise.FormatError, match="is no list of renames"):
+        shardwise.load_accelerate_model(model(9), tmp_path)

@@ -1,0 +1,299 @@
+"""Two saves of one folder, at any moment of each other: one of them counts, whole, and the other one is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+from contextlib import contextmanager
+
+import fsspec
+import pytest
+import torch
+from tests.storage.object_store import ObjectStore
+from torch import nn
+
+import shardwise
+import shardwise.verbs.save
+from shardwise.errors import StorageError
+from shardwise.execution import saving_lock
+from shardwise.storage import fsspec_writer, open_writer
+
+ONE, SEVERAL = "1GB", "6KB"
+MARK = "shardwise.saving"
+_numbers = itertools.count()
+
+
+def linear(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 4))
+
+
+def save(seed, target, size=ONE):
+    return shardwise.save(linear(seed), target, max_shard_size=size)
+
+
+def seed_in(target):
+    """Which model there is, whole, as a reader finds it."""
+    model = linear(99)
+    shardwise.load(model, target)
+    return next(seed for seed in range(9) if torch.equal(model[0].weight, linear(seed)[0].weight))
+
+
+def names(target):
+    with open_writer(target) as writer:
+        return writer.list()
+
+
+def unmark(target):
+    with open_writer(target) as writer:
+        for name in writer.list():
+            if name.startswith(MARK):
+                writer.remove(name)
+
+
+class Before:
+    """A writer before some call of which something else happens, once."""
+
+    def __init__(self, inner, call, act):
+        self._inner, self._call, self._act = inner, call, act
+
+    def __getattr__(self, name):
+        method = getattr(self._inner, name)
+
+        def called(*arguments):
+            if self._act is not None and self._call(name, *arguments):
+                act, self._act = self._act, None
+                act()
+            return method(*arguments)
+
+        return called if callable(method) else method
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._inner.close()
+
+
+@contextmanager
+def meanwhile(monkeypatch, call, act):
+    """``act`` happens in the middle of the next save."""
+    with monkeypatch.context() as patched:
+
+        def opened(target):
+            patched.undo()
+            return Before(open_writer(target), call, act)
+
+        patched.setattr(shardwise.verbs.save, "open_writer", opened)
+        yield
+
+
+def is_last_step(name, *arguments):
+    """The call after which a save counts, or that which gives it a name that only the absence of another hides."""
+    return name in ("rename", "publish") and arguments[1] in ("model.safetensors", "model.safetensors.index.json")
+
+
+def is_write(name, *_):
+    return name == "write"
+
+
+@pytest.fixture(params=["folder", "memory", "bucket"])
+def target(request, tmp_path, monkeypatch):
+    if request.param == "folder":
+        return tmp_path / "saved"
+    if request.param == "memory":
+        return f"memory://two-saves-{next(_numbers)}"
+    monkeypatch.setattr(fsspec_writer, "_SHOWN_WHEN_CLOSED", frozenset({"objects"}))
+    ObjectStore.objects.clear()
+    return f"objects://bucket/{next(_numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(saving_lock, "RENEWED_S", 0.02)
+
+
+@pytest.mark.parametrize("size", [ONE, SEVERAL])
+def test_the_second_is_refused_and_the_first_counts(target, size, monkeypatch):
+    """Also where nothing but a list tells who came first."""
+    save(1, target, size)
+    refused = []
+
+    def second():
+        with pytest.raises(StorageError, match=f"another save is writing here .process {os.getpid()} on"):
+            save(3, target, SEVERAL)
+        refused.append(True)
+
+    with meanwhile(monkeypatch, lambda name, file="", *_: name == "sync" and file != MARK, second):
+        save(2, target, size)
+    assert refused
+    assert seed_in(target) == 2
+    assert shardwise.verify(target).compared
+    assert [name for name in names(target) if MARK in name or "incomplete" in name] == []
+
+
+@pytest.mark.parametrize("at", [is_write, is_last_step], ids=["while writing", "at the last step"])
+@pytest.mark.parametrize("older", [ONE, SEVERAL])
+@pytest.mark.parametrize(("size", "theirs"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)])
+def test_one_whose_mark_was_taken_away_does_not_harm_the_one_that_counts(
+    target, older, size, theirs, at, monkeypatch
+):
+    """The mark is removed by hand, too early, and the other save begins and ends within a moment of this one."""
+    save(1, target, older)
+
+    def other():
+        unmark(target)
+        save(3, target, theirs)
+
+    marks = []
+    with (
+        meanwhile(monkeypatch, lambda name, file="", *_: MARK not in str(file) and at(name, file, *_), other),
+        pytest.raises(StorageError),
+    ):
+        marks.append(save(2, target, size))
+    assert marks == []
+    assert seed_in(target) == 3
+    assert shardwise.verify(target).compared
+    save(4, target, size)
+    assert seed_in(target) == 4
+    weights = [name for name in names(target) if name.endswith((".safetensors", ".older", ".incomplete"))]
+    assert len(weights) == (1 if size == ONE and "//" not in str(target) else len(weights))
+    assert not [name for name in weights if name.endswith((".older", ".incomplete"))]
+
+
+@pytest.mark.parametrize("theirs", [ONE, SEVERAL])
+def test_what_was_set_aside_was_the_other_s_and_is_put_back(tmp_path, theirs, monkeypatch):
+    """Several files take the place of a single one in two steps, and the other save comes between them."""
+    save(1, tmp_path, ONE)
+
+    def other():
+        unmark(tmp_path)
+        save(3, tmp_path, theirs)
+
+    with (
+        meanwhile(monkeypatch, lambda name, *_: name == "rename" and _[1].endswith(".older"), other),
+        pytest.raises(StorageError),
+    ):
+        save(2, tmp_path, SEVERAL)
+    assert seed_in(tmp_path) == 3
+    assert shardwise.verify(tmp_path).compared
+    save(4, tmp_path, ONE)
+    assert sorted(names(tmp_path)) == ["model.fingerprints.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("size", [ONE, SEVERAL])
+def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatch):
+    save(1, target, SEVERAL)
+    before = set(names(target))
+
+    def vanish():
+        with open_writer(target) as writer:
+            for name in set(writer.list()) - before:
+                if "safetensors" in name or name.startswith("model."):
+                    writer.remove(name)
+
+    original = shardwise.verbs.save.commit_save
+
+    def commit(*arguments):
+        vanish()
+        return original(*arguments)
+
+    monkeypatch.setattr(shardwise.verbs.save, "commit_save", commit)
+    with pytest.raises(StorageError, match="now it is gone"):
+        save(2, target, size)
+    assert seed_in(target) == 1
+
+
+def left_mark(**changes):
+    found = {"host": socket.gethostname(), "process": 2**22 + 5, "born": "1", "token": "0123abcd", "since": 0.0}
+    return json.dumps(found | {"space": saving_lock.process_space(), "renewed_s": 5.0} | changes).encode()
+
+
+def test_the_mark_of_a_process_that_is_gone_is_taken_over_on_a_store_too(target):
+    save(1, target, SEVERAL)
+    own = MARK if "//" not in str(target) else f"{MARK}.0123abcd"
+    with open_writer(target) as writer:
+        writer.replace(own, left_mark())
+        writer.replace("model-0123abcd-00001-of-00002.safetensors", b"half")
+        writer.replace(".model-0123abcd-00002-of-00002.safetensors.89abcdef.incomplete", b"half")
+    save(2, target, SEVERAL)
+    assert seed_in(target) == 2
+    assert not [name for name in names(target) if "0123abcd" in name or MARK in name]
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_containers_with_one_host_name_do_not_take_each_other_for_dead(target, is_renewed, monkeypatch):
+    """The other's process has a number that here is nobody's; it lives as long as its mark is renewed."""
+    save(1, target)
+    with monkeypatch.context() as elsewhere, open_writer(target) as writer:
+        elsewhere.setattr(saving_lock, "process_space", lambda: "another container")
+        elsewhere.setattr(saving_lock, "_born", lambda process: "1")
+        held = saving_lock.take_lock(writer, "0123abcd")
+        if not is_renewed:
+            held._ended.set()
+            held._thread.join()
+        elsewhere.undo()
+        if is_renewed:
+            with pytest.raises(StorageError, match="another save is writing here"):
+                save(2, target)
+            held.require()
+        else:
+            save(2, target)
+        held.release()
+    assert seed_in(target) == (1 if is_renewed else 2)
+
+
+def test_every_save_renews_its_mark(target, monkeypatch):
+    """So that one of a container that is gone can be told from one that is slow."""
+    seen = set()
+
+    def look():
+        deadline = saving_lock.time.monotonic() + 5
+        with open_writer(target) as writer:
+            file = next(name for name in writer.list() if name.startswith(MARK) and not name.endswith(".beat"))
+            while len(seen) < 3 and saving_lock.time.monotonic() < deadline:
+                seen.add(saving_lock._changed_at(writer, file))
+                saving_lock.time.sleep(0.005)
+
+    with meanwhile(monkeypatch, lambda name, file="", *_: name == "sync" and file != MARK, look):
+        save(1, target, SEVERAL)
+    assert len(seen) >= 3
+    assert not [name for name in names(target) if MARK in name]
+
+
+def test_a_mark_of_an_older_version_is_understood(tmp_path):
+    """It has no word of whose processes it is one of; by the name of the host, then, as it was meant."""
+    save(1, tmp_path)
+    old = json.loads(left_mark())
+    del old["space"], old["renewed_s"]
+    (tmp_path / MARK).write_text(json.dumps(old))
+    save(2, tmp_path)
+    (tmp_path / MARK).write_text(json.dumps(old | {"host": "elsewhere"}))
+    with pytest.raises(StorageError, match="on elsewhere"):
+        save(3, tmp_path)
+    assert seed_in(tmp_path) == 2
+
+
+def test_a_folder_is_made_to_last_by_whoever_finds_it(tmp_path, monkeypatch):
+    """Who made it may have died before that."""
+    (tmp_path / "run").mkdir()
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), real(number))
+    )
+    save(1, tmp_path / "run")
+    assert str(tmp_path) in synced
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tidy():
+    yield
+    files = fsspec.filesystem("memory")
+    for path in files.ls("/", detail=False):
+        if "two-saves" in path:
+            files.rm(path, recursive=True)
+    shutil.rmtree("two-saves", ignore_errors=True)
