@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
     from shardwise.models.wrap import Sharding
+    from shardwise.planning.comparing import SampledBlocks, WholeFiles
     from shardwise.planning.consent import Ignore, Initialize, Refuse
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
@@ -171,6 +172,7 @@ _HOMES = {
     "RestoreReport": "shardwise.report",
     "ResizeVocab": "shardwise.models.vocabulary",
     "Safetensors": "shardwise.verbs.merge_weights",
+    "SampledBlocks": "shardwise.planning.comparing",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
@@ -190,6 +192,7 @@ _HOMES = {
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
+    "WholeFiles": "shardwise.planning.comparing",
     "WholeModel": "shardwise.models.policies",
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
@@ -285,6 +288,7 @@ __all__ = [
     "RestoreRandom",
     "RestoreReport",
     "Safetensors",
+    "SampledBlocks",
     "SaveOptions",
     "SaveReport",
     "ShardOptions",
@@ -304,6 +308,7 @@ __all__ = [
     "TryAnyway",
     "Upcast",
     "Weighed",
+    "WholeFiles",
     "WholeModel",
     "__version__",
     "from_pretrained",

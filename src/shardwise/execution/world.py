@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import socket
 import time
 import weakref
 import zlib
@@ -25,6 +24,7 @@ from shardwise import errors
 from shardwise.errors import CheckpointError, ConfigError, DisagreementError
 from shardwise.execution.line import Line, Patience
 from shardwise.models import _torch_private
+from shardwise.storage.machine import boot
 
 T = TypeVar("T")
 
@@ -184,8 +184,11 @@ class World:
 
     def is_first_on_host(self) -> bool:
         """Whether this rank is the lowest one of its machine. Collective: yes."""
-        hosts = self.gather(socket.gethostname())
-        return hosts.index(hosts[self.rank]) == self.rank
+        return self.is_first_of(boot())
+
+    def is_first_of(self, place: str) -> bool:
+        """Whether this rank is the lowest one that is at this place. Collective: yes."""
+        return self.gather(place).index(place) == self.rank
 
     # While working
 

@@ -218,6 +218,15 @@ def attention_of(model: nn.Module) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def settings_of(model: nn.Module) -> dict[str, str]:
+    """What a model's config says, but for where it came from; by name, as text. Nothing for other modules."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    told = {**config.to_dict(), "attn_implementation": attention_of(model)}
+    return {name: repr(value) for name, value in sorted(told.items()) if name != "_name_or_path"}
+
+
 def saved_conversions(model: nn.Module) -> list[Any]:
     """The renames and converters to run backwards for saving: those that loading used, else the class's own.
 

@@ -238,7 +238,7 @@ def dtype_of_files(request: ModelRequest) -> torch.dtype | None:
     world = World.current()
     name, hub = request.name_or_path, HubOptions(revision=request.revision)
     place = name if is_url(name) else resolve_everywhere(world, name, hub)
-    source = read_index(world, world.together(lambda: open_storage(place, hub)))
+    source = read_index(world, world.together(lambda: open_storage(place, hub)), LoadOptions())
     with source.closing():
         kinds = Counter(tensor.dtype for tensor in source.index.tensors())
     dtype = to_torch(kinds.most_common(1)[0][0])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Opaque, rows_stored, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
 from shardwise.execution.audit import audit, require_equal_buffers
+from shardwise.execution.copies import Copies, require_one_checkpoint
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, materialize, offloads_shards
@@ -58,6 +59,7 @@ from shardwise.planning import (
     plan_load,
     stored_tensors,
 )
+from shardwise.planning.comparing import CompareCopies, SampledBlocks
 from shardwise.planning.forecast import (
     Available,
     Homes,
@@ -70,6 +72,8 @@ from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_local, is_url, open_storage, resolve
+from shardwise.storage.machine import boot, group_space
+from shardwise.storage.reader import FilePlaces
 from shardwise.tensors import Box
 
 _TOLD_NAMES = 1000
@@ -96,6 +100,9 @@ class LoadOptions:
         shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
             ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``. ``InIntervals()``: every rank
             reads one interval of the checkpoint, and hands it to those that hold it, so that few files are opened.
+        copies: how the files of ranks that do not open the same ones, on several machines say, are found to be
+            equal: ``SampledBlocks()`` compares sizes, headers and blocks of every tensor, ``WholeFiles()`` every
+            byte. Where all ranks open the same files, nothing is read for it.
         memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
             before anything is read, ``TryAnyway()`` goes on.
     """
@@ -107,6 +114,7 @@ class LoadOptions:
     process_group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
     shared_reads: SharedReads = field(default_factory=Weighed)
+    copies: CompareCopies = field(default_factory=SampledBlocks)
     memory_check: MemoryCheck = field(default_factory=RequireMemory)
 
     def __post_init__(self) -> None:
@@ -162,7 +170,7 @@ def load(
     transforms: list[Any] = []
     with World.current(options.process_group, options.patience) as world:
         with clock.phase("index"):
-            source = open_source(world, checkpoint, hub)
+            source = open_source(world, checkpoint, hub, options)
 
         def ask() -> LoadRequest:
             transforms.extend(compat.conversion_transforms(model, key_mapping))
@@ -182,14 +190,15 @@ def load(
 class OpenSource:
     """A checkpoint whose headers have been read, and this rank's reader of its bytes.
 
-    ``identities`` are those of the files of a remote storage when their headers were read. ``is_own`` tells a
-    reader opened here from one the user gave, which stays open.
+    ``identities`` are those of the files when they were compared with the first rank's, of a remote storage when
+    their headers were read. ``is_own`` tells a reader opened here from one the user gave, which stays open.
     """
 
     index: CheckpointIndex
     reader: StorageReader
     identities: Mapping[str, str]
     is_own: bool
+    copies: Copies = field(default_factory=Copies)
 
     def closing(self) -> AbstractContextManager[object]:
         """A context at whose end a reader opened here is closed."""
@@ -226,27 +235,31 @@ class Clock:
         self._inner = before + elapsed
 
 
-def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
+def open_source(world: World, checkpoint: Source, hub: HubOptions, options: LoadOptions) -> OpenSource:
     """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
     if isinstance(checkpoint, StorageReader):
-        return read_index(world, OpenStorage(checkpoint, None), is_own=False)
+        return read_index(world, OpenStorage(checkpoint, None), options, is_own=False)
     if is_url(checkpoint):
         opened = world.together(lambda: open_storage(checkpoint, hub))
     else:
         path = resolve_everywhere(world, checkpoint, hub)
         opened = world.together(lambda: open_storage(path))
-    return read_index(world, opened)
+    return read_index(world, opened, options)
 
 
 def read_index(
     world: World,
     opened: OpenStorage,
+    options: LoadOptions,
     *,
     weights_name: str | None = None,
     extra: Sequence[str] = (),
     is_own: bool = True,
 ) -> OpenSource:
-    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes."""
+    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/copies.py``.
+    """
     reader = opened.reader
 
     def read() -> tuple[CheckpointIndex, dict[str, str]]:
@@ -254,7 +267,10 @@ def read_index(
         return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
 
     index, identities = world.from_first(read)
-    return OpenSource(index, reader, identities, is_own)
+    copies = require_one_checkpoint(world, reader, index, options.copies, options.budget_bytes)
+    if copies.count > 1 or isinstance(reader, FilePlaces):  # identities are those of a copy, or of a machine
+        identities = world.together(lambda: identities_of(reader, list(index.files), lambda: None))
+    return OpenSource(index, reader, identities, is_own, copies)
 
 
 def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
@@ -350,6 +366,7 @@ class Prepared:
         peers: with whom a tensor's bytes could be shared, for those that have somebody.
         own: how the others are read.
         start_at: see :func:`~shardwise.execution.place.arrange`.
+        settings: what the model's config says.
     """
 
     request: LoadRequest
@@ -365,6 +382,7 @@ class Prepared:
     start_at: float
     forecast: RankForecast
     available: Available
+    settings: Mapping[str, str]
 
     def arrange(self, names: Collection[str], source: OpenSource) -> Arrangement:
         """How these tensors are read."""
@@ -395,7 +413,20 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
     return Prepared(
-        request, held, computed, plan, programs, home, managers, items, peers, own, world.place, forecast, available
+        request,
+        held,
+        computed,
+        plan,
+        programs,
+        home,
+        managers,
+        items,
+        peers,
+        own,
+        world.place,
+        forecast,
+        available,
+        compat.settings_of(request.additions.base or model),
     )
 
 
@@ -413,12 +444,12 @@ def agree_on(world: World, ready: Prepared) -> int:
         options.seed,
         plan.digest,
         plan.layout.local_nbytes,
-        socket.gethostname(),
+        (boot(), group_space()),
         ready.forecast,
         ready.available,
         isinstance(options.shared_reads, InIntervals),
     )
-    seeds, digests, sizes, hosts, forecasts, availables, modes = zip(*world.gather(mine), strict=True)
+    seeds, digests, sizes, places, forecasts, availables, modes = zip(*world.gather(mine), strict=True)
     if others := [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]:
         raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
     if others := [rank for rank, mode in enumerate(modes) if mode != modes[0]]:
@@ -428,15 +459,38 @@ def agree_on(world: World, ready: Prepared) -> int:
         )
     if len(set(digests)) > 1:
         raise DisagreementError(disagreement(world, plan))
+    require_same_settings(world, ready.settings)
     # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
     needed: Counter[tuple[str, str]] = Counter()
-    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
-        needed.update({(host, pool): forecast.host_bytes for pool in available.by_pool()})
-    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
+    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
+        for pool in available.by_pool():
+            needed[groups if pool else machine, pool] += forecast.host_bytes
+    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
         for pool, free in available.by_pool().items():
-            together = replace(forecast, host_bytes=needed[host, pool])
+            together = replace(forecast, host_bytes=needed[groups if pool else machine, pool])
             require_fits(together, Available(available.device_bytes, free), options.memory_check)
     return sum(sizes)
+
+
+def require_same_settings(world: World, settings: Mapping[str, str]) -> None:
+    """What configs say changes what is computed, also where it changes no shape. Collective: yes.
+
+    Raises:
+        DisagreementError: naming what differs.
+    """
+    digests = world.gather(hashlib.sha256(repr(settings).encode()).digest())
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        told = world.gather(settings if world.rank in (0, others[0]) else {})
+        first, other = told[0], told[others[0]]
+        differing = (
+            f"{name} ({other.get(name, 'absent')} against {first.get(name, 'absent')})"
+            for name in sorted({*first, *other})
+            if first.get(name) != other.get(name)
+        )
+        raise DisagreementError(
+            f"the config on rank {', '.join(map(str, others))} is not that of rank 0: {', '.join(differing)}; give "
+            "every rank the same"
+        )
 
 
 def disagreement(world: World, plan: LoadPlan) -> str:
@@ -715,7 +769,7 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,
-        notes=ready.request.notes,
+        notes=(*source.copies.notes, *ready.request.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])

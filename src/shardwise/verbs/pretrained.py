@@ -40,6 +40,7 @@ from shardwise.verbs.load import (
     OpenSource,
     carry_out,
     read_index,
+    require_same_settings,
     resolve_everywhere,
 )
 from shardwise.verbs.outline import Outline, class_of, config_of, outline
@@ -151,6 +152,7 @@ def from_pretrained(
         report = None
         if isinstance(keywords.get("weights", FromFiles()), Later):
             world.together(ask)
+            require_same_settings(world, compat.settings_of(tuned.base))
         else:
             report = carry_out(world, tuned.model, found.source, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
@@ -196,7 +198,7 @@ def _find(
     world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
 ) -> _Found:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
-    hub = keywords.get("hub", HubOptions())
+    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
     is_remote = is_url(name_or_path)
     if is_remote:
         directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
@@ -214,21 +216,22 @@ def _find(
     source = read_index(
         world,
         opened,
+        options,
         weights_name=getattr(config, "transformers_weights", None),
         extra=getattr(type(config), "extra_files", ()),
     )
     tuning = keywords.get("tuning", Full())
     if not isinstance(tuning, ExistingLora):
         return _Found(directory, config, source.index, source, None)
-    both, adapter = _with_adapter(world, source, tuning, hub, stack)
+    both, adapter = _with_adapter(world, source, tuning, keywords, stack)
     return _Found(directory, config, source.index, both, adapter)
 
 
 def _with_adapter(
-    world: World, source: OpenSource, tuning: ExistingLora, hub: HubOptions, stack: ExitStack
+    world: World, source: OpenSource, tuning: ExistingLora, keywords: PretrainedOptions, stack: ExitStack
 ) -> tuple[OpenSource, Adapter]:
     """A checkpoint, and beside it the adapter that the tuning starts from. Collective: yes."""
-    folder = resolve_everywhere(world, tuning.directory, hub)
+    folder = resolve_everywhere(world, tuning.directory, keywords.get("hub", HubOptions()))
 
     def begin() -> OpenAdapter:
         opened = open_adapter(folder)
@@ -236,9 +239,16 @@ def _with_adapter(
         return opened
 
     opened = world.together(begin)
-    index = read_index(world, opened.storage).index
-    joined, adapter = beside_adapter(source.index, index, opened)
-    return replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE)), adapter
+    beside = read_index(world, opened.storage, keywords.get("options", LoadOptions()))
+    joined, adapter = beside_adapter(source.index, beside.index, opened)
+    identities = {f"{BESIDE}/{file}": identity for file, identity in beside.identities.items()}
+    both = replace(
+        source,
+        index=joined,
+        reader=Beside(source.reader, opened.storage.reader, BESIDE),
+        identities={**source.identities, **identities},
+    )
+    return both, adapter
 
 
 def _request(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int) -> LoadRequest:
