@@ -12,10 +12,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests import truth
+from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
+from shardwise.checkpoints import restore as restoring
 from shardwise.storage import MemoryReader
 
 _FILE = "model-00002-of-00004.safetensors"
@@ -112,10 +114,40 @@ def adapters(base: str, one: str, other: str) -> tuple[str, str]:
     return attempt(lambda: shardwise.from_pretrained(base, tuning=shardwise.ExistingLora(mine)))
 
 
-def torch_files(one: str, other: str) -> tuple[str, str]:
-    """A checkpoint of torch's of which rank 0 has another copy than the others."""
+def torch_files(one: str, other: str) -> list[tuple[str, str]]:
+    """A checkpoint of torch's of which rank 0 has another copy than the others; loaded, and set as a state."""
     mine = one if dist.get_rank() == 0 else other
-    return attempt(lambda: shardwise.from_pretrained(mine))
+    model = small_qwen3()
+    return [
+        attempt(lambda: shardwise.from_pretrained(mine)),
+        attempt(lambda: shardwise.load_accelerate_model(model, f"{mine}/pytorch_model_fsdp.bin")),
+    ]
+
+
+def restored(place: str) -> list[tuple[str, str]]:
+    """A training's own checkpoint, of which the second rank reads another copy: an equal one, and a damaged one."""
+    model = nn.Linear(64, 64)
+    shardwise.shard(model)
+    state = shardwise.TrainState(model)
+    root, plain = Path(place) / "run", restoring.LocalReader
+    with shardwise.Checkpointer(root) as keeper:
+        keeper.save(1, state)
+        (folder,) = (path for path in root.iterdir() if path.is_dir())
+        if dist.get_rank() == 0:
+            for name in ("equal", "damaged"):
+                shutil.copytree(folder, Path(place) / name)
+            file = max((Path(place) / "damaged").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+            content = bytearray(file.read_bytes())
+            content[len(content) // 3 : 2 * len(content) // 3] = bytes(len(content) // 3 + 1)[: len(content) // 3]
+            file.write_bytes(content)
+        dist.barrier()
+        found = []
+        for name in ("equal", "damaged"):
+            if dist.get_rank() == 1:
+                restoring.LocalReader = lambda _, name=name: plain(Path(place) / name)  # type: ignore[misc,assignment]
+            found.append(attempt(keeper.restore, state))
+        restoring.LocalReader = plain  # type: ignore[misc]
+        return found
 
 
 def settings_differ(first: str, other: str) -> tuple[str, str]:
@@ -126,3 +158,24 @@ def settings_differ(first: str, other: str) -> tuple[str, str]:
         (folder / "config.json").write_text(json.dumps(content | {"hidden_act": "gelu"}))
     dist.barrier()
     return attempt(_load, first, other)
+
+
+def hub_cache(place: Path, snapshots: dict[str, str], main: str) -> str:
+    """A cache of the hub with snapshots of org/name, by commit, of which the branch main is one."""
+    repository = place / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(main)
+    for commit, folder in snapshots.items():
+        (repository / "snapshots").mkdir(exist_ok=True)
+        (repository / "snapshots" / commit).symlink_to(folder)
+    return str(place)
+
+
+def from_the_hub(caches: list[str]) -> Any:
+    """Whole values of org/name, of which every rank has a cache of its own."""
+    hub = shardwise.HubOptions(cache_dir=caches[dist.get_rank()])
+    try:
+        model = shardwise.from_pretrained("org/name", hub=hub)
+    except shardwise.ShardwiseError as error:
+        return str(error)
+    return truth.snapshot(model)["values"]

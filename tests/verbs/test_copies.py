@@ -70,14 +70,20 @@ def test_adapters_files_of_torch_and_configs_are_compared_too(worlds, qwen3, tmp
         get_peft_model(base, config).save_pretrained(tmp_path / f"adapter{seed}")
         folder = tmp_path / f"torch{seed}"
         model.config.save_pretrained(folder)
-        torch.save({name: value + seed for name, value in model.state_dict().items()}, folder / "pytorch_model.bin")
+        state = {name: value + seed for name, value in model.state_dict().items()}
+        for file in ("pytorch_model.bin", "pytorch_model_fsdp.bin"):
+            torch.save(state, folder / file)
     shutil.copytree(qwen3, tmp_path / "copy")
     folders = {name: [str(tmp_path / f"{name}{seed}") for seed in (0, 1)] for name in ("adapter", "torch")}
     world = worlds(2)
     for kind, text in world.run(copying.adapters, str(qwen3), *folders["adapter"]):
         assert (kind, "q_proj" in text) == ("DisagreementError", True)
-    for kind, text in world.run(copying.torch_files, *folders["torch"]):
-        assert (kind, "tensors that were looked at have other values" in text) == ("DisagreementError", True)
+    for found in world.run(copying.torch_files, *folders["torch"]):
+        for kind, text in found:
+            assert (kind, "tensors that were looked at have other values" in text) == ("DisagreementError", True)
+    for equal, (kind, text) in world.run(copying.restored, str(tmp_path)):
+        assert equal == ("", "")
+        assert (kind, "weight" in text) == ("DisagreementError", True)
     for kind, text in world.run(copying.settings_differ, str(qwen3), str(tmp_path / "copy")):
         assert kind == "DisagreementError"
         assert "hidden_act" in text
@@ -111,3 +117,23 @@ def test_what_is_looked_at(sizes: list[int], header: int, rest: int, count: int)
     assert edges[-1] == position + rest
     of_tensors = {portion.key for portion in portions(index, WholeFiles())} - {""}
     assert of_tensors == {key for key, entry in entries.items() if entry.nbytes}
+
+
+@pytest.mark.distributed
+def test_a_revision_is_the_first_rank_s_commit_on_every_machine(worlds, qwen3, tmp_path):
+    """On the second machine the branch has moved on; the commit is in its cache, too, or the load is refused."""
+    old, new = "0" * 40, "1" * 40
+    other = small_qwen3()
+    for parameter in other.parameters():
+        parameter.data += 1
+    other.save_pretrained(tmp_path / "new")
+    both = {old: str(qwen3), new: str(tmp_path / "new")}
+    first = copying.hub_cache(tmp_path / "first", {old: str(qwen3)}, old)
+    moved = copying.hub_cache(tmp_path / "moved", both, new)
+    expected = truth.snapshot(small_qwen3())["values"]
+    for values in worlds(2).run(copying.from_the_hub, [first, moved]):
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+    lacking = copying.hub_cache(tmp_path / "lacking", {new: str(tmp_path / "new")}, new)
+    mine, others = worlds(2).run(copying.from_the_hub, [first, lacking])
+    assert mine == others
+    assert f"rank 1: org/name at revision {old}: not in the cache {lacking}" in mine

@@ -13,9 +13,10 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwise.errors import DisagreementError
+from shardwise.execution.place import identities_of
 from shardwise.execution.workers import Workers
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
@@ -35,10 +36,14 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """How many copies of a checkpoint the ranks read, and what was read to compare them, on this rank."""
+    """How many copies of a checkpoint the ranks read, and what was read to compare them, on this rank.
+
+    ``identities`` are those of this rank's files when they were looked at; none where they are the same everywhere.
+    """
 
     count: int = 1
     compared_bytes: int = 0
+    identities: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -64,20 +69,23 @@ def require_one_checkpoint(
         DisagreementError: naming a file, a tensor of it, and the ranks.
         StorageError: a file is not there, or cannot be read.
     """
-    if world.size == 1:
-        return Copies()
     files = sorted(index.files)
-    told = world.each(
-        lambda: _digest("\n".join(place_of(reader, file) for file in files).encode(errors="surrogatepass"))
-    )
-    first_with = {place: rank for rank, place in reversed(list(enumerate(told)))}
+    identities: dict[str, str] = {}
+
+    def place() -> bytes:
+        if isinstance(reader, FilePlaces):
+            identities.update({file: reader.identity(file) for file in files})
+        return _digest("\n".join(place_of(reader, file) for file in files).encode(errors="surrogatepass"))
+
+    told = world.each(place)
+    first_with = {digest: rank for rank, digest in reversed(list(enumerate(told)))}
     if len(first_with) == 1:
-        return Copies()
+        return Copies(identities=identities)
     members: dict[int, list[int]] = {}
-    for rank, place in enumerate(told):
-        members.setdefault(first_with[place], []).append(rank)
+    for rank, digest in enumerate(told):
+        members.setdefault(first_with[digest], []).append(rank)
     leader = first_with[told[world.rank]]
-    _require_sizes(world, reader, index, members)
+    _require_sizes(world, reader, index, members, identities)
     mine = portions(index, compare)[members[leader].index(world.rank) :: len(members[leader])]
     found: dict[Portion, int] = {}
     sums = world.each(lambda: _sum(world, reader, mine, budget_bytes, found))
@@ -85,7 +93,7 @@ def require_one_checkpoint(
     if others := [first for first in members if totals[first] != totals[0]]:
         raise _difference(world, index, {first: members[first] for first in (0, *others)}, leader, found)
     compared_bytes = sum(stop - start for portion in mine for start, stop in portion.ranges)
-    return Copies(len(members), compared_bytes)
+    return Copies(len(members), compared_bytes, identities)
 
 
 def place_of(reader: StorageReader, file: str) -> str:
@@ -102,11 +110,21 @@ def place_of(reader: StorageReader, file: str) -> str:
 
 
 def _require_sizes(
-    world: World, reader: StorageReader, index: CheckpointIndex, members: Mapping[int, Sequence[int]]
+    world: World,
+    reader: StorageReader,
+    index: CheckpointIndex,
+    members: Mapping[int, Sequence[int]],
+    identities: dict[str, str],
 ) -> None:
-    """Raise when copies have files of other sizes. Collective: yes."""
+    """Raise when copies have files of other sizes; notes identities that are not known yet. Collective: yes."""
     files = sorted(index.files)
-    told = world.each(lambda: [reader.size(file) for file in files] if world.rank in members else None)
+
+    def look() -> list[int] | None:
+        if not identities:
+            identities.update(identities_of(reader, files, world.check))
+        return [reader.size(file) for file in files] if world.rank in members else None
+
+    told = world.each(look)
     for number, file in enumerate(files):
         sizes = {first: (told[first] or [])[number] for first in members}
         if others := [first for first in members if sizes[first] != sizes[0]]:
