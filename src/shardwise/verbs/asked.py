@@ -60,15 +60,17 @@ _INSTEAD: Mapping[str, str] = {
 """Keywords of transformers' ``from_pretrained`` that mean nothing here, and what to do."""
 
 
-def require_known(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for a keyword that a call does not know, as Python does.
+def require_known(call: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise for a keyword that a call does not know, as Python does; transformers' own may be there, and None.
 
     Raises:
         TypeError: naming it, and the nearest there is.
         ConfigError: it is one of transformers' that means nothing here: with what to do instead.
     """
     names = sorted(known)
-    strange = [name for name in given if name not in names]
+    strange = [
+        name for name, value in given.items() if name not in names and not (name in _INSTEAD and value is None)
+    ]
     for name in strange:
         if name not in _INSTEAD:
             near = difflib.get_close_matches(name, names, n=1)
