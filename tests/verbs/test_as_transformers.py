@@ -106,10 +106,11 @@ def gemma3(tmp_path_factory):
 
 
 def test_a_class_that_takes_a_part_of_the_config_gets_it(gemma3):
-    theirs = Gemma3TextModel.from_pretrained(gemma3)
-    consent = Ignore(("*vision*", "*multi_modal*", "lm_head*"))
+    common = {"key_mapping": {r"^language_model\.model\.": ""}}
+    theirs = Gemma3TextModel.from_pretrained(gemma3, **common)
+    common |= {"model_class": Gemma3TextModel, "on_unexpected": Ignore(("vision*", "multi_modal*"))}
     for keywords in ({}, {"config": AutoConfig.from_pretrained(gemma3)}):
-        mine = shardwise.from_pretrained(gemma3, model_class=Gemma3TextModel, on_unexpected=consent, **keywords)
+        mine = shardwise.from_pretrained(gemma3, **common, **keywords)
         assert isinstance(mine.config, Gemma3TextConfig)
         assert mine.dtype is theirs.dtype
         assert truth.differences(truth.snapshot(mine), truth.snapshot(theirs)) == []

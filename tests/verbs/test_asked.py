@@ -108,7 +108,7 @@ def _policy(module, recurse, nonwrapped_numel):
         ),
         ({"sharding": Sharding(wrap=shardwise.MinSize)}, "sharding.wrap is the class MinSize; pass an object"),
         ({"sharding": Sharding(wrap=nn.Linear)}, "sharding.wrap is the class Linear"),
-        ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, a int; what is meant is DeviceMesh"),
+        ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, an int; what is meant is DeviceMesh"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
         ({"tuning": "lora"}, "tuning is 'lora', a str; what is meant is Full, Freeze, Lora or ExistingLora"),
@@ -137,7 +137,7 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
         (lambda: shardwise.shard(model, options=LoadOptions()), "options is a LoadOptions; what is meant is Shard"),
         (lambda: shardwise.shard("model"), "model is 'model', a str; what is meant is Module"),
         (lambda: shardwise.load(model, qwen3, options=shardwise.ShardOptions()), "options is a ShardOptions"),
-        (lambda: shardwise.load(model, 5), "checkpoint is 5, a int"),
+        (lambda: shardwise.load(model, 5), "checkpoint is 5, an int"),
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is a LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
     ]

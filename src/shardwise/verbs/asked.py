@@ -203,10 +203,14 @@ def _not_meant(name: str, value: object, kinds: tuple[Any, ...]) -> str:
     elif isinstance(value, type):
         what = f"the class {value.__name__}"
     elif isinstance(value, (bool, str, int, float, tuple, list, set, dict, frozenset)):
-        what = f"{value!r:.80}, a {type(value).__name__}"
+        what = f"{value!r:.80}, {_a(type(value).__name__)}"
     elif callable(value):
         what = f"a function, {getattr(value, '__name__', type(value).__name__)}"
     else:
-        what = f"a {type(value).__name__}"
+        what = _a(type(value).__name__)
     example = 'Classes(names=("LlamaDecoderLayer",))' if "Classes" in names else f"{names[0]}(...)"
     return f"{name} is {what}; what is meant is {meant}, as in {name.rpartition('.')[2]}={example}"
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "AEIOaeio" else f"a {noun}"
