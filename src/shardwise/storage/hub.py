@@ -125,7 +125,7 @@ def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
         return
     noted = _ref(repo_id, options, revision, "model")
     with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
-        if noted.parent.parent.is_dir() and not (noted.is_file() and noted.read_text() == commit):
+        if _in_cache(repo_id, options).is_dir() and not (noted.is_file() and noted.read_text() == commit):
             noted.parent.mkdir(parents=True, exist_ok=True)
             fresh = noted.with_name(f"{noted.name}.{os.getpid()}.new")
             fresh.write_text(commit)
@@ -244,9 +244,14 @@ def place_of_cache(options: HubOptions) -> Path:
     return Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
 
 
+def _in_cache(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
+    """The folder of a repository in the cache."""
+    return place_of_cache(options) / f"{kind}s--{repo_id.replace('/', '--')}"
+
+
 def _ref(repo_id: str, options: HubOptions, revision: str, kind: str) -> Path:
     """Where the cache notes the commit of a revision."""
-    return place_of_cache(options) / f"{kind}s--{repo_id.replace('/', '--')}" / "refs" / revision
+    return _in_cache(repo_id, options, kind) / "refs" / revision
 
 
 def _fetch(repo_id: str, options: HubOptions, prefix: str, names: Sequence[str]) -> Path:
