@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shardwise.models.trained import AsItIs, Upcast
     from shardwise.models.vocabulary import Drawn, MeanOfRows, ResizeVocab
     from shardwise.models.wrap import Sharding
+    from shardwise.planning.comparing import SampledBlocks, WholeFiles
     from shardwise.planning.consent import Ignore, Initialize, Refuse, TakeFirst
     from shardwise.planning.forecast import RequireMemory, TryAnyway
     from shardwise.planning.forms import DistributedFolder, FullState, OneFile, RankFiles, ShardedState
@@ -174,6 +175,7 @@ _HOMES = {
     "RestoreReport": "shardwise.report",
     "ResizeVocab": "shardwise.models.vocabulary",
     "Safetensors": "shardwise.verbs.merge_weights",
+    "SampledBlocks": "shardwise.planning.comparing",
     "SaveOptions": "shardwise.verbs.save",
     "SaveReport": "shardwise.report",
     "ShardOptions": "shardwise.verbs.shard",
@@ -195,6 +197,7 @@ _HOMES = {
     "TryAnyway": "shardwise.planning.forecast",
     "Upcast": "shardwise.models.trained",
     "Weighed": "shardwise.planning.sharing",
+    "WholeFiles": "shardwise.planning.comparing",
     "WholeModel": "shardwise.models.policies",
     "from_pretrained": "shardwise.verbs.pretrained",
     "iter_hf_tensors": "shardwise.verbs.stream",
@@ -292,6 +295,7 @@ __all__ = [
     "RestoreRandom",
     "RestoreReport",
     "Safetensors",
+    "SampledBlocks",
     "SaveOptions",
     "SaveReport",
     "ShardOptions",
@@ -313,6 +317,7 @@ __all__ = [
     "TryAnyway",
     "Upcast",
     "Weighed",
+    "WholeFiles",
     "WholeModel",
     "__version__",
     "from_pretrained",

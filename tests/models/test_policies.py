@@ -58,6 +58,14 @@ def test_a_policy_that_matches_nothing_is_an_error(policy):
         select_blocks(model, policy)
 
 
+def test_each_name_has_to_match():
+    """A block whose name is misspelt would stay in the root group without a word."""
+    with pytest.raises(
+        PlacementError, match=r"Qwen3MPL, Qwen4Attention matches nothing in Qwen3ForCausalLM.*Qwen3MLP"
+    ):
+        select_blocks(qwen3(), Classes(("Qwen3DecoderLayer", "Qwen4Attention", "Qwen3MPL")))
+
+
 def test_automatic_without_any_blocks_is_an_error():
     with pytest.raises(PlacementError, match="WholeModel"):
         select_blocks(nn.Linear(2, 2), Automatic())
@@ -91,3 +99,6 @@ def test_a_size_that_nothing_has():
 def test_names_of_classes_are_a_tuple():
     with pytest.raises(ConfigError, match="tuple of class names"):
         Classes("Linear")
+    for names in (nn.Linear, (nn.Linear,), {"Linear": 1}):
+        with pytest.raises(ConfigError, match="tuple of the names of classes"):
+            Classes(names)

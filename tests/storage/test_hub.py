@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -14,6 +15,8 @@ from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
 from shardwise.storage import HubOptions, is_local, resolve
+from shardwise.storage.hub import commit_of, note_commit
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles, Wanted
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -109,10 +112,12 @@ def test_ranks_that_must_not_download_take_the_cache(cache: Path, monkeypatch: p
     folder = resolve("org/name", HubOptions(cache_dir=str(cache)), download=False)
     assert folder.name == COMMIT
     with _hub_that_has(["model.safetensors"], cache, monkeypatch) as options_seen:
-        resolve("org/name", HubOptions(), download=False)
-        resolve("org/name", HubOptions(local_files_only=True))
-        resolve("org/name", HubOptions())
-    assert [options["local_files_only"] for options in options_seen] == [True, True, False]
+        for options in (HubOptions(local_files_only=True), HubOptions()):
+            for download in (False, True):
+                before = len(options_seen)
+                resolve("org/name", options, download=download)
+                is_local = options.local_files_only or not download
+                assert {seen["local_files_only"] for seen in options_seen[before:]} == {is_local}
 
 
 def test_a_subfolder_of_a_cached_snapshot(cache: Path) -> None:
@@ -157,48 +162,51 @@ def test_a_snapshot_that_lacks_only_extras_is_taken(cache: Path, monkeypatch: py
 
     def download(repo_id: str, *, allow_patterns: list[str], **options: object) -> str:
         calls.append(allow_patterns)
-        if "*.txt" in allow_patterns:
-            error = errors.LocalEntryNotFoundError("README.txt is missing")
+        if len(calls) == 1:
+            error = errors.LocalEntryNotFoundError("tokenizer.json is missing")
             error.snapshot_path = str(folder)  # as IncompleteSnapshotError has it
             raise error
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/name", offline(cache)) == folder
-    assert "*.safetensors" in calls[1]
+    assert sorted(calls[1]) == ["config.json", "model.safetensors"]
 
 
 def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = [
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "consolidated.safetensors",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "modeling_x.py",
-        "tokenizer.json",
-        "tokenizer.model",
-        "chat_template.jinja",
-        "merges.txt",
-        "original/model.safetensors",
-        "fp16/model.safetensors",
-        "fp16/config.json",
-        "fp16/deeper/model.safetensors",
-    ]
+    repository = dict.fromkeys(
+        [
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "consolidated.safetensors",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+            "modeling_x.py",
+            "tokenizer.json",
+            "tokenizer.model",
+            "chat_template.jinja",
+            "merges.txt",
+            "original/model.safetensors",
+            "fp16/model.safetensors",
+            "fp16/config.json",
+            "fp16/deeper/model.safetensors",
+        ],
+        b"",
+    ) | {"model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'}
     with _hub_that_has(repository, tmp_path, monkeypatch) as options_seen:
-        folder = resolve("org/name", HubOptions(revision="v1", token="secret"))
+        folder = resolve("org/name", HubOptions(revision="v1", token="secret", cache_dir=str(tmp_path)))
         assert sorted(path.name for path in folder.rglob("*")) == [
             "chat_template.jinja",
             "config.json",
             "merges.txt",
             "model-00001-of-00002.safetensors",
             "model.safetensors.index.json",
+            "pytorch_model.bin.index.json",
             "tokenizer.json",
             "tokenizer.model",
         ]
-    expected = {"revision": "v1", "token": "secret", "cache_dir": None, "local_files_only": False}
-    assert options_seen == [expected]
+    expected = {"revision": COMMIT, "token": "secret", "cache_dir": str(tmp_path), "local_files_only": False}
+    assert options_seen == [expected, expected]
 
 
 def test_only_the_subfolder_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +221,9 @@ def test_files_of_torch_are_taken_where_there_are_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
-    repository = [*weights, "config.json", "optimizer.bin", "training_args.bin", "x.py", "fp16/pytorch_model.bin"]
+    others = ["config.json", "optimizer.bin", "training_args.bin", "x.py", "fp16/pytorch_model.bin"]
+    repository = dict.fromkeys(others, b"") | {weights[0]: b""}
+    repository[weights[1]] = b'{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}'
     with _hub_that_has(repository, tmp_path, monkeypatch):
         folder = resolve("org/name")
     assert sorted(path.name for path in folder.rglob("*")) == ["config.json", *weights]
@@ -229,22 +239,162 @@ def test_consolidated_files_are_taken_where_there_are_no_others(
 
 @contextmanager
 def _hub_that_has(
-    repository: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Sequence[str] | Mapping[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[dict[str, object]]]:
-    """A snapshot_download that writes empty files, filtered by the real rules."""
+    """A hub whose one commit has these files (empty where only names are given), filtered by the real rules."""
     seen: list[dict[str, object]] = []
+    contents = dict(repository) if isinstance(repository, Mapping) else dict.fromkeys(repository, b"")
+
+    def repo_info(self: object, repo_id: str, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in contents])
 
     def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: object) -> str:
         seen.append(options)
         for name in huggingface_hub.utils.filter_repo_objects(
-            repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            contents, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+            (folder / name).write_bytes(contents[name])
+        return str(folder)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    yield seen
+
+
+_INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+_SHARDS = {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("repository", "options", "wanted", "downloaded"),
+    [
+        (
+            {"model.safetensors": b"", "model.fp16.safetensors": b"", "pytorch_model.bin": b"", **_SHARDS},
+            {},
+            ModelFiles(),
+            {"model.safetensors"},
+        ),
+        (
+            {"model.safetensors": b"", "model.fp16.safetensors": b"", "model.bf16.safetensors": b""},
+            {"variant": "fp16"},
+            ModelFiles(),
+            {"model.fp16.safetensors"},
+        ),
+        (
+            {
+                "model.safetensors.index.json": _INDEX,
+                **_SHARDS,
+                "ema.safetensors": b"",
+                "model.fp16.safetensors": b"",
+            },
+            {},
+            ModelFiles(),
+            {"model.safetensors.index.json", *_SHARDS},
+        ),
+        (
+            {"model.safetensors": b"", "model.safetensors.index.fp16.json": _INDEX, **_SHARDS},
+            {"variant": "fp16"},
+            ModelFiles(),
+            {"model.safetensors.index.fp16.json", *_SHARDS},
+        ),
+        (
+            {
+                "config.json": b'{"transformers_weights": "w.safetensors"}',
+                "w.safetensors": b"",
+                "x.safetensors": b"",
+            },
+            {},
+            ModelFiles(extra=("x.safetensors", "absent.safetensors")),
+            {"config.json", "w.safetensors", "x.safetensors"},
+        ),
+        (
+            {"model.safetensors": b"", "modeling_x.py": b"", "deeper/y.py": b""},
+            {},
+            ModelFiles(code=True),
+            {"model.safetensors", "modeling_x.py"},
+        ),
+        (
+            {"adapter_config.json": b"{}", "adapter_model.safetensors": b"", "adapter_model.bin": b"", "a.py": b""},
+            {},
+            AdapterFiles(),
+            {"adapter_config.json", "adapter_model.safetensors"},
+        ),
+        (
+            {"adapter_config.json": b"{}", "adapter_model.bin": b"", "optimizer.bin": b""},
+            {},
+            AdapterFiles(),
+            {"adapter_config.json", "adapter_model.bin"},
+        ),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "../../x.safetensors"}}', "y.safetensors": b""},
+            {},
+            ModelFiles(),
+            {"model.safetensors.index.json", "y.safetensors"},
+        ),
+    ],
+)
+def test_only_what_will_be_read_is_downloaded(
+    repository: dict[str, bytes],
+    options: dict[str, str],
+    wanted: Wanted,
+    downloaded: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path / "snapshot"
+    with _hub_that_has(repository, place, monkeypatch):
+        folder = resolve("org/name", HubOptions(cache_dir=str(tmp_path), **options), wanted=wanted)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == downloaded
+
+
+def test_offline_what_will_be_read_has_to_be_there_and_no_more(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository of which a variant was never downloaded, as the library's list of its files tells."""
+    folder = cache / "models--org--name" / "snapshots" / COMMIT
+    (folder / "model.safetensors").unlink()
+    (folder / "model.fp16.safetensors").write_bytes(b"half")
+    asked: list[list[str]] = []
+
+    def download(repo_id: str, *, allow_patterns: list[str], **options: object) -> str:
+        asked.append(allow_patterns)
+        if any(name in ("model.safetensors", "*.safetensors") for name in allow_patterns):
+            error = errors.LocalEntryNotFoundError("model.safetensors is missing")
+            error.snapshot_path = str(folder)
+            raise error
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    yield seen
+    assert resolve("org/name", offline(cache, variant="fp16")) == folder
+    assert "model.fp16.safetensors" in asked[-1]
+
+
+def test_a_revision_is_the_commit_that_the_hub_or_the_cache_names(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "f" * 40
+    assert commit_of("org/name", offline(cache)) == COMMIT
+    assert commit_of("org/name", offline(cache, revision=other)) == other
+    with pytest.raises(StorageError, match="org/name at revision v2: not in the cache"):
+        commit_of("org/name", offline(cache, revision="v2"))
+    with _hub_that_has([], cache, monkeypatch):
+        assert commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2")) == COMMIT
+    note_commit("org/name", HubOptions(cache_dir=str(cache), revision="refs/pr/1"), other)
+    assert commit_of("org/name", offline(cache, revision="refs/pr/1")) == other
+
+    class ConnectError(Exception):
+        pass
+
+    def unreachable(*arguments: object, **options: object) -> None:
+        raise ConnectError("no route")
+
+    ConnectError.__module__ = "httpx"
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", unreachable)
+    assert commit_of("org/name", HubOptions(cache_dir=str(cache))) == COMMIT
+    with pytest.raises(StorageError, match=r"not in the cache .*the hub could not be reached \(no route\)"):
+        commit_of("org/name", HubOptions(cache_dir=str(cache), revision="v2"))
 
 
 @pytest.mark.parametrize(
@@ -259,11 +409,15 @@ def _hub_that_has(
 )
 def test_refusals_of_the_hub_say_what_to_do(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> str:
+        if options.get("local_files_only"):
+            raise errors.LocalEntryNotFoundError("not there")
         error_class = getattr(errors, kind)
         error = error_class.__new__(error_class)  # the constructors want an HTTP response
         error.args = ("refused",)
         raise error
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(StorageError) as caught:
         resolve("org/name", HubOptions(revision="v3"))
@@ -277,8 +431,12 @@ def test_a_connection_error_of_an_unknown_class_is_a_storage_error(monkeypatch: 
         pass
 
     def refuse(*arguments: object, **options: object) -> str:
+        if options.get("local_files_only"):
+            raise errors.LocalEntryNotFoundError("not there")
         raise TransportError("proxy says no")
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(StorageError, match="org/name .*TransportError: proxy says no"):
         resolve("org/name")

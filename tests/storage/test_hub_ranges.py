@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from tests.formats.building import file_with
 
 from shardwise.errors import StorageError
 from shardwise.formats import open_checkpoint
 from shardwise.storage import HubOptions, RemoteReader, Retries, open_storage
+from shardwise.storage.hub_transport import named_commit
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import Redirect, Status
 
@@ -128,3 +130,34 @@ def test_options_for_hub_ids_hold_for_urls_of_the_hub(hub: HttpStore, monkeypatc
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(StorageError, match=r"\['anon'\] mean nothing to the hub"):
         RemoteReader("hf://org/name", storage_options={"anon": True})
+
+
+@pytest.mark.parametrize(
+    ("url", "revision", "kind", "named"),
+    [
+        ("hf://org/name", None, "model", f"hf://org/name@{COMMIT}"),
+        ("hf://org/name@v1/fp16?x=1", None, "model", f"hf://org/name@{COMMIT}/fp16?x=1"),
+        ("hf://datasets/org/name/a/b", "v1", "dataset", f"hf://datasets/org/name@{COMMIT}/a/b"),
+        (f"hf://org/name@{'f' * 40}", None, None, f"hf://org/name@{'f' * 40}"),
+    ],
+)
+def test_a_url_that_names_the_commit(
+    url: str, revision: str | None, kind: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which all ranks then take, whatever is pushed meanwhile."""
+    asked: list[object] = []
+
+    def repo_info(self: object, repo_id: str, **options: object) -> SimpleNamespace:
+        asked.append((repo_id, options["repo_type"]))
+        return SimpleNamespace(sha=COMMIT, siblings=[])
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
+    assert named_commit(url, HubOptions(revision=revision)) == named
+    assert asked == ([] if kind is None else [("org/name", kind)])
+    RemoteReader(named).close()
+
+
+def test_a_url_and_an_option_that_name_two_revisions() -> None:
+    with pytest.raises(StorageError, match="names revision 'v1', but revision='v2' is asked for"):
+        named_commit("hf://org/name@v1", HubOptions(revision="v2"))

@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests import ways
+from tests import truth, ways
 from tests.verbs import sharding
+from tests.verbs.conftest import small_qwen3
 from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -344,3 +345,17 @@ def adapter_faults() -> list[tuple[str, str]]:
         lambda: shardwise.model_state(sharding.Net(), only=shardwise.AdapterOnly()),
     ]
     return [attempt(call) for call in calls]
+
+
+def onto_meta_of_transformers() -> tuple[list[str], list[str], tuple[str, ...]]:
+    """A sharded model on meta: what differs from the real one afterwards, what is on meta, what was computed."""
+    real = small_qwen3()
+    with torch.device("meta"):
+        model = type(real)(real.config)
+    shardwise.shard(model)
+    report = shardwise.set_model_state(model, real.state_dict() if dist.get_rank() == 0 else None)
+    differing = truth.differences(truth.snapshot(model), truth.snapshot(real))
+    attributes = [name for name, tensor in model.named_buffers() if tensor.is_meta]
+    rotary = model.model.rotary_emb
+    attributes += ["original_inv_freq"] if rotary.original_inv_freq.is_meta else []
+    return differing, attributes, report.recomputed

@@ -267,7 +267,7 @@ def test_ranks_that_plan_differently_are_stopped_by_name(worlds, qwen3):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (on_ranks.another_seed_on_each_rank, "the seed on rank 1 is not that of rank 0"),
+        (on_ranks.another_seed_on_each_rank, "options.seed on rank 1 is not that of rank 0 (1 against 0)"),
         (on_ranks.tied_on_one_rank_only, "the list of declared ties"),
     ],
 )

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from tests import truth, zoo
 from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
@@ -306,3 +306,26 @@ def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path):
     model.register_buffer("positions", torch.arange(4).expand(2, 4), persistent=False)
     shardwise.load(model, tmp_path, buffers={"positions": lambda module: torch.arange(8).view(2, 4)})
     assert model.positions.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class _Hooked(torch.Tensor):
+    """A subclass as quantising libraries have them: FSDP2 asks it what to gather."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        raise AssertionError
+
+
+def test_tensors_of_a_subclass_on_meta_are_refused_by_name():
+    """What gets memory is a plain tensor, and the hooks would be lost without a word."""
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[1].weight = nn.Parameter(torch.empty(4, 4, device="meta").as_subclass(_Hooked))
+    assert type(model[1].weight) is _Hooked
+    values = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
+    with pytest.raises(PlacementError, match=r"1\.weight: on meta, and a _Hooked, .* convert the model afterwards"):
+        shardwise.load(model, MemoryReader({"model.safetensors": save(values)}))
+    with pytest.raises(PlacementError, match=r"1\.weight: on meta, and a _Hooked"):
+        shardwise.set_model_state(model, values)
+    assert all(tensor.is_meta for tensor in model.parameters())

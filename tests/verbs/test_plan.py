@@ -274,7 +274,7 @@ def test_intervals_open_few_files_and_read_every_byte_once(worlds, moe, shape):
 @pytest.mark.parametrize("modes", [("intervals", "alone"), ("alone", "intervals")])
 def test_intervals_on_some_ranks_only_are_refused(worlds, qwen3, modes):
     """Rather than that one rank waits to be handed what the other does not read."""
-    said = "shared_reads is InIntervals() on some ranks only: on rank 1 it is not as on rank 0"
+    said = "options.shared_reads on rank 1 is not that of rank 0"
     (first, second) = worlds(2).run(on_ranks.shared_as_told, str(qwen3), modes)
     assert first == second == ("DisagreementError", f"{said}; give every rank the same")
 

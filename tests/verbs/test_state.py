@@ -60,6 +60,14 @@ def test_a_model_on_meta_gets_memory(worlds):
         assert report["on_meta"] == ("blocks.0.table.angles", "blocks.1.table.angles")
 
 
+def test_so_does_a_model_of_transformers_with_what_no_state_has(worlds):
+    """Its rotary frequencies are in no state: they are computed, as a load computes them."""
+    for differing, leftovers, recomputed in [*worlds(2).run(stating.onto_meta_of_transformers)]:
+        assert differing == []
+        assert leftovers == []
+        assert recomputed == ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
+
+
 FAULTS = {
     "missing": ("CoverageError", "missing 2        blocks.0.norm.bias\n  {17}blocks.1.linear.weight"),
     "unexpected": ("CoverageError", "unexpected 1     blocks.2.linear.weight"),

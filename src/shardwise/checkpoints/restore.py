@@ -18,6 +18,7 @@ from shardwise.checkpoints.state import Keys, Looked, TrainState, look
 from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution.copies import require_one_checkpoint
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.progress import ProgressBar
@@ -30,11 +31,13 @@ from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
 from shardwise.planning import Consent
+from shardwise.planning.comparing import SampledBlocks
 from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
 from shardwise.tensors import Box
-from shardwise.verbs.load import Clock, LoadOptions, LoadRequest, OpenSource, carry_out
+from shardwise.verbs.load import Clock, LoadOptions, LoadRequest, carry_out
+from shardwise.verbs.opening import OpenSource
 from shardwise.verbs.optimizer_fitting import Fitting, Ours, fit
 
 
@@ -56,6 +59,8 @@ def restore(
         reader = world.together(lambda: _reader_of(opened))
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
+        with clock.phase("open"):
+            require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
         with clock.phase("plan"):
             world.together(lambda: _require_around(reader, opened, world))
             looked = world.together(lambda: look(state, only))

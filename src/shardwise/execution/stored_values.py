@@ -9,6 +9,7 @@ import torch
 
 from shardwise.conversion import Expression, Stored, stored_dtype
 from shardwise.errors import StorageError
+from shardwise.execution.copies import require_one_checkpoint
 from shardwise.execution.exchange import Traffic
 from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.states import untied
@@ -17,6 +18,7 @@ from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import local_boxes, local_tensor
+from shardwise.planning.comparing import SampledBlocks
 from shardwise.planning.matching import Brought, Match
 from shardwise.storage import StorageReader
 from shardwise.tensors import Box, DType
@@ -40,8 +42,9 @@ class StoredValues:
     budget_bytes: int
     read_bytes: int = 0
 
-    def told(self, world: World) -> list[dict[str, Brought]]:  # noqa: ARG002 - nobody need be asked
-        """All of it, as if one brought it."""
+    def told(self, world: World) -> list[dict[str, Brought]]:
+        """All of it, as if one brought it. The ranks' files are one checkpoint, see execution/copies.py."""
+        require_one_checkpoint(world, self.reader, self.index, SampledBlocks(), self.budget_bytes)
         return [
             {
                 name: Brought(item.shape, stored_dtype(item), (Box.whole(item.shape),))

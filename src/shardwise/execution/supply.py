@@ -26,7 +26,7 @@ from shardwise.planning.sources import (
     settle_differences,
     settle_dtypes,
 )
-from shardwise.storage import machine
+from shardwise.storage.machine import boot
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def survey(
     live = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     names = [*(item.fqn for item in held), *keys]
     has = [list(map(bool, told)) for told in world.gather(bytes(name in live for name in names))]
-    places = nodes or world.gather(machine.boot())
+    places = nodes or world.gather(boot())
     source_of = world.together(lambda: choose_sources(names, has, values_from, places))
     own = [_name_of(tensors[name].dtype) if name in tensors else "" for name in names]
     stored = _filled(world.gather(own), source_of)

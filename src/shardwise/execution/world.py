@@ -206,8 +206,11 @@ class World:
 
     def is_first_on_host(self) -> bool:
         """Whether this rank is the lowest one of those that see its machine's files. Collective: yes."""
-        spaces = self.gather(machine.file_space())
-        return spaces.index(spaces[self.rank]) == self.rank
+        return self.is_first_of(machine.file_space())
+
+    def is_first_of(self, place: str) -> bool:
+        """Whether this rank is the lowest one that is at this place. Collective: yes."""
+        return self.gather(place).index(place) == self.rank
 
     # While working
 

@@ -17,7 +17,7 @@ from shardwise.formats.faults import Faults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
 from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
-from shardwise.formats.selection import Layout, Selection, is_there, select, where_models_are
+from shardwise.formats.selection import Layout, Selection, is_there, select, variant_in, where_models_are
 from shardwise.formats.torch_file import TorchFile, read_torch_file
 from shardwise.formats.wrappers import Choice, Path, choose_model
 from shardwise.storage.local import LocalReader
@@ -136,6 +136,7 @@ def open_checkpoint(
     *,
     weights_name: str | None = None,
     extra_files: Sequence[str] = (),
+    variant: str | None = None,
 ) -> CheckpointIndex:
     """Find the files of a checkpoint and read what they say about their tensors.
 
@@ -144,8 +145,8 @@ def open_checkpoint(
     ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
     of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
     only folder that accelerate names for a model. Where the storage does not tell which files there are, the usual
-    names are tried. ``extra_files`` are safetensors files, read in addition where they are there. Files named by an
-    index are relative to the folder, as in transformers.
+    names are tried. ``variant`` takes the weights of that variant instead. ``extra_files`` are safetensors files,
+    read in addition where they are there. Files named by an index are relative to the folder, as in transformers.
 
     Pickles are read without running anything: see :mod:`shardwise.formats.pickles`.
 
@@ -153,7 +154,7 @@ def open_checkpoint(
     wrong but that bytes could not be read.
     """
     if isinstance(path, StorageReader):
-        return _open(path, weights_name, extra_files)
+        return _open(path, weights_name if variant is None else variant_in(path, variant), extra_files)
     opened = open_storage(path) if is_url(path) else _open_local(pathlib.Path(path))
     with opened.reader:
         if opened.file is not None:
@@ -163,7 +164,7 @@ def open_checkpoint(
                     "no place; pass one of the two"
                 )
             weights_name = opened.file
-        return _open(opened.reader, weights_name, extra_files)
+        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
 
 
 def open_state(

@@ -42,6 +42,8 @@ _TORCH_WEIGHTS = (".bin", ".pt", ".pth")
 _TORCH_INDEXES = ".bin.index.json"
 _MODEL_FOLDERS = ("pytorch_model_fsdp_*", "model", "distributed_checkpoint")
 _OPTIMIZER_FOLDERS = "optim*"
+_INDEXES = re.compile(r".*\.(?P<kind>safetensors|bin)\.index(\.[^./]+)?\.json")
+"""Index files by name, those of a variant too."""
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
 _NAME_IT = f"the *{_WEIGHTS}, *.bin, *.pt or *.index.json file"
@@ -67,6 +69,34 @@ def is_there(reader: StorageReader, name: str) -> bool:
             return False
         raise
     return True
+
+
+def variant_in(reader: StorageReader, variant: str) -> str:
+    """The file, or the index, of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``, ...
+
+    Raises :class:`FormatError` where there is none.
+    """
+    for name in variant_names(variant):
+        if is_there(reader, name):
+            return name
+    try:
+        there = [name for name in reader.list() if name.endswith((_WEIGHTS, _TORCH_WEIGHTS[0], ".json"))]
+    except CannotListError:
+        there = []
+    raise FormatError(
+        f"{reader.root}: no weights of the variant {variant!r}; looked for {', '.join(variant_names(variant))}; "
+        f"there are {listed(map(shown, there)) or 'none that it tells of'}"
+    )
+
+
+def variant_names(variant: str) -> tuple[str, ...]:
+    """The names that the weights of a variant may have, first choice first."""
+    return (
+        f"model.{variant}.safetensors",
+        f"model.safetensors.index.{variant}.json",
+        f"pytorch_model.{variant}.bin",
+        f"pytorch_model.bin.index.{variant}.json",
+    )
 
 
 def select(reader: StorageReader, weights_name: str | None, faults: Faults) -> Selection:
@@ -122,7 +152,8 @@ def _select_probed(reader: StorageReader, faults: Faults) -> Selection:
 
 def _select_named(reader: StorageReader, name: str, faults: Faults) -> Selection:
     is_distributed = name.rpartition("/")[2] == METADATA
-    if not is_distributed and not name.endswith((_INDEX, _WEIGHTS, _TORCH_INDEXES, *_TORCH_WEIGHTS)):
+    index = _INDEXES.fullmatch(name)
+    if not is_distributed and index is None and not name.endswith((_WEIGHTS, *_TORCH_WEIGHTS)):
         raise FormatError(
             f"{shown(name)} in {reader.root}: this layout is not supported for loading; "
             f"name a file that ends in {_WEIGHTS}, {_INDEX}, .bin, .pt, .pth or {_TORCH_INDEXES}"
@@ -134,7 +165,7 @@ def _select_named(reader: StorageReader, name: str, faults: Faults) -> Selection
         )
     if is_distributed:
         return Selection("torch distributed checkpoint", [], folder=name.removesuffix(METADATA))
-    if name.endswith((_INDEX, _TORCH_INDEXES)):
+    if index is not None:
         return _select_indexed(reader, name, faults)
     return Selection("single file" if name.endswith(_WEIGHTS) else "torch file", [name])
 
@@ -270,7 +301,7 @@ def _select_indexed(reader: StorageReader, name: str, faults: Faults) -> Selecti
     if not isinstance(metadata, dict):
         metadata = {}
     texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in metadata.items()}
-    layout: Layout = "indexed" if name.endswith(_INDEX) else "indexed torch files"
+    layout: Layout = "indexed" if _is_of_safetensors(name) else "indexed torch files"
     return Selection(layout, sorted(set(weight_map.values())), weight_map, texts)
 
 
@@ -283,12 +314,17 @@ def _weight_map(reader: StorageReader, name: str, value: object, faults: Faults)
     for key, file in value.items():
         if not isinstance(file, str):
             faults.add(f"keys without a file in {shown(name)}", f"{shown(key)}: {shown(repr(file))}, not a string")
-    suffix = _WEIGHTS if name.endswith(_INDEX) else _TORCH_WEIGHTS[0]
+    suffix = _WEIGHTS if _is_of_safetensors(name) else _TORCH_WEIGHTS[0]
     mapped = {key: file for key, file in value.items() if isinstance(file, str)}
     unsafe = {file: why for file in mapped.values() if (why := _why_not_opened(file, suffix)) is not None}
     for file, why in sorted(unsafe.items()):
         faults.add(f"file names refused in {shown(name)}", f"{shown(file)}: {why}")
     return {key: file for key, file in mapped.items() if file not in unsafe}
+
+
+def _is_of_safetensors(index: str) -> bool:
+    match = _INDEXES.fullmatch(index)
+    return match is not None and match["kind"] == "safetensors"
 
 
 def _why_not_opened(file: str, suffix: str) -> str | None:

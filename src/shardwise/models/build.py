@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,15 +11,20 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.conversion import Expression, stored_dtype
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, walk
 from shardwise.models.dtypes import to_torch
+from shardwise.tensors.dtypes import DType
 
 
-def read_config(directory: Path, *, trust_remote_code: bool, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+def read_config(
+    directory: Path, model_class: Any = None, *, trust_remote_code: bool, overrides: Mapping[str, Any]
+) -> PreTrainedConfig:
     """The model's config with ``overrides`` applied.
+
+    ``model_class`` reads it by a config class of its own, where it is a model class that has one for this type of
+    model, or for a type that transformers does not know.
 
     Raises:
         ConfigError: when there is none, it cannot be read, an override is unknown to it, or the checkpoint is
@@ -31,9 +36,9 @@ def read_config(directory: Path, *, trust_remote_code: bool, overrides: Mapping[
             "model's there or, in Python, pass config= (a distributed checkpoint has none of its own)"
         )
     try:
-        config, unused = AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
-        )
+        own: Any = compat.own_config_class(model_class, directory)
+        keywords = {**overrides} if own else {**overrides, "trust_remote_code": trust_remote_code}
+        config, unused = (own or AutoConfig).from_pretrained(directory, return_unused_kwargs=True, **keywords)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no usable config in {directory}: {error}") from error
     if unused:
@@ -66,8 +71,34 @@ def resolve_class(
             return compat.remote_model_class(remote, str(directory)), config
         return compat.auto_model_class(config, model_class)
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-        return model_class, config
+        return model_class, _part_for(model_class, config)
     raise ConfigError(f"model_class must be a model class or an Auto class of transformers, not {model_class!r}")
+
+
+def _part_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config, or that part of it which is of the kind that the class takes.
+
+    Raises:
+        ConfigError: several parts are.
+    """
+    kind = model_class.config_class
+    if kind is None or isinstance(config, kind):
+        return config
+    parts = [(name, part) for name, part in _parts_of(config) if isinstance(part, kind)]
+    if len(parts) > 1:
+        raise ConfigError(
+            f"{model_class.__name__} takes a {kind.__name__}, and {type(config).__name__} has several: "
+            f"{', '.join(name for name, _ in parts)}; pass config= with the one that is meant"
+        )
+    return parts[0][1] if parts else config
+
+
+def _parts_of(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield name, part
+            yield from ((f"{name}.{inner}", found) for inner, found in _parts_of(part))
 
 
 def _class_from_config(
@@ -84,6 +115,8 @@ def _class_from_config(
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found, config
+    if (registered := compat.registered_model_class(config, names)) is not None:
+        return registered, config
     if own is not None:
         raise ConfigError(
             f"{directory} brings its own model code ({own}); pass trust_remote_code=True if you have read it and "
@@ -95,13 +128,16 @@ def _class_from_config(
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[Expression]) -> torch.dtype:
-    """The dtype of the model: the one given, or for "auto" that of the config, or of the first stored floats.
+def resolve_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, stored: Iterable[DType], named: str | None = None
+) -> torch.dtype:
+    """The dtype of the model: the one given, or for "auto" what ``from_pretrained`` of transformers finds.
 
-    It is also set on the config and its sub-configs, as ``from_pretrained`` does.
+    That is the dtype of the config, else the one ``named`` by the checkpoint's index, else the first floating one
+    of ``stored`` that a model can be built in. It is also set on the config and its sub-configs.
     """
     if dtype == "auto":
-        found = getattr(config, "dtype", None) or _stored_dtype(stored)
+        found = getattr(config, "dtype", None) or named or _first_floating(stored)
     else:
         found = dtype
     if isinstance(found, str):
@@ -116,8 +152,8 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, stored: It
     return found
 
 
-def _stored_dtype(stored: Iterable[Expression]) -> torch.dtype:
-    for dtype in map(stored_dtype, stored):
+def _first_floating(stored: Iterable[DType]) -> torch.dtype:
+    for dtype in stored:
         if dtype.kind == "float" and dtype.bits >= 16:
             return to_torch(dtype)
     return torch.get_default_dtype()

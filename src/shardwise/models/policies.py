@@ -31,7 +31,7 @@ class ModuleListBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The modules of the classes with these names."""
+    """The modules of the classes with these names, each of which there has to be."""
 
     names: tuple[str, ...]
 
@@ -39,6 +39,11 @@ class Classes:
         names: object = self.names
         if isinstance(names, str):
             raise ConfigError(f"names={names!r} must be a tuple of class names: names=({names!r},)")
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            shown = getattr(names, "__name__", None) or repr(names)
+            raise ConfigError(
+                f"names={shown} must be a tuple of the names of classes, as in ('LlamaDecoderLayer',)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,10 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
         case WholeModel():
             return []
         case _:
-            if names := _matching(model, policy):
+            names = _matching(model, policy)
+            if isinstance(policy, Classes):
+                _require_each(model, policy)
+            if names:
                 return names
             if isinstance(policy, MinSize):
                 numel = sum(parameter.numel() for parameter in model.parameters())
@@ -95,10 +103,28 @@ def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
                     f"{policy} matches nothing in {type(model).__name__}, which has {numel:,} elements in all; "
                     "lower it, or pass WholeModel() to gather everything at once"
                 )
-            classes = sorted({type(module).__name__ for module in model.modules()})
             raise PlacementError(
-                f"{policy} matches nothing in {type(model).__name__}; its modules are of {', '.join(classes)}"
+                f"{policy} matches nothing in {type(model).__name__}; its modules are of {_classes_in(model)}"
             )
+
+
+def _require_each(model: nn.Module, policy: Classes) -> None:
+    """Raise for a name that no module of a model has, also where others are found: its blocks would stay ungrouped.
+
+    Raises:
+        PlacementError: naming it.
+    """
+    there = {name for prefix, module in walk(model) if prefix for name in _class_names(module)}
+    absent = sorted(set(policy.names) - there)
+    if absent:
+        raise PlacementError(
+            f"{policy}: {', '.join(absent)} matches nothing in {type(model).__name__}; its modules are of "
+            f"{_classes_in(model)}"
+        )
+
+
+def _classes_in(model: nn.Module) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in model.modules()}))
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

@@ -91,6 +91,25 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
         raise PlacementError("the model cannot be sharded as it is:\n  " + "\n  ".join(faults[:20]))
 
 
+def refuse_subclasses(held: Sequence[Held]) -> None:
+    """Raise for tensors on meta that are of a subclass: what gets memory is a plain tensor, without its hooks.
+
+    Raises:
+        PlacementError: naming them.
+    """
+    faults = [
+        (item.fqn, kind.__name__)
+        for item in held
+        if item.tensor.is_meta and (kind := type(item.local)) not in (torch.Tensor, nn.Parameter)
+    ]
+    if faults:
+        raise PlacementError(
+            f"{_few([name for name, _ in faults])}: on meta, and a {faults[0][1]}, a subclass of Tensor whose "
+            "behaviour (FSDP2's all-gather hooks, say) would be lost when it gets memory; load plain parameters, "
+            "and convert the model afterwards"
+        )
+
+
 def _memory(tensor: torch.Tensor) -> object:
     return (
         tensor.device,

@@ -28,7 +28,9 @@ from transformers.core_model_loading import (
 from transformers.core_model_loading import rename_source_key as _rename_source_key
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import _get_tied_weight_keys
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
@@ -130,6 +132,32 @@ def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 # Building on meta
 
 
+def own_config_class(model_class: Any, directory: Path) -> type[PreTrainedConfig] | None:
+    """The config class of a model class, where it reads the config in a folder and not the class that Auto knows.
+
+    Raises:
+        OSError: there is no config.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        return None
+    kind = model_class.config_class
+    if kind is None or kind is PreTrainedConfig:
+        return None
+    content, _ = PreTrainedConfig.get_config_dict(directory)
+    named = content.get("model_type")
+    return kind if named == kind.model_type or named not in CONFIG_MAPPING else None
+
+
+def registered_model_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
+    """A class of one of these names that a user has registered for a config with an Auto class, if there is one."""
+    for auto_class in list(vars(modeling_auto).values()):
+        own = getattr(models_of(auto_class), "_extra_content", {})
+        found = own.get(type(config)) if isinstance(own, dict) else None
+        if found is not None and found.__name__ in names:
+            return found
+    return None
+
+
 @contextlib.contextmanager
 def building_on_meta(dtype: torch.dtype) -> Iterator[None]:
     """The contexts in which ``from_pretrained`` builds a model: on meta, of this dtype, nothing tied yet."""
@@ -216,6 +244,27 @@ def attention_of(model: nn.Module) -> str | None:
     """How a model computes its attention ("sdpa", "flash_attention_2", ...), whoever chose it."""
     found = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return found if isinstance(found, str) else None
+
+
+def choose_implementations(
+    config: PreTrainedConfig,
+    attention: str | Mapping[str, str] | None,
+    experts: str | Mapping[str, str] | None,
+) -> None:
+    """Have a config, and those in it, name how attention and experts are computed; None leaves it to the model."""
+    if attention is not None:
+        config._attn_implementation = attention  # type: ignore[assignment]
+    if experts is not None:
+        config._experts_implementation = experts  # type: ignore[assignment]
+
+
+def settings_of(model: nn.Module) -> dict[str, str]:
+    """What a model's config says, but for where it came from; by name, as text. Nothing for other modules."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    told = {**config.to_dict(), "attn_implementation": attention_of(model)}
+    return {name: repr(value) for name, value in sorted(told.items()) if name != "_name_or_path"}
 
 
 def saved_conversions(model: nn.Module) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,13 @@ class Sharding:
     reshard_after_forward: bool | int = True
     activation_checkpointing: ActivationCheckpointing = field(default_factory=Off)
     compiling: Compiling = field(default_factory=Off)
+
+
+def in_words(sharding: Sharding) -> dict[str, str]:
+    """What ranks must have in common, by name."""
+    mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
+    policies = {item.name: repr(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
+    return {"mesh": repr(mesh), **policies}
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:

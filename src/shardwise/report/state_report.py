@@ -24,6 +24,7 @@ class StateReport:
         cast: name to ("dtype brought", "dtype now").
         afresh: of optimizers, parameters that are without state now, as before their first step.
         on_meta: of models, tensors that still have no values.
+        recomputed: of models that were on meta, buffers and attributes that no state has, computed again.
         brought_by: the ranks that had the state.
         read_bytes: read from files by this rank.
         sent_bytes, received_bytes: to and from other ranks.
@@ -40,6 +41,7 @@ class StateReport:
     cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     afresh: tuple[str, ...] = ()
     on_meta: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     brought_by: tuple[int, ...] = ()
     read_bytes: int = 0
     sent_bytes: int = 0
@@ -66,5 +68,6 @@ class StateReport:
         lines += listing("unexpected", self.unexpected)
         lines += listing("mismatched", self.mismatched)
         lines += listing("afresh", self.afresh)
+        lines += listing("recomputed", self.recomputed)
         lines += listing("on meta", self.on_meta)
         return "\n".join(lines)

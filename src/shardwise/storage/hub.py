@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.errors import StorageError
+from shardwise.storage.hub_files import ModelFiles, Wanted, needed_files, small_files, weights
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.urls import is_url, without_secrets
 
-_WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
-"""Weights, their indexes, configurations, tokenizers. No Python files: nothing from the hub is executed."""
-
-_NEEDED = ("*.safetensors", "*.safetensors.index.json", "config.json")
-
-_TORCH = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-"""Weights of repositories that are older than safetensors; wanted where there are no others."""
-
-_NEVER = ("*.py",)
-_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ASKING_S = 10.0
+"""How long the hub is waited for before the cache is taken for what there is."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +26,17 @@ class HubOptions:
     """Which state of a hub repository, kept where, fetched how.
 
     ``revision`` is a branch, tag or commit; ``cache_dir`` replaces the cache of huggingface_hub; ``token`` is
-    a token, True for the stored one, False for none, None for the stored one if there is one. ``subfolder``
-    applies to local folders, too.
+    a token, True for the stored one, False for none, None for the stored one if there is one. ``variant`` is that
+    in the names of the weights, as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant`` apply to
+    local folders, too.
     """
 
     revision: str | None = None
     cache_dir: str | None = None
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     local_files_only: bool = False
     subfolder: str = ""
+    variant: str | None = None
 
 
 def is_local(name_or_path: str | os.PathLike[str]) -> bool:
@@ -59,11 +57,13 @@ def resolve(
     options: HubOptions = HubOptions(),
     *,
     download: bool = True,
+    wanted: Wanted = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
     """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
 
-    Only the wanted files are downloaded: safetensors (where there are none, ``pytorch_model*.bin``), json,
-    tokenizers; from the top of the repository, or of ``options.subfolder``, alone. ``download=False`` takes what
+    Only what will be read is downloaded: the weights of ``options.variant``, or those without one (safetensors,
+    and where there are none, torch's), json, tokenizers; from the top of the repository, or of
+    ``options.subfolder``, alone; Python files only with ``ModelFiles(code=True)``. ``download=False`` takes what
     the cache has: for the ranks of a node that come after the one that downloads.
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
@@ -75,12 +75,12 @@ def resolve(
         )
     _check_subfolder(name_or_path, options.subfolder)
     if is_local(name_or_path):
-        return _local(Path(name_or_path).expanduser(), options.subfolder)
+        return _local(Path(name_or_path).expanduser(), options)
     repo_id = os.fspath(name_or_path)
     # What the fetching sees: for a rank that must not download, the cache is all there is.
     effective = options if download else replace(options, local_files_only=True)
     with hub_errors_named(repo_id, options, download=download):
-        folder = _snapshot(repo_id, effective)
+        folder = _snapshot(repo_id, effective, wanted)
     if not folder.is_dir():
         raise StorageError(
             f"{repo_id} at revision {_revision(options)}: no folder {options.subfolder!r} with weights or "
@@ -98,10 +98,46 @@ def _check_subfolder(name_or_path: str | os.PathLike[str], subfolder: str) -> No
         )
 
 
-def _local(path: Path, subfolder: str) -> Path:
+def commit_of(repo_id: str, options: HubOptions, *, kind: str = "model") -> str:
+    """The commit that the revision names: asked of the hub, and where it cannot be reached, of the cache.
+
+    Raises :class:`StorageError` where neither knows it.
+    """
+    revision = _revision(options)
+    if _COMMIT.fullmatch(revision):
+        return revision
+    with hub_errors_named(repo_id, options, download=True):
+        try:
+            return _ask(repo_id, options, kind).commit
+        except Exception as error:
+            noted = _ref(repo_id, options, revision, kind)
+            if not _is_final(error) and noted.is_file():
+                return noted.read_text().strip()
+            if _never_answered(error):
+                raise _not_found(f"{noted} is not there") from error
+            raise
+
+
+def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
+    """Leave in the cache what a revision named, as a download by it would, for whoever is offline later."""
+    revision = _revision(options)
+    if _COMMIT.fullmatch(revision):
+        return
+    noted = _ref(repo_id, options, revision, "model")
+    with contextlib.suppress(OSError):  # a cache that cannot be written to has been read all the same
+        if _in_cache(repo_id, options).is_dir() and not (noted.is_file() and noted.read_text() == commit):
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            fresh = noted.with_name(f"{noted.name}.{os.getpid()}.new")
+            fresh.write_text(commit)
+            fresh.replace(noted)
+
+
+def _local(path: Path, options: HubOptions) -> Path:
+    subfolder = options.subfolder
     place = path / subfolder
-    if subfolder and path.is_file():
-        raise StorageError(f"{path}: is a file, so subfolder={subfolder!r} has no place; leave it out")
+    for name, value in (("subfolder", subfolder), ("variant", options.variant)):
+        if value and path.is_file():
+            raise StorageError(f"{path}: is a file, so {name}={value!r} has no place; leave it out")
     if not place.exists():
         raise StorageError(
             f"{place}: no such directory; check the path "
@@ -110,49 +146,130 @@ def _local(path: Path, subfolder: str) -> Path:
     return place
 
 
-def _snapshot(repo_id: str, options: HubOptions) -> Path:
-    # Beside model*.safetensors, "consolidated*.safetensors" is a second copy of the weights, large and
-    # unused. It is fetched only where there are no others, which shows when everything else has been fetched.
-    # Likewise what torch wrote.
-    folder = _fetch_or_make_do(repo_id, options, ignored=(*_OTHER_WEIGHTS, "consolidated*"))
-    if not any(folder.glob("*.safetensors")):
-        folder = _fetch_or_make_do(repo_id, options, ignored=_OTHER_WEIGHTS)
-    if not any(folder.glob("*.safetensors")):
-        folder = _fetch_or_make_do(repo_id, options, ignored=(), more=_TORCH)
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """A commit of a repository, and the names of its files."""
+
+    commit: str
+    files: tuple[str, ...]
+
+
+def _snapshot(repo_id: str, options: HubOptions, wanted: Wanted) -> Path:
+    """The snapshot, with what will be read in it: the small files first, which tell of the weights."""
+    prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
+    try:
+        listing = _ask(repo_id, options, "model")
+    except Exception as error:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        if _is_final(error):
+            raise
+        try:
+            return _cached(repo_id, options, wanted, prefix)
+        except LocalEntryNotFoundError as absent:
+            if _never_answered(error):
+                raise absent from error
+            if isinstance(error, LocalEntryNotFoundError):  # it was not to be asked
+                raise
+            raise error from absent
+    below = [name.removeprefix(prefix) for name in listing.files if name.startswith(prefix)]
+    names = [name for name in below if "/" not in name]
+    pinned = replace(options, revision=listing.commit)
+    small = small_files(names, wanted)
+    folder = _fetch(repo_id, pinned, prefix, small)
+    chosen = weights(names, folder, wanted, options.variant)
+    if chosen:
+        folder = _fetch(repo_id, pinned, prefix, [*small, *chosen])
+    note_commit(repo_id, options, listing.commit)
     return folder
 
 
-def _fetch_or_make_do(
-    repo_id: str, options: HubOptions, *, ignored: Sequence[str], more: Sequence[str] = ()
-) -> Path:
-    """The snapshot with all wanted files, or with all needed ones when nothing can be downloaded."""
+def _cached(repo_id: str, options: HubOptions, wanted: Wanted, prefix: str) -> Path:
+    """The snapshot as the cache has it: what will be read is there, or it is refused."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    options = replace(options, local_files_only=True)
     try:
-        return _fetch(repo_id, options, wanted=(*_WANTED, *more), ignored=ignored)
+        folder = _fetch(repo_id, options, prefix, ["config.json"])
     except LocalEntryNotFoundError as error:
-        # IncompleteSnapshotError, which not all versions have. Somebody downloaded less than we would have,
-        # say without README.txt. That is no reason to refuse where the weights are all there.
+        # IncompleteSnapshotError, which not all versions have: something was not downloaded. That is no reason to
+        # refuse where all that will be read is there.
         if not hasattr(error, "snapshot_path"):
             raise
-    return _fetch(repo_id, options, wanted=(*_NEEDED, *more), ignored=ignored)
+        folder = Path(error.snapshot_path) / prefix
+    names = [file.name for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    chosen = weights(names, folder, wanted, options.variant)
+    if not chosen:  # told by the hub's library where it knows of weights that were not downloaded
+        return _fetch(repo_id, options, prefix, ["*.safetensors", "config.json"])
+    return _fetch(repo_id, options, prefix, [*needed_files(names, wanted), *chosen])
 
 
-def _fetch(repo_id: str, options: HubOptions, *, wanted: Sequence[str], ignored: Sequence[str]) -> Path:
+def _ask(repo_id: str, options: HubOptions, kind: str) -> _Listing:
+    """What the hub says of a revision; raises what its library does, when it cannot or must not be asked."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if options.local_files_only or constants.HF_HUB_OFFLINE:
+        raise _not_found("downloading is off")
+    api = huggingface_hub.HfApi(token=options.token)
+    info = api.repo_info(repo_id, revision=options.revision, repo_type=kind, timeout=_ASKING_S)
+    if info.sha is None:
+        raise _not_found("the hub named no commit")
+    siblings = getattr(info, "siblings", None) or ()
+    return _Listing(info.sha, tuple(file.rfilename for file in siblings))
+
+
+def _not_found(cause: str) -> Exception:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return LocalEntryNotFoundError(cause)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether no cache can answer either: the name cannot be one, or there is no such revision."""
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+
+    return isinstance(error, (HFValidationError, RevisionNotFoundError))
+
+
+def _never_answered(error: Exception) -> bool:
+    # Connections that fail and time out. huggingface_hub 1 raises httpx's errors, huggingface_hub 2 httpx2's.
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")
+
+
+def place_of_cache(options: HubOptions) -> Path:
+    """The folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def _in_cache(repo_id: str, options: HubOptions, kind: str = "model") -> Path:
+    """The folder of a repository in the cache."""
+    return place_of_cache(options) / f"{kind}s--{repo_id.replace('/', '--')}"
+
+
+def _ref(repo_id: str, options: HubOptions, revision: str, kind: str) -> Path:
+    """Where the cache notes the commit of a revision."""
+    return _in_cache(repo_id, options, kind) / "refs" / revision
+
+
+def _fetch(repo_id: str, options: HubOptions, prefix: str, names: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     # The hub's patterns let "*" match "/", so what lies deeper has to be left out by name.
-    prefix = f"{glob.escape(options.subfolder)}/" if options.subfolder else ""
     folder = snapshot_download(
         repo_id,
         revision=options.revision,
         cache_dir=options.cache_dir,
         token=options.token,
         local_files_only=options.local_files_only,
-        allow_patterns=[prefix + pattern for pattern in wanted],
-        ignore_patterns=[prefix + pattern for pattern in (*_NEVER, *ignored, "*/*")],
+        allow_patterns=[
+            glob.escape(prefix) + (name if name.startswith("*") else glob.escape(name)) for name in names
+        ],
+        ignore_patterns=[f"{glob.escape(prefix)}*/*"],
     )
-    return Path(folder) / options.subfolder
+    return Path(folder) / prefix if prefix else Path(folder)
 
 
 @contextmanager

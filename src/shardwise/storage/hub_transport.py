@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from shardwise.errors import StorageError
 from shardwise.storage.http_transport import HttpTransport
-from shardwise.storage.hub import HubOptions, hub_errors_named
+from shardwise.storage.hub import HubOptions, commit_of, hub_errors_named
 from shardwise.storage.names import shown
 from shardwise.storage.retries import Retries
 from shardwise.storage.transport import PASSING_STATUSES, FileState, TransientFault
@@ -28,6 +28,44 @@ class _File:
     digest: str
 
 
+def named_commit(url: str, hub: HubOptions) -> str:
+    """The URL with the commit that its revision, or else that of ``hub``, names now.
+
+    Raises :class:`StorageError` for what is no repository, or cannot be found out.
+    """
+    _, mark, query = url.partition("?")
+    named = _Named.of(url, hub.revision)
+    commit = commit_of(named.repo_id, replace(hub, revision=named.revision), kind=named.kind)
+    kind = "" if named.kind == "model" else f"{named.kind}s/"
+    return f"hf://{kind}{named.repo_id}@{commit}/{named.folder}".rstrip("/") + mark + query
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What a URL names."""
+
+    kind: str
+    repo_id: str
+    revision: str | None
+    folder: str
+
+    @classmethod
+    def of(cls, url: str, asked: str | None) -> Self:
+        match = _PATH.fullmatch(url.partition("?")[0].rstrip("/"))
+        if match is None:
+            raise StorageError(
+                f"{shown(url)}: not a repository of the hub; write hf://organisation/name, "
+                "hf://organisation/name@revision, or a folder below it"
+            )
+        named = unquote(match["revision"]) if match["revision"] else None
+        if named and asked and named != asked:
+            raise StorageError(
+                f"{shown(url)}: names revision {named!r}, but revision={asked!r} is asked for; pass one of the two"
+            )
+        kind = "model" if match["kind"] in (None, "models") else match["kind"].removesuffix("s")
+        return cls(kind, match["repo_id"], named or asked, f"{match['folder']}/" if match["folder"] else "")
+
+
 class HubTransport:
     """Asks the hub for ranges; see :class:`~shardwise.storage.transport.Transport`.
 
@@ -39,25 +77,14 @@ class HubTransport:
     """
 
     def __init__(self, url: str, *, retries: Retries, options: Mapping[str, Any]) -> None:
-        match = _PATH.fullmatch(url.partition("?")[0].rstrip("/"))
-        if match is None:
-            raise StorageError(
-                f"{shown(url)}: not a repository of the hub; write hf://organisation/name, "
-                "hf://organisation/name@revision, or a folder below it"
-            )
+        named = _Named.of(url, options.get("revision"))
         unknown = sorted(set(options) - {"token", "endpoint", "revision", "proxy"})
         if unknown:
             raise StorageError(f"{shown(url)}: storage_options {unknown} mean nothing to the hub; leave them out")
-        named = unquote(match["revision"]) if match["revision"] else None
-        asked = options.get("revision")
-        if named and asked and named != asked:
-            raise StorageError(
-                f"{shown(url)}: names revision {named!r}, but revision={asked!r} is asked for; pass one of the two"
-            )
-        self._kind = "model" if match["kind"] in (None, "models") else match["kind"].removesuffix("s")
-        self._repo_id: str = match["repo_id"]
-        self._revision = named or asked
-        self._folder = f"{match['folder']}/" if match["folder"] else ""
+        self._kind = named.kind
+        self._repo_id = named.repo_id
+        self._revision = named.revision
+        self._folder = named.folder
         self._options = options
         self._retries = retries
         self._lock = threading.Lock()

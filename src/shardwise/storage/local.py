@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
+from shardwise.storage.machine import boot
 from shardwise.storage.mounts import is_on_network
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
@@ -97,15 +98,16 @@ class LocalReader:
         A file rewritten in place, to the same size, within the resolution of the file system's clock (some
         milliseconds) is not noticed.
         """
-        with self._descriptor(file) as descriptor:
-            opened = os.fstat(descriptor)
-            try:
-                named = os.stat(os.path.join(self._root, file))
-            except OSError as error:
-                raise self._failed(file, "looking at", error) from error
-        if os.path.samestat(opened, named):
+        opened, named = self._look(file)
+        if opened is None or os.path.samestat(opened, named):
             return self._state(named)
         return f"{self._state(opened)}, replaced by {self._state(named)}"
+
+    def place(self, file: str) -> str:
+        """The machine's boot, device, inode, size and time of change of the file that is, or would be, opened."""
+        opened, named = self._look(file)
+        status = opened or named
+        return f"{boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
         self.read_vectored(file, start, (buffer,))
@@ -178,6 +180,25 @@ class LocalReader:
         # Clients of a network file system may number its files each in their own way.
         return state if self._policy.is_remote else f"{state}, inode {status.st_ino}"
 
+    def _look(self, file: str) -> tuple[os.stat_result | None, os.stat_result]:
+        """What is known of the open file, if it is open, and of the file that has this name. Opens nothing."""
+        held = self._reuse(file)
+        try:
+            opened = None if held is None else os.fstat(held.descriptor)
+        finally:
+            if held is not None:
+                with self._lock:
+                    held.users -= 1
+                    self._close_surplus()
+        self._require_safe(file)
+        try:
+            named = os.stat(os.path.join(self._root, file))
+        except (OSError, UnicodeError) as error:
+            raise self._failed(file, "looking at", error) from error
+        if not stat.S_ISREG(named.st_mode):
+            raise self._not_regular(file)
+        return opened, named
+
     def _read_some(self, file: str, descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
         """One system call; the number of bytes it brought, 0 at the end of the file."""
         while True:
@@ -241,13 +262,19 @@ class LocalReader:
         for file in idle[:surplus]:
             os.close(self._open_files.pop(file).descriptor)
 
-    def _open(self, file: str) -> int:
+    def _require_safe(self, file: str) -> None:
         fault = why_unsafe(file)
         if fault is not None:
             raise StorageError(
                 f"{shown(file)}: refused as a file name below {self._root}, {fault}; "
                 "name files relative to the checkpoint's folder"
             )
+
+    def _not_regular(self, file: str) -> StorageError:
+        return StorageError(f"{shown(file)} in {self._root}: not a regular file; check the path")
+
+    def _open(self, file: str) -> int:
+        self._require_safe(file)
         try:
             # O_NONBLOCK: opening a pipe must not wait for a writer. Regular files do not know it.
             descriptor = os.open(os.path.join(self._root, file), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -255,7 +282,7 @@ class LocalReader:
             raise self._failed(file, "opening", error) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise StorageError(f"{shown(file)} in {self._root}: not a regular file; check the path")
+            raise self._not_regular(file)
         return descriptor
 
     def _failed(self, file: str, doing: str, error: OSError | UnicodeError) -> StorageError:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_NAMESPACE = "/proc/self/ns/pid"
-_MOUNT_NAMESPACE = "/proc/self/ns/mnt"
+_FILE_NAMESPACE = "/proc/self/ns/mnt"
+_GROUP_NAMESPACE = "/proc/self/ns/cgroup"
 
 
 @cache
@@ -26,16 +27,22 @@ def boot() -> str:
 
 def process_space() -> str:
     """The processes whose numbers mean the same here: one kernel, one namespace (containers have their own)."""
-    try:
-        return f"{boot()}/{os.stat(_PROCESS_NAMESPACE).st_ino}"
-    except OSError:
-        return f"{boot()}/{socket.gethostname()}"
+    return _space(_PROCESS_NAMESPACE)
 
 
 def file_space() -> str:
-    """The files that have the same names here: one kernel, one namespace of mounts (containers have their own)."""
+    """The processes for which a path means the same as here: one kernel, one namespace of mounts."""
+    return _space(_FILE_NAMESPACE)
+
+
+def group_space() -> str:
+    """The processes for which the name of a control group means the same as here."""
+    return _space(_GROUP_NAMESPACE)
+
+
+def _space(namespace: str) -> str:
     try:
-        return f"{boot()}/{os.stat(_MOUNT_NAMESPACE).st_ino}"
+        return f"{boot()}/{os.stat(namespace).st_ino}"
     except OSError:
         return f"{boot()}/{socket.gethostname()}"
 

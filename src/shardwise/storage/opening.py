@@ -101,6 +101,8 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
     if hub.local_files_only:
         raise StorageError(f"{where}: is read over the network, but local_files_only is set; pass a local folder")
     folder, file = split_file(url)
+    if hub.variant and file is not None:
+        raise StorageError(f"{where}: is a file, so variant={hub.variant!r} has no place; leave it out")
     if hub.subfolder:
         fault = why_unsafe(hub.subfolder)
         if fault is not None:

@@ -100,3 +100,12 @@ class PageCache(Protocol):
         while the view is in use, the process is ended by the system (SIGBUS), as with every memory-mapped file.
         """
         ...
+
+
+@runtime_checkable
+class FilePlaces(Protocol):
+    """What a reader of files of this machine can do besides."""
+
+    def place(self, file: str) -> str:
+        """A text that two ranks have in common only where they open one file, and its state is the same."""
+        ...

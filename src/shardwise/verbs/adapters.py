@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from shardwise.formats import CheckpointIndex
 from shardwise.formats.checkpoint_index import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.planning import stored_tensors
-from shardwise.storage import LocalReader, OpenStorage
+from shardwise.storage import HubOptions, LocalReader, OpenStorage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 BESIDE = "(adapter)"
 """What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+
+
+def of_adapter(hub: HubOptions) -> HubOptions:
+    """Where an adapter is found: another repository than its base, with revisions and folders of its own."""
+    return replace(hub, revision=None, subfolder="", variant=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeAlias, cast
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Opaque, rows_stored, stored_leaves
-from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError, StorageError
+from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
-from shardwise.execution.place import Arrangement, Destination, Placer, arrange, identities_of, opaque_bytes
+from shardwise.execution.place import Arrangement, Destination, Placer, arrange, opaque_bytes
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.sharing import Peers, SharePlan, peers_in, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.formats import CheckpointIndex
 from shardwise.layout import Kind, LocalBox, Origin, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models import initialize
@@ -40,6 +39,7 @@ from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, Computed
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
+from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, layout_of, look_inside, strided_view, without_compile
 from shardwise.models.vocabulary import Drawn, MeanOfRows
 from shardwise.planning import (
@@ -57,6 +57,7 @@ from shardwise.planning import (
     plan_load,
     stored_tensors,
 )
+from shardwise.planning.comparing import CompareCopies, SampledBlocks
 from shardwise.planning.forecast import (
     Available,
     Homes,
@@ -66,29 +67,21 @@ from shardwise.planning.forecast import (
     require_fits,
 )
 from shardwise.planning.pages import MeasuredPages, Pages
-from shardwise.planning.sharing import InIntervals, SharedReads, Weighed
+from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport, collapse
 from shardwise.report.forecast import RankForecast
 from shardwise.report.load_report import TouchedPages
-from shardwise.storage import (
-    HubOptions,
-    OpenStorage,
-    StorageReader,
-    is_local,
-    is_url,
-    machine,
-    open_storage,
-    resolve,
-)
+from shardwise.storage import HubOptions, StorageReader, is_url
+from shardwise.storage.machine import boot, group_space
 from shardwise.tensors import Box
+from shardwise.verbs.asked import agree_on_call, hints_of, require_meant, world_of
+from shardwise.verbs.opening import OpenSource, Source, open_source
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""
 
 _NORM_BLOCK_NUMEL = 1 << 22
 """Elements of a matrix whose rows' norms are computed at a time."""
-
-Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +99,9 @@ class LoadOptions:
         shared_reads: what several ranks need (replicas; columns of the same rows) is read once and shared:
             ``Weighed()`` when that is quicker, ``OncePerGroup()``, or ``Alone()``. ``InIntervals()``: every rank
             reads one interval of the checkpoint, and hands it to those that hold it, so that few files are opened.
+        copies: how the files of ranks that do not open the same ones, on several machines say, are found to be
+            equal: ``SampledBlocks()`` compares sizes, headers and blocks of every tensor, ``WholeFiles()`` every
+            byte. Where all ranks open the same files, nothing is read for it.
         memory_check: what to do when the forecast is more than the memory that is free: ``RequireMemory()`` refuses
             before anything is read, ``TryAnyway()`` goes on.
         pages: in which pages fresh host memory is taken: ``MeasuredPages()``, whichever cost less of late,
@@ -119,6 +115,7 @@ class LoadOptions:
     process_group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
     shared_reads: SharedReads = field(default_factory=Weighed)
+    copies: CompareCopies = field(default_factory=SampledBlocks)
     memory_check: MemoryCheck = field(default_factory=RequireMemory)
     pages: Pages = field(default_factory=MeasuredPages)
 
@@ -161,21 +158,36 @@ def load(
         options: seed, memory budget, device, progress, process group.
 
     Raises:
+        ConfigError: an argument is not what is meant.
         CoverageError: checkpoint and model do not cover each other; all faults at once, before any byte is read.
         FormatError: the checkpoint's files contradict their format.
         StorageError: bytes could not be read; some tensors may have been written.
         PlacementError: the model's sharding cannot be understood.
-        DisagreementError: ranks plan differently, or hold different non-persistent buffers.
+        DisagreementError: ranks ask for different things, have other files, plan differently, or hold different
+            non-persistent buffers.
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
     clock = Clock()
     consent = Consent(on_missing, on_mismatched, on_unexpected)
     transforms: list[Any] = []
-    with World.current(options.process_group, options.patience, call="load") as world:
+
+    def look() -> tuple[nn.Module, dict[str, str]]:
+        consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
+        given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
+        require_meant(hints_of(load), given)
+        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
+        words = {
+            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
+            "key_mapping": repr(key_mapping),
+            **load_words(consent, buffers or {}, options),
+        }
+        return without_compile(model), words
+
+    with world_of(options, "load") as world:
+        model = agree_on_call(world, look)
         with clock.phase("index"):
-            source = open_source(world, checkpoint, hub)
+            source = open_source(world, checkpoint, hub, options.copies, options.budget_bytes)
 
         def ask() -> LoadRequest:
             transforms.extend(compat.conversion_transforms(model, key_mapping))
@@ -189,24 +201,6 @@ def load(
             report = carry_out(world, model, source, ask, clock)
     compat.record_conversions(model, transforms)
     return report
-
-
-@dataclass(frozen=True)
-class OpenSource:
-    """A checkpoint whose headers have been read, and this rank's reader of its bytes.
-
-    ``identities`` are those of the files of a remote storage when their headers were read. ``is_own`` tells a
-    reader opened here from one the user gave, which stays open.
-    """
-
-    index: CheckpointIndex
-    reader: StorageReader
-    identities: Mapping[str, str]
-    is_own: bool
-
-    def closing(self) -> AbstractContextManager[object]:
-        """A context at whose end a reader opened here is closed."""
-        return self.reader if self.is_own else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -239,52 +233,20 @@ class Clock:
         self._inner = before + elapsed
 
 
-def open_source(world: World, checkpoint: Source, hub: HubOptions) -> OpenSource:
-    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
-    if isinstance(checkpoint, StorageReader):
-        return read_index(world, OpenStorage(checkpoint, None), is_own=False)
-    if is_url(checkpoint):
-        opened = world.together(lambda: open_storage(checkpoint, hub))
-    else:
-        path = resolve_everywhere(world, checkpoint, hub)
-        opened = world.together(lambda: open_storage(path))
-    return read_index(world, opened)
-
-
-def read_index(
-    world: World,
-    opened: OpenStorage,
-    *,
-    weights_name: str | None = None,
-    extra: Sequence[str] = (),
-    is_own: bool = True,
-) -> OpenSource:
-    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes."""
-    reader = opened.reader
-
-    def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra)
-        return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
-
-    index, identities = world.from_first(read)
-    return OpenSource(index, reader, identities, is_own)
-
-
-def resolve_everywhere(world: World, name_or_path: str | os.PathLike[str], hub: HubOptions) -> Path:
-    """A local path on every rank; a hub repository is downloaded by one rank of each machine. Collective: yes."""
-    found = world.each(lambda: resolve(name_or_path, hub) if is_local(name_or_path) else None)
-    # One rank decides: what exists on some machines only must not send the ranks different ways.
-    if found[0] is not None:
-        if absent := [rank for rank, path in enumerate(found) if path is None]:
-            raise StorageError(
-                f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{', '.join(map(str, absent))}; "
-                "put it on every machine, or on a file system that all of them share"
-            )
-        return cast(Path, found[world.rank])
-    downloads = world.is_first_on_host()
-    downloaded = world.together(lambda: resolve(name_or_path, hub) if downloads else None)
-    return world.together(lambda: downloaded or resolve(name_or_path, hub, download=False))
+def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
+    """What ranks must have in common of how a load is carried out, in words, by name."""
+    alone = ("device", "progress", "process_group", "patience")
+    return {
+        "on_missing": repr(consent.missing),
+        "on_mismatched": repr(consent.mismatched),
+        "on_unexpected": repr(consent.unexpected),
+        "buffers": repr(sorted(buffers)),
+        **{
+            f"options.{item.name}": repr(getattr(options, item.name))
+            for item in fields(options)
+            if item.name not in alone
+        },
+    }
 
 
 def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
@@ -365,6 +327,7 @@ class Prepared:
         peers: with whom a tensor's bytes could be shared, for those that have somebody.
         own: how the others are read.
         start_at: see :func:`~shardwise.execution.place.arrange`.
+        settings: what the model's config says.
     """
 
     request: LoadRequest
@@ -380,6 +343,7 @@ class Prepared:
     start_at: float
     forecast: RankForecast
     available: Available
+    settings: Mapping[str, str]
 
     def arrange(self, names: Collection[str], source: OpenSource) -> Arrangement:
         """How these tensors are read."""
@@ -394,6 +358,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     request = ask()
     options = request.options
     held = look_inside(model)
+    refuse_subclasses(held)
     computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
     plan = make_plan(model, held, computed, source.index, request)
     programs = foresee_initial_values(model, held, plan, options, request.additions)
@@ -410,49 +375,83 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
     return Prepared(
-        request, held, computed, plan, programs, home, managers, items, peers, own, world.place, forecast, available
+        request,
+        held,
+        computed,
+        plan,
+        programs,
+        home,
+        managers,
+        items,
+        peers,
+        own,
+        world.place,
+        forecast,
+        available,
+        compat.settings_of(request.additions.base or model),
     )
 
 
 def agree_on(world: World, ready: Prepared) -> int:
-    """All ranks have the same plan, but for the boxes, and the same seed, and it fits; the bytes all will hold.
+    """All ranks have the same plan, but for the boxes, and the same config, and it fits; the bytes all will hold.
 
     Collective: yes.
 
     Raises:
-        DisagreementError: naming the tensors that ranks plan differently, or the option that is not alike.
+        DisagreementError: naming the tensors that ranks plan differently, or what configs differ in.
         PlacementError: naming a rank that has too little memory, what it needs and what there is.
     """
     plan, options = ready.plan, ready.request.options
     mine = (
-        options.seed,
         plan.digest,
         plan.layout.local_nbytes,
-        (machine.boot(), machine.process_space()),
+        (boot(), group_space()),
         ready.forecast,
         ready.available,
-        isinstance(options.shared_reads, InIntervals),
+        digest_of(ready.settings),
     )
-    seeds, digests, sizes, hosts, forecasts, availables, modes = zip(*world.gather(mine), strict=True)
-    if others := [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]:
-        raise DisagreementError(f"the seed on rank {', '.join(map(str, others))} is not that of rank 0")
-    if others := [rank for rank, mode in enumerate(modes) if mode != modes[0]]:
-        raise DisagreementError(
-            f"shared_reads is InIntervals() on some ranks only: on rank {', '.join(map(str, others))} it is not "
-            "as on rank 0; give every rank the same"
-        )
+    digests, sizes, places, forecasts, availables, settings = zip(*world.gather(mine), strict=True)
     if len(set(digests)) > 1:
         raise DisagreementError(disagreement(world, plan))
+    require_same_settings(world, ready.settings, settings)
     # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
     # Control groups have a name within their container only.
     needed: Counter[tuple[str, str]] = Counter()
-    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
-        needed.update({(host[bool(pool)], pool): forecast.host_bytes for pool in available.by_pool()})
-    for host, forecast, available in zip(hosts, forecasts, availables, strict=True):
+    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
+        for pool in available.by_pool():
+            needed[groups if pool else machine, pool] += forecast.host_bytes
+    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
         for pool, free in available.by_pool().items():
-            together = replace(forecast, host_bytes=needed[host[bool(pool)], pool])
+            together = replace(forecast, host_bytes=needed[groups if pool else machine, pool])
             require_fits(together, Available(available.device_bytes, free), options.memory_check)
     return sum(sizes)
+
+
+def digest_of(settings: Mapping[str, str]) -> bytes:
+    """What ranks compare of a config."""
+    return hashlib.sha256(repr(settings).encode(errors="surrogatepass")).digest()
+
+
+def require_same_settings(world: World, settings: Mapping[str, str], digests: Sequence[bytes]) -> None:
+    """What configs say changes what is computed, also where no shape differs. Collective: yes, where they do.
+
+    ``digests`` are those of all ranks, of which ``settings`` are this one's.
+
+    Raises:
+        DisagreementError: naming what differs.
+    """
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        told = world.gather(settings if world.rank in (0, others[0]) else {})
+        first, other = told[0], told[others[0]]
+        differing = (
+            f"{name} ({other.get(name, 'absent')} against {first.get(name, 'absent')})"
+            for name in sorted({*first, *other})
+            if first.get(name) != other.get(name)
+        )
+        raise DisagreementError(
+            f"the config on rank {', '.join(map(str, others))} is not that of rank 0: {', '.join(differing)}; give "
+            "every rank the same"
+        )
 
 
 def disagreement(world: World, plan: LoadPlan) -> str:
@@ -731,7 +730,7 @@ def make_report(
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,
-        notes=ready.request.notes,
+        notes=(*source.copies.notes, *ready.request.notes),
         trainable_parameters=sum(item.numel for item in trained),
         resized={
             name: (count, plan.layout.by_name[name].shape[0])

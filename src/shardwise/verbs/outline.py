@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,18 +24,33 @@ from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning import stored_tensors
+from shardwise.storage import HubOptions
+from shardwise.tensors.dtypes import DType
+from shardwise.verbs.asked import in_words
 
 
 class ModelOptions(TypedDict, total=False):
-    """Which model is built, of the checkpoint's config and keys. Each is optional.
+    """Which model is built, of the checkpoint's config and keys. Each is optional; None is as if left out.
+
+    Those of the second group are keywords of transformers' ``from_pretrained``, and mean what they mean there. Its
+    others are refused, each with what to do instead.
 
     Attributes:
-        model_class: a model class or an Auto class; by default the class named by the config.
+        model_class: a model class or an Auto class; by default the class named by the config. A class that takes a
+            part of the config (a text model of a vision-language checkpoint) gets that part.
         config: a config to use instead of the checkpoint's.
         config_overrides: attributes of the checkpoint's config to replace.
         dtype: "auto" (the config's, else the stored one), or a floating dtype or its name.
         trust_remote_code: run model code that the checkpoint brings along.
         key_mapping: regex to replacement, applied to the checkpoint's keys before the model's own renames.
+        hub: which state of a hub repository, kept where; its ``subfolder`` and ``variant`` are for folders, too.
+
+        torch_dtype: the old name of ``dtype``.
+        attn_implementation: how attention is computed ("sdpa", "eager", "flash_attention_2", ...); by part of the
+            model, where it is a dict.
+        experts_implementation: how experts are computed.
+        revision, cache_dir, token, local_files_only, subfolder, variant: as of :class:`HubOptions`.
+        low_cpu_mem_usage: no rank ever holds more than its shards, so True changes nothing, and False is refused.
     """
 
     model_class: Any
@@ -44,6 +59,57 @@ class ModelOptions(TypedDict, total=False):
     dtype: str | torch.dtype
     trust_remote_code: bool
     key_mapping: Mapping[str, str]
+    hub: HubOptions
+
+    torch_dtype: str | torch.dtype
+    attn_implementation: str | dict[str, str]
+    experts_implementation: str | dict[str, str]
+    revision: str
+    cache_dir: str
+    token: str | bool
+    local_files_only: bool
+    subfolder: str
+    variant: str
+    low_cpu_mem_usage: bool
+
+
+Options = TypeVar("Options", bound=ModelOptions)
+
+
+def settled(options: Options) -> Options:
+    """The same, with transformers' keywords put where their meaning is: in ``dtype`` and in ``hub``.
+
+    Raises:
+        ConfigError: two of them contradict each other, or one cannot be honoured.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "torch_dtype" in given:
+        named = given.pop("torch_dtype")
+        if str(given.setdefault("dtype", named)).removeprefix("torch.") != str(named).removeprefix("torch."):
+            raise ConfigError(
+                f"dtype={given['dtype']} and torch_dtype={named}: these are two names of one argument; pass dtype"
+            )
+    if given.pop("low_cpu_mem_usage", True) is not True:
+        raise ConfigError(
+            "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done; "
+            "leave it out"
+        )
+    hub = given.get("hub", HubOptions())
+    for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
+        if name in given:
+            value = given.pop(name)
+            if getattr(hub, name) not in (getattr(HubOptions(), name), value):
+                raise ConfigError(f"{name} is given twice, as a keyword and in hub=HubOptions(...); pass one")
+            hub = replace(hub, **{name: value})
+    return cast(Options, {**given, "hub": hub})
+
+
+def model_words(options: ModelOptions) -> dict[str, str]:
+    """What of the options ranks must have in common, in words; configs are compared once they are read."""
+    hub = options.get("hub", HubOptions())
+    plain = ("model_class", "dtype", "trust_remote_code", "key_mapping", "attn_implementation")
+    told = {name: in_words(options[name]) for name in plain if name in options}  # type: ignore[literal-required]
+    return {**told, **{f"hub.{name}": repr(getattr(hub, name)) for name in ("revision", "subfolder", "variant")}}
 
 
 @dataclass
@@ -89,10 +155,16 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             raise ConfigError(
                 "config_overrides change the checkpoint's config; with config= change that config itself"
             )
-        return copy.deepcopy(given)
-    return build.read_config(
-        _folder(directory), trust_remote_code=options.get("trust_remote_code", False), overrides=overrides
-    )
+        config = copy.deepcopy(given)
+    else:
+        config = build.read_config(
+            _folder(directory),
+            options.get("model_class"),
+            trust_remote_code=options.get("trust_remote_code", False),
+            overrides=overrides,
+        )
+    compat.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
+    return config
 
 
 def class_of(
@@ -116,7 +188,8 @@ def outline(
     if resize is not None:
         set_vocab_size(config, resize.size)
     stored = stored_tensors(index)
-    dtype = build.resolve_dtype(options.get("dtype", "auto"), config, stored.values())
+    named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
+    dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
     transforms = compat.conversion_transforms(model, options.get("key_mapping"))
     held = look_inside(model)
@@ -131,6 +204,18 @@ def outline(
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)
     return Outline(model, transforms, layout, bindings)
+
+
+def _dtypes_in_order(index: CheckpointIndex) -> list[DType]:
+    """The dtypes of what is stored, in the order of transformers: file by file, safetensors by key."""
+    entries = sorted(
+        index.entries.values(), key=lambda entry: (entry.file, entry.key if _is_safetensors(entry.file) else "")
+    )
+    return [entry.dtype for entry in entries]
+
+
+def _is_safetensors(file: str) -> bool:
+    return file.endswith(".safetensors")
 
 
 def _folder(directory: Path) -> Path:

@@ -62,12 +62,15 @@ from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import ExistingLora, Full
 from shardwise.tuning.tune import Tuned
-from shardwise.verbs.adapters import beside_adapter, open_adapter
+from shardwise.verbs.adapters import beside_adapter, of_adapter, open_adapter
+from shardwise.verbs.asked import hints_of, require_known, require_meant
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
-from shardwise.verbs.outline import Outline, config_of, outline
+from shardwise.verbs.opening import at_one_commit
+from shardwise.verbs.outline import Outline, config_of, outline, settled
 from shardwise.verbs.pretrained import small_files
 from shardwise.verbs.tuned import TunedOptions, made_ready, resizing
 
@@ -88,7 +91,7 @@ class PlanOptions(TunedOptions, total=False):
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.verbs.load.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
         shared_reads: as ``shared_reads`` of :class:`~shardwise.verbs.load.LoadOptions`.
-        buffers, on_missing, on_mismatched, on_unexpected, hub: as for :func:`~shardwise.verbs.load.load`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
     """
 
     mesh: Mapping[str, int]
@@ -102,7 +105,6 @@ class PlanOptions(TunedOptions, total=False):
     on_missing: OnMissing
     on_mismatched: OnMissing
     on_unexpected: OnUnexpected
-    hub: HubOptions
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
@@ -118,19 +120,25 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     Memory: the names and places of the checkpoint's tensors.
 
     Raises:
+        TypeError: a keyword that is not known.
         ConfigError: the config, the mesh or an argument cannot be honoured.
         PlacementError: the wrap policy matches nothing, or the model holds what ``fully_shard`` refuses.
         CoverageError: checkpoint and model do not cover each other, as a load would say.
         FormatError, StorageError: the checkpoint's files contradict their format, or cannot be read.
     """
+    require_known("plan", options, hints_of(PlanOptions))
+    options = settled(options)
+    require_meant(hints_of(PlanOptions), options)
     mesh = _mesh(ranks, options)
     hub = options.get("hub", HubOptions())
     with ExitStack() as stack:
         if is_url(name_or_path):
-            folder = stack.enter_context(small_files(World(0, 1), os.fspath(name_or_path), hub))
+            name_or_path, hub = at_one_commit(World(0, 1), os.fspath(name_or_path), hub)
+            folder = stack.enter_context(small_files(World(0, 1), name_or_path, hub))
             opened = open_storage(name_or_path, hub)
         else:
-            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False)
+            wanted = ModelFiles(code=options.get("trust_remote_code", False))
+            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False, wanted=wanted)
             opened = open_storage(folder)
         reader = stack.enter_context(opened.reader)
         config = config_of(folder, options)
@@ -138,6 +146,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
             reader,
             weights_name=opened.file or getattr(config, "transformers_weights", None),
             extra_files=getattr(type(config), "extra_files", ()),
+            variant=hub.variant,
         )
         stack.enter_context(torch.device("cpu"))
         return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
@@ -279,7 +288,7 @@ def _with_adapter(index: CheckpointIndex, options: PlanOptions) -> tuple[Checkpo
     if not isinstance(tuning, ExistingLora):
         return index, None
     hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    opened = open_adapter(resolve(tuning.directory, hub, download=False))
+    opened = open_adapter(resolve(tuning.directory, of_adapter(hub), download=False, wanted=AdapterFiles()))
     with opened.storage.reader as reader:
         found = open_checkpoint(reader, weights_name=opened.storage.file)
     return beside_adapter(index, found, opened)

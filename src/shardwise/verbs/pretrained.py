@@ -28,21 +28,25 @@ from shardwise.planning import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report import LoadReport
 from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
 from shardwise.storage.beside import Beside
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles
+from shardwise.storage.machine import file_space
 from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import ExistingLora, Full
 from shardwise.tuning.tune import Tuned
-from shardwise.verbs.adapters import BESIDE, OpenAdapter, beside_adapter, open_adapter
+from shardwise.verbs.adapters import BESIDE, OpenAdapter, beside_adapter, of_adapter, open_adapter
+from shardwise.verbs.asked import agree_on_call, hints_of, require_known, require_meant, world_of
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
     LoadRequest,
-    OpenSource,
     carry_out,
-    read_index,
-    resolve_everywhere,
+    digest_of,
+    load_words,
+    require_same_settings,
 )
-from shardwise.verbs.outline import Outline, class_of, config_of, outline
+from shardwise.verbs.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.verbs.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.verbs.tuned import TunedOptions, alike, made_ready, resizing
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -71,8 +75,7 @@ class PretrainedOptions(TunedOptions, total=False):
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
         weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
-        buffers, on_missing, on_mismatched, on_unexpected, hub, options: as for
-            :func:`~shardwise.verbs.load.load`.
+        buffers, on_missing, on_mismatched, on_unexpected, options: as for :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding
@@ -81,7 +84,6 @@ class PretrainedOptions(TunedOptions, total=False):
     on_missing: OnMissing
     on_mismatched: OnMissing
     on_unexpected: OnUnexpected
-    hub: HubOptions
     options: LoadOptions
 
 
@@ -123,17 +125,17 @@ def from_pretrained(
     Memory: this rank's shards and ``options.budget_bytes``.
 
     Raises:
+        TypeError: a keyword that is not known.
         ConfigError: the config or an argument cannot be honoured.
         PlacementError: the wrap policy matches nothing, or the model cannot be sharded on the mesh.
         CoverageError, FormatError, StorageError, DisagreementError: as for :func:`~shardwise.verbs.load.load`.
     """
-    options = keywords.get("options", LoadOptions())
     clock = Clock()
-    with (
-        World.current(options.process_group, options.patience, call="from_pretrained") as world,
-        ExitStack() as stack,
-    ):
-        sharding = world.together(lambda: _asked(keywords, asks_for_report=output_loading_info))
+    with world_of(keywords.get("options", LoadOptions()), "from_pretrained") as world, ExitStack() as stack:
+        keywords = agree_on_call(world, lambda: _asked(name_or_path, keywords, asks_for_report=output_loading_info))
+        options = keywords.get("options", LoadOptions())
+        asked_for = keywords.get("sharding", Sharding())
+        sharding = world.together(lambda: wrap.with_mesh(asked_for, options.process_group))
         with clock.phase("index"):
             found = _find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
@@ -154,6 +156,8 @@ def from_pretrained(
         report = None
         if isinstance(keywords.get("weights", FromFiles()), Later):
             world.together(ask)
+            settings = compat.settings_of(tuned.base)
+            require_same_settings(world, settings, world.gather(digest_of(settings)))
         else:
             report = carry_out(world, tuned.model, found.source, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
@@ -163,17 +167,42 @@ def from_pretrained(
     return (model, report) if output_loading_info and report is not None else model
 
 
-def _asked(keywords: PretrainedOptions, *, asks_for_report: bool) -> Sharding:
-    """The sharding, with its mesh, when the arguments go together. Collective: yes, for the mesh.
+def _asked(
+    name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, *, asks_for_report: bool
+) -> tuple[PretrainedOptions, dict[str, str]]:
+    """The keywords, each known and of the kind that is meant, and what ranks must have in common.
 
     Raises:
-        ConfigError: a report of what is not loaded.
-        PlacementError: as of :func:`~shardwise.models.wrap.with_mesh`.
+        TypeError: a keyword that is not known.
+        ConfigError: a value that is not what is meant; a report of what is not loaded.
     """
-    if asks_for_report and isinstance(keywords.get("weights"), Later):
+    require_known("from_pretrained", keywords, hints_of(PretrainedOptions))
+    given = settled(keywords)
+    require_meant(hints_of(PretrainedOptions), given)
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ConfigError(
+            f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
+            "into shardwise.load)"
+        )
+    if asks_for_report and isinstance(given.get("weights"), Later):
         raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
-    options = keywords.get("options", LoadOptions())
-    return wrap.with_mesh(keywords.get("sharding", Sharding()), options.process_group)
+    words = {
+        "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
+        **model_words(given),
+        **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
+        "tuning": type(given.get("tuning", Full())).__name__,
+        "weights": repr(given.get("weights", FromFiles())),
+        **load_words(_consent(given), given.get("buffers", {}), given.get("options", LoadOptions())),
+    }
+    return given, words
+
+
+def _consent(keywords: PretrainedOptions) -> Consent:
+    return Consent(
+        keywords.get("on_missing", Refuse()),
+        keywords.get("on_mismatched", Refuse()),
+        keywords.get("on_unexpected", Refuse()),
+    )
 
 
 @dataclass(frozen=True)
@@ -199,39 +228,53 @@ def _find(
     world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
 ) -> _Found:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
-    hub = keywords.get("hub", HubOptions())
+    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
+    named = os.fspath(name_or_path)
     is_remote = is_url(name_or_path)
     if is_remote:
-        directory = stack.enter_context(small_files(world, os.fspath(name_or_path), hub))
+        name_or_path, hub = at_one_commit(world, named, hub)
+        directory = stack.enter_context(small_files(world, name_or_path, hub))
     else:
-        directory = resolve_everywhere(world, name_or_path, hub)
+        directory = resolve_everywhere(world, name_or_path, hub, wanted)
 
-    def begin() -> tuple[PreTrainedConfig, OpenStorage]:
+    def begin() -> PreTrainedConfig:
         config = config_of(directory, keywords)
-        config.name_or_path = without_secrets(os.fspath(name_or_path))
+        config.name_or_path = without_secrets(named)
+        return config
+
+    config = world.together(begin)
+    extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
+    if extra and not is_remote:
+        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
+
+    def enter() -> OpenStorage:
         opened = open_storage(name_or_path, hub) if is_remote else open_storage(directory)
         stack.enter_context(opened.reader)
-        return config, opened
+        return opened
 
-    config, opened = world.together(begin)
     source = read_index(
         world,
-        opened,
+        world.together(enter),
+        options.copies,
+        options.budget_bytes,
         weights_name=getattr(config, "transformers_weights", None),
-        extra=getattr(type(config), "extra_files", ()),
+        variant=hub.variant,
+        extra=extra,
     )
     tuning = keywords.get("tuning", Full())
     if not isinstance(tuning, ExistingLora):
         return _Found(directory, config, source.index, source, None)
-    both, adapter = _with_adapter(world, source, tuning, hub, stack)
+    both, adapter = _with_adapter(world, source, tuning, keywords, stack)
     return _Found(directory, config, source.index, both, adapter)
 
 
 def _with_adapter(
-    world: World, source: OpenSource, tuning: ExistingLora, hub: HubOptions, stack: ExitStack
+    world: World, source: OpenSource, tuning: ExistingLora, keywords: PretrainedOptions, stack: ExitStack
 ) -> tuple[OpenSource, Adapter]:
     """A checkpoint, and beside it the adapter that the tuning starts from. Collective: yes."""
-    folder = resolve_everywhere(world, tuning.directory, hub)
+    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    folder = resolve_everywhere(world, tuning.directory, of_adapter(hub), AdapterFiles())
 
     def begin() -> OpenAdapter:
         opened = open_adapter(folder)
@@ -239,9 +282,16 @@ def _with_adapter(
         return opened
 
     opened = world.together(begin)
-    index = read_index(world, opened.storage).index
-    joined, adapter = beside_adapter(source.index, index, opened)
-    return replace(source, index=joined, reader=Beside(source.reader, opened.storage.reader, BESIDE)), adapter
+    beside = read_index(world, opened.storage, options.copies, options.budget_bytes)
+    joined, adapter = beside_adapter(source.index, beside.index, opened)
+    identities = {f"{BESIDE}/{file}": identity for file, identity in beside.identities.items()}
+    both = replace(
+        source,
+        index=joined,
+        reader=Beside(source.reader, opened.storage.reader, BESIDE),
+        identities={**source.identities, **identities},
+    )
+    return both, adapter
 
 
 def _request(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int) -> LoadRequest:
@@ -249,11 +299,7 @@ def _request(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int)
     resize = resizing(keywords)
     return LoadRequest(
         bindings=tuned.bindings,
-        consent=Consent(
-            keywords.get("on_missing", Refuse()),
-            keywords.get("on_mismatched", Refuse()),
-            keywords.get("on_unexpected", Refuse()),
-        ),
+        consent=_consent(keywords),
         buffers=keywords.get("buffers", {}),
         options=keywords.get("options", LoadOptions()),
         already_read_bytes=already_read_bytes,
@@ -298,10 +344,10 @@ def _build_together(
 ) -> tuple[Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 
-    A checkpoint's own code is first copied to the cache by one rank of each machine.
+    A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
     """
     if keywords.get("trust_remote_code", False) and world.size > 1:
-        first = world.is_first_on_host()
+        first = world.is_first_of(file_space())
         world.together(lambda: class_of(found.directory, found.config, keywords) if first else None)
     made: list[Outline] = []
 

@@ -47,6 +47,7 @@ from shardwise.report import SaveReport
 from shardwise.storage import StorageWriter, WritePolicy, is_url, machine, open_storage, open_writer
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
+from shardwise.verbs.asked import hints_of, require_meant, world_of
 from shardwise.verbs.load import Clock
 
 
@@ -155,6 +156,8 @@ def save(
     model = without_compile(model)
 
     def request(token: str) -> _Request:
+        given = {"model": model, "names": names, "verify": verify, "options": options}
+        require_meant(hints_of(save), given)
         nbytes = in_bytes_of(max_shard_size)
         return _Request(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
 
@@ -212,7 +215,7 @@ def _save(
 ) -> SaveReport:
     """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
     clock = Clock()
-    with World.current(options.process_group, options.patience, call=call) as world:
+    with world_of(options, call) as world:
         with clock.phase("plan"):
             token = world.from_first(new_token)
             request = world.together(lambda: ask(token))

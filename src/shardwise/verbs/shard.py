@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import Anyone, ValuesFrom
 from shardwise.report import ShardReport
+from shardwise.verbs.asked import hints_of, require_meant, world_of
 from shardwise.verbs.load import Clock
 
 
@@ -39,7 +40,7 @@ class ShardOptions:
     Attributes:
         budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
         process_group: the ranks of the mesh; None is the default group, or this process alone.
-        nodes: the machine of each rank, by any name; None asks each for its own.
+        nodes: the machine of each rank, by any name; None asks for the boot of its kernel.
         patience: how long ranks wait for each other.
     """
 
@@ -95,10 +96,10 @@ def shard(
 
     Every error is the same on every rank. All but the last come before anything is changed.
     """
-    model = without_compile(model)
     clock = Clock()
-    with World.current(options.process_group, options.patience, call="shard") as world, torch.device("cpu"):
+    with world_of(options, "shard") as world, torch.device("cpu"):
         with clock.phase("agree"):
+            model = world.together(lambda: _asked(model, sharding, values_from, trained_dtype, options))
             settled = world.together(lambda: wrap.with_mesh(sharding, options.process_group))
             held = world.together(lambda: look_inside(model))
             was_sharded = world.together(lambda: is_sharded(model, held))
@@ -129,6 +130,19 @@ def shard(
         return _report(world, model, settled, clock, done)
 
 
+def _asked(
+    model: nn.Module,
+    sharding: Sharding,
+    values_from: ValuesFrom,
+    trained_dtype: TrainedDtype,
+    options: ShardOptions,
+) -> nn.Module:
+    """The model, when everything is of the kind that is meant."""
+    given = {"model": model, "sharding": sharding, "values_from": values_from}
+    require_meant(hints_of(shard), {**given, "trained_dtype": trained_dtype, "options": options})
+    return without_compile(model)
+
+
 def _look_at(optimizers: Sequence[Optimizer], held: Sequence[Held]) -> list[Bound]:
     return look_at(optimizers, {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)})
 
@@ -144,9 +158,7 @@ def _in_words(
     sharding: Sharding, values_from: ValuesFrom, trained_dtype: TrainedDtype, options: ShardOptions
 ) -> str:
     """The arguments that have to be the same on every rank."""
-    mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
-    policies = tuple(getattr(sharding, item.name) for item in fields(sharding) if item.name != "mesh")
-    return repr((mesh, policies, values_from, trained_dtype, options.budget_bytes, options.nodes))
+    return repr((wrap.in_words(sharding), values_from, trained_dtype, options.budget_bytes, options.nodes))
 
 
 def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:

@@ -23,13 +23,15 @@ from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
 from shardwise.layout import Kind
 from shardwise.models.dtypes import in_memory
+from shardwise.models.initialize import recompute_attributes, recompute_buffers
 from shardwise.models.selection import Everything, Selection, names_outside
+from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.forms import Form, FullState, require_form
 from shardwise.planning.matching import Brought, OnFault, Place, Tolerance, match
 from shardwise.report import StateReport
-from shardwise.verbs.load import Clock
+from shardwise.verbs.load import Clock, is_dense
 
 
 @torch.no_grad()
@@ -111,7 +113,9 @@ def set_model_state(
     A state is whole tensors or DTensors of any sharding, on every rank, or on some and ``None`` (or nothing) on the
     others. Who has whole tensors takes its own slices of them, and nothing is compared; the others get their shards
     sent, and no more. Values are cast to the dtype of the model's tensor (``report.cast``); integers, and numbers
-    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory.
+    of 8 bits, are not. Of tied parameters one name is enough. Tensors on meta get memory; the buffers that no state
+    has are then computed by the model's initialisers, as :func:`~shardwise.verbs.load.load` has it
+    (``report.recomputed``), and what nothing computes stays on meta (``report.on_meta``).
 
     Collective: yes, over ``options.process_group`` (default: all ranks).
     Memory: ``options.budget_bytes``.
@@ -172,15 +176,20 @@ def set_values(
         names = world.from_first(lambda: names_outside(model, held, only))
         told = values.told(world)
         places = _places(held, names)
+        of = {place.names[0]: item for place, item in places}
         matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        world.together(lambda: refuse_subclasses([of[item.place.names[0]] for item in matched.taken]))
+        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
+        computed = world.together(lambda: _computed(model, held, only))
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
-        of = {place.names[0]: item for place, item in places}
         taking = [of[item.place.names[0]] for item in matched.taken]
         home = _home(held, [item.tensor for item in held])
-        world.together(lambda: materialize(taking, managers_of(model), home)[1].touch_rest())
+        awaiting = [*taking, *(item for item, _ in computed)]
+        world.together(lambda: materialize(awaiting, managers_of(model), home)[1].touch_rest())
         targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
+        recomputed = world.together(lambda: _fill(model, computed, home))
     report = StateReport(
         rank=world.rank,
         world_size=world.size,
@@ -194,6 +203,7 @@ def set_values(
         received_bytes=traffic.received_bytes,
         kept_bytes=traffic.kept_bytes,
         seconds=clock.seconds,
+        recomputed=recomputed,
     )
     return report, told
 
@@ -201,6 +211,26 @@ def set_values(
 def buffers_among(held: Iterable[Held]) -> set[str]:
     """The FQNs of what is no parameter."""
     return {item.fqn for item in held if item.kind is not Kind.PARAMETER}
+
+
+def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple[Held, torch.Tensor]]:
+    """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
+    waiting = [item for item in held if item.kind is Kind.BUFFER and item.tensor.is_meta]
+    if not waiting or not isinstance(only, Everything):
+        return []
+    found = recompute_buffers(model, held, {}, seed=0)
+    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
+
+
+def _fill(model: nn.Module, computed: list[tuple[Held, torch.Tensor]], home: torch.device) -> tuple[str, ...]:
+    """Give buffers their values, and attributes that were left on meta; the names of both."""
+    for item, value in computed:
+        if is_dense(item.local):
+            item.local.copy_(value)
+        else:  # an expanded view: its elements share memory
+            item.install(value.to(home))
+    attributes = recompute_attributes(model, home) if computed else ()
+    return (*(item.fqn for item, _ in computed), *attributes)
 
 
 def _chosen(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:

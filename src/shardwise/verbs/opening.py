@@ -1,0 +1,144 @@
+"""From the name of a checkpoint to a reader and its headers on every rank: the same files everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from shardwise.errors import StorageError
+from shardwise.execution.copies import Copies, require_one_checkpoint
+from shardwise.execution.place import identities_of
+from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.planning.comparing import CompareCopies
+from shardwise.storage import (
+    HubOptions,
+    OpenStorage,
+    StorageReader,
+    is_local,
+    is_url,
+    open_storage,
+    resolve,
+)
+from shardwise.storage.hub import commit_of, note_commit, place_of_cache
+from shardwise.storage.hub_files import ModelFiles, Wanted
+from shardwise.storage.machine import file_space
+
+Source: TypeAlias = str | os.PathLike[str] | StorageReader
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A checkpoint whose headers have been read, and this rank's reader of its bytes.
+
+    ``identities`` are those of the files when they were compared with the first rank's, of a remote storage when
+    their headers were read. ``is_own`` tells a reader opened here from one the user gave, which stays open.
+    """
+
+    index: CheckpointIndex
+    reader: StorageReader
+    identities: Mapping[str, str]
+    is_own: bool
+    copies: Copies = field(default_factory=Copies)
+
+    def closing(self) -> AbstractContextManager[object]:
+        """A context at whose end a reader opened here is closed."""
+        return self.reader if self.is_own else nullcontext()
+
+
+def open_source(
+    world: World, checkpoint: Source, hub: HubOptions, compare: CompareCopies, budget_bytes: int
+) -> OpenSource:
+    """Resolve a checkpoint, read its headers on the first rank, and hand them to all. Collective: yes."""
+    if isinstance(checkpoint, StorageReader):
+        opened, is_own = OpenStorage(checkpoint, None), False
+    elif is_url(checkpoint):
+        url, hub = at_one_commit(world, os.fspath(checkpoint), hub)
+        opened, is_own = world.together(lambda: open_storage(url, hub)), True
+    else:
+        path = resolve_everywhere(world, checkpoint, hub)
+        opened, is_own = world.together(lambda: open_storage(path)), True
+    return read_index(world, opened, compare, budget_bytes, variant=hub.variant, is_own=is_own)
+
+
+def read_index(
+    world: World,
+    opened: OpenStorage,
+    compare: CompareCopies,
+    budget_bytes: int,
+    *,
+    weights_name: str | None = None,
+    variant: str | None = None,
+    extra: Sequence[str] = (),
+    is_own: bool = True,
+) -> OpenSource:
+    """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
+
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/copies.py``.
+    """
+    reader = opened.reader
+
+    def read() -> tuple[CheckpointIndex, dict[str, str]]:
+        index = open_checkpoint(
+            reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+        )
+        return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
+
+    index, identities = world.from_first(read)
+    copies = require_one_checkpoint(world, reader, index, compare, budget_bytes)
+    return OpenSource(index, reader, copies.identities or identities, is_own, copies)
+
+
+def resolve_everywhere(
+    world: World,
+    name_or_path: str | os.PathLike[str],
+    hub: HubOptions,
+    wanted: Wanted = ModelFiles(),  # noqa: B008 - frozen
+) -> Path:
+    """A local path on every rank; a hub repository is downloaded by one rank for all that share its cache.
+
+    The first rank finds out which commit the revision names, and all take that one, whatever is pushed meanwhile.
+
+    Collective: yes.
+    """
+    found = world.each(lambda: resolve(name_or_path, hub) if is_local(name_or_path) else None)
+    # One rank decides: what exists on some machines only must not send the ranks different ways.
+    if found[0] is not None:
+        if absent := [rank for rank, path in enumerate(found) if path is None]:
+            raise StorageError(
+                f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
+                f"{', '.join(map(str, absent))}; "
+                "put it on every machine, or on a file system that all of them share"
+            )
+        return cast(Path, found[world.rank])
+    repo_id = os.fspath(name_or_path)
+    commit = world.from_first(lambda: commit_of(repo_id, hub))
+    pinned = replace(hub, revision=commit)
+    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
+
+    def download() -> Path | None:
+        if not downloads:
+            return None
+        folder = resolve(repo_id, pinned, wanted=wanted)
+        note_commit(repo_id, hub, commit)
+        return folder
+
+    downloaded = world.together(download)
+    return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
+
+
+def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
+    """A URL, which of a hub repository names the commit that its revision has now. Collective: yes, for the hub's.
+
+    With it, the options that go with it.
+    """
+    if not url.lower().startswith("hf://"):
+        return url, hub
+    # Imported here: what is local needs no network code.
+    from shardwise.storage.hub_transport import named_commit
+
+    return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)

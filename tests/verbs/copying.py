@@ -1,0 +1,181 @@
+"""What ranks do that have copies of a checkpoint of their own. Importable, so that spawned processes find it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests import truth
+from tests.verbs.conftest import small_qwen3
+from tests.verbs.on_ranks import attempt
+from torch import nn
+
+import shardwise
+from shardwise.checkpoints import restore as restoring
+from shardwise.storage import MemoryReader
+
+_FILE = "model-00002-of-00004.safetensors"
+
+
+def copies(source: Path, place: Path) -> dict[str, str]:
+    """Folders beside a checkpoint that are copies of it, or are taken for copies."""
+    made = {}
+    for name in ("same", "metadata", "padded", "header", "values", "one_number", "missing"):
+        shutil.copytree(source, place / name)
+        made[name] = str(place / name)
+    longer = _metadata_of(place / "metadata" / _FILE)
+    _rewrite(place / "metadata" / _FILE, longer | {"note": "x" * 69})
+    assert (place / "metadata" / _FILE).stat().st_size == (source / _FILE).stat().st_size + 80
+    _rewrite(place / "header" / _FILE, {"tamrof": "pt"})
+    assert (place / "header" / _FILE).stat().st_size == (source / _FILE).stat().st_size
+    for file in (place / "values").glob("*.safetensors"):
+        save_file({key: value + 1 for key, value in load_file(file).items()}, file, metadata=_metadata_of(file))
+    with (place / "padded" / _FILE).open("ab") as stream:
+        stream.write(b"\0" * 8)
+    (place / "missing" / _FILE).unlink()
+    return made
+
+
+def with_one_other_number(source: Path, place: Path) -> tuple[str, str]:
+    """Two copies of a checkpoint with one large tensor that differ in one number of it, which is not looked at."""
+    torch.manual_seed(0)
+    for name in ("one", "other"):
+        (place / name).mkdir(parents=True)
+        values = torch.arange(1 << 16, dtype=torch.float32)
+        if name == "other":
+            values[5000] = -1.0
+        save_file({"weight": values.reshape(256, 256)}, place / name / "model.safetensors")
+    return str(place / "one"), str(place / "other")
+
+
+def _metadata_of(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as opened:
+        return dict(opened.metadata())
+
+
+def _rewrite(file: Path, metadata: dict[str, str]) -> None:
+    save_file(load_file(file), file, metadata=metadata)
+
+
+def loads(first: str, others: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """The outcome where rank 0 has ``first`` and the other ranks one of ``others``, by name of the latter."""
+    return {name: attempt(_load, first, other) for name, other in others.items()}
+
+
+def _load(first: str, other: str) -> None:
+    shardwise.from_pretrained(first if dist.get_rank() == 0 else other)
+
+
+def equal_copies(first: str, other: str) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """Whole values of a load from two equal copies, and the notes of loads from two and from one."""
+    mine = first if dist.get_rank() == 0 else other
+    model, report = shardwise.from_pretrained(mine, output_loading_info=True)
+    _, alone = shardwise.from_pretrained(first, output_loading_info=True)
+    return truth.snapshot(model)["values"], list(report.notes), list(alone.notes)
+
+
+def whole_files(one: str, other: str) -> list[tuple[str, str]]:
+    """The outcome of loads whose copies differ in one number, looked at in samples and as a whole."""
+    mine = one if dist.get_rank() == 0 else other
+
+    def load(compare: Any) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(256, 256, bias=False)
+        shardwise.load(model, mine, options=shardwise.LoadOptions(copies=compare))
+
+    return [attempt(load, compare) for compare in (shardwise.SampledBlocks(), shardwise.WholeFiles())]
+
+
+def in_memory(folder: str) -> list[tuple[str, str]]:
+    """Readers of memory: every rank has a copy of its own, and on the last rank a byte is another."""
+    files = {file.name: file.read_bytes() for file in Path(folder).glob("*.safetensors")}
+
+    def load(spoiled: bool) -> None:
+        content = dict(files)
+        if spoiled and dist.get_rank() == dist.get_world_size() - 1:
+            name = sorted(content)[0]
+            content[name] = content[name][:-1] + b"\x7f"
+        with torch.device("meta"):
+            model = nn.Linear(256, 256, bias=False)
+        shardwise.load(model, MemoryReader(content))
+
+    return [attempt(load, spoiled) for spoiled in (False, True)]
+
+
+def adapters(base: str, one: str, other: str) -> tuple[str, str]:
+    """An adapter of which rank 0 has another copy than the others."""
+    mine = one if dist.get_rank() == 0 else other
+    return attempt(lambda: shardwise.from_pretrained(base, tuning=shardwise.ExistingLora(mine)))
+
+
+def torch_files(one: str, other: str) -> list[tuple[str, str]]:
+    """A checkpoint of torch's of which rank 0 has another copy than the others; loaded, and set as a state."""
+    mine = one if dist.get_rank() == 0 else other
+    model = small_qwen3()
+    return [
+        attempt(lambda: shardwise.from_pretrained(mine)),
+        attempt(lambda: shardwise.load_accelerate_model(model, f"{mine}/pytorch_model_fsdp.bin")),
+    ]
+
+
+def restored(place: str) -> list[tuple[str, str]]:
+    """A training's own checkpoint, of which the second rank reads another copy: an equal one, and a damaged one."""
+    model = nn.Linear(64, 64)
+    shardwise.shard(model)
+    state = shardwise.TrainState(model)
+    root, plain = Path(place) / "run", restoring.LocalReader
+    with shardwise.Checkpointer(root) as keeper:
+        keeper.save(1, state)
+        (folder,) = (path for path in root.iterdir() if path.is_dir())
+        if dist.get_rank() == 0:
+            for name in ("equal", "damaged"):
+                shutil.copytree(folder, Path(place) / name)
+            file = max((Path(place) / "damaged").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+            content = bytearray(file.read_bytes())
+            content[len(content) // 3 : 2 * len(content) // 3] = bytes(len(content) // 3 + 1)[: len(content) // 3]
+            file.write_bytes(content)
+        dist.barrier()
+        found = []
+        for name in ("equal", "damaged"):
+            if dist.get_rank() == 1:
+                restoring.LocalReader = lambda _, name=name: plain(Path(place) / name)  # type: ignore[misc,assignment]
+            found.append(attempt(keeper.restore, state))
+        restoring.LocalReader = plain  # type: ignore[misc]
+        return found
+
+
+def settings_differ(first: str, other: str) -> tuple[str, str]:
+    """A config that changes what is computed, and no shape, on the other ranks."""
+    folder = Path(other)
+    if dist.get_rank() == 1:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {"hidden_act": "gelu"}))
+    dist.barrier()
+    return attempt(_load, first, other)
+
+
+def hub_cache(place: Path, snapshots: dict[str, str], main: str) -> str:
+    """A cache of the hub with snapshots of org/name, by commit, of which the branch main is one."""
+    repository = place / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(main)
+    for commit, folder in snapshots.items():
+        (repository / "snapshots").mkdir(exist_ok=True)
+        (repository / "snapshots" / commit).symlink_to(folder)
+    return str(place)
+
+
+def from_the_hub(caches: list[str]) -> Any:
+    """Whole values of org/name, of which every rank has a cache of its own."""
+    hub = shardwise.HubOptions(cache_dir=caches[dist.get_rank()])
+    try:
+        model = shardwise.from_pretrained("org/name", hub=hub)
+    except shardwise.ShardwiseError as error:
+        return str(error)
+    return truth.snapshot(model)["values"]

@@ -1,0 +1,200 @@
+"""What is asked for: known, of the kind that is meant, and the same on all ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tests import truth
+from tests.verbs import asking
+from tests.verbs.conftest import small_qwen3
+from torch import nn
+
+import shardwise
+from shardwise import ConfigError, HubOptions, LoadOptions, Sharding
+
+
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [
+        ("shardin", r"from_pretrained\(\) got an unexpected keyword argument 'shardin'; did you mean 'sharding'"),
+        ("use_cache", "attributes of the config go into config_overrides"),
+    ],
+)
+def test_keywords_that_nobody_knows_are_refused_as_python_does(qwen3, keyword, said):
+    with pytest.raises(TypeError, match=said):
+        shardwise.from_pretrained(qwen3, **{keyword: 1})
+    with pytest.raises(TypeError, match=said.replace("from_pretrained", "plan")):
+        shardwise.plan(qwen3, ranks=2, **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"device_map": "auto"}, r"no device_map, .*: pass sharding=Sharding\(mesh="),
+        ({"quantization_config": {"load_in_4bit": True}}, "not supported yet"),
+        ({"load_in_8bit": True}, "not supported yet"),
+        ({"tp_plan": "auto"}, "shardwise.load"),
+        ({"max_memory": {0: "1GB"}}, "shardwise.plan"),
+        ({"offload_folder": "x"}, "CPUOffloadPolicy"),
+        ({"distributed_config": object()}, "Sharding"),
+        ({"ignore_mismatched_sizes": True}, "on_mismatched=Initialize"),
+        ({"low_cpu_mem_usage": False}, "leave it out"),
+        ({"dtype": "float32", "torch_dtype": torch.bfloat16}, "two names of one argument"),
+        ({"revision": "v2", "hub": HubOptions(revision="v1")}, "given twice"),
+    ],
+)
+def test_keywords_of_transformers_that_mean_nothing_here_say_what_to_do(qwen3, keywords, said):
+    with pytest.raises(ConfigError, match=said):
+        shardwise.from_pretrained(qwen3, **keywords)
+    with pytest.raises(ConfigError, match=said):
+        shardwise.plan(qwen3, ranks=2, **keywords)
+
+
+def test_keywords_of_transformers_that_are_honoured(qwen3, tmp_path):
+    def load(**keywords):
+        return shardwise.from_pretrained(qwen3, **keywords)
+
+    assert load(torch_dtype="bfloat16").dtype is torch.bfloat16
+    assert load(torch_dtype=torch.bfloat16, dtype="bfloat16").dtype is torch.bfloat16
+    assert load(attn_implementation="eager").config._attn_implementation == "eager"
+    assert load(attn_implementation="sdpa").config._attn_implementation == "sdpa"
+    assert load(low_cpu_mem_usage=True, device_map=None, revision=None, token=None).dtype is torch.float32
+    (tmp_path / "inner").symlink_to(qwen3)
+    model = shardwise.from_pretrained(tmp_path, subfolder="inner", local_files_only=True, cache_dir="nowhere")
+    assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
+    with pytest.raises(ConfigError, match="cannot be built"):
+        load(attn_implementation="nonsense")
+
+
+def test_a_variant_is_the_one_that_is_read(qwen3, tmp_path):
+    plain, other = small_qwen3(), small_qwen3()
+    for parameter in other.parameters():
+        parameter.data += 1
+    plain.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path, variant="fp16", max_shard_size="30KB")
+    assert (tmp_path / "model.safetensors.index.fp16.json").exists()
+    found = shardwise.from_pretrained(tmp_path, variant="fp16")
+    assert truth.differences(truth.snapshot(found), truth.snapshot(other)) == []
+    found = shardwise.from_pretrained(tmp_path)
+    assert truth.differences(truth.snapshot(found), truth.snapshot(plain)) == []
+    assert shardwise.plan(tmp_path, ranks=2, variant="fp16").checkpoint_files > 1
+    other.save_pretrained(tmp_path, variant="small")
+    found = shardwise.from_pretrained(tmp_path, hub=HubOptions(variant="small"))
+    assert truth.differences(truth.snapshot(found), truth.snapshot(other)) == []
+    with pytest.raises(shardwise.FormatError, match=r"no weights of the variant 'bf16'.*model.fp16"):
+        shardwise.from_pretrained(tmp_path, variant="bf16")
+
+
+def _policy(module, recurse, nonwrapped_numel):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"sharding": ("fsdp",)}, r"sharding is \('fsdp',\), a tuple; what is meant is Sharding"),
+        (
+            {"sharding": Sharding},
+            r"sharding is the class Sharding; pass an object of it: sharding=Sharding\(\.\.\.\)",
+        ),
+        ({"sharding": True}, "sharding is True, a bool"),
+        ({"sharding": Sharding(wrap=("Block",))}, r"sharding.wrap is \('Block',\), a tuple.*Classes\(names="),
+        ({"sharding": Sharding(wrap=_policy)}, "sharding.wrap is a function, _policy"),
+        (
+            {"sharding": Sharding(wrap=functools.partial(_policy, 3))},
+            "sharding.wrap is a functools.partial of _policy",
+        ),
+        ({"sharding": Sharding(wrap=shardwise.MinSize)}, "sharding.wrap is the class MinSize; pass an object"),
+        ({"sharding": Sharding(wrap=nn.Linear)}, "sharding.wrap is the class Linear"),
+        ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, an int; what is meant is DeviceMesh"),
+        ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* MixedPrecisionPolicy"),
+        ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
+        ({"tuning": "lora"}, "tuning is 'lora', a str; what is meant is Full, Freeze, Lora or ExistingLora"),
+        ({"resize_vocab": True}, "resize_vocab is True, a bool; what is meant is int or ResizeVocab"),
+        ({"on_missing": ("score.*",)}, "on_missing is .*, a tuple; what is meant is Refuse or Initialize"),
+        ({"hub": {"revision": "v1"}}, "hub is .*, a dict; what is meant is HubOptions"),
+        ({"options": {"seed": 1}}, "options is .*, a dict; what is meant is LoadOptions"),
+        ({"options": LoadOptions(shared_reads=shardwise.Alone)}, "options.shared_reads is the class Alone"),
+        ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', a str; what is meant is device"),
+        ({"weights": False}, "weights is False"),
+    ],
+)
+def test_values_of_another_kind_than_is_meant(qwen3, keywords, said):
+    with pytest.raises(ConfigError, match=said):
+        shardwise.from_pretrained(qwen3, **keywords)
+    if keywords.keys() <= {"sharding", "tuning", "on_missing", "hub"}:
+        with pytest.raises(ConfigError, match=said):
+            shardwise.plan(qwen3, ranks=2, **keywords)
+
+
+def test_so_for_the_other_verbs(qwen3, tmp_path):
+    model = nn.Linear(4, 4)
+    asked = [
+        (lambda: shardwise.shard(model, ("Block",)), "sharding is .*, a tuple"),
+        (lambda: shardwise.shard(model, values_from=shardwise.FirstRank), "values_from is the class FirstRank"),
+        (lambda: shardwise.shard(model, options=LoadOptions()), "options is a LoadOptions; what is meant is Shard"),
+        (lambda: shardwise.shard("model"), "model is 'model', a str; what is meant is Module"),
+        (lambda: shardwise.load(model, qwen3, options=shardwise.ShardOptions()), "options is a ShardOptions"),
+        (lambda: shardwise.load(model, 5), "checkpoint is 5, an int"),
+        (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is a LoadOptions"),
+        (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
+    ]
+    for ask, said in asked:
+        with pytest.raises(ConfigError, match=said):
+            ask()
+
+
+def test_a_token_is_not_shown():
+    assert "hf_secret" not in repr(HubOptions(token="hf_secret"))
+
+
+@pytest.mark.distributed
+def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
+    whole = {"sharding": Sharding(wrap=shardwise.WholeModel())}
+    asked = [
+        (
+            whole,
+            {"sharding": Sharding(wrap=shardwise.Automatic())},
+            "sharding.wrap on rank 1 is not that of rank 0",
+        ),
+        ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, "options.budget_bytes on rank 1"),
+        ({}, {"options": LoadOptions(shared_reads=shardwise.Alone())}, "options.shared_reads on rank 1"),
+        ({}, {"options": LoadOptions(copies=shardwise.WholeFiles())}, "options.copies on rank 1"),
+        ({}, {"dtype": "bfloat16"}, "dtype on rank 1 is not that of rank 0 ('bfloat16' against left out)"),
+        ({}, {"on_missing": shardwise.Initialize(("x",))}, "on_missing on rank 1"),
+        ({}, {"weights": shardwise.Later()}, "weights on rank 1"),
+        ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, "tuning on rank 1"),
+        ({}, {"key_mapping": {"a": "b"}}, "key_mapping on rank 1"),
+        ({}, {"attn_implementation": "eager"}, "attn_implementation on rank 1"),
+        (
+            {},
+            {"config_overrides": {"hidden_act": "gelu"}},
+            "the config on rank 1 is not that of rank 0: hidden_act",
+        ),
+        ({}, {"shardin": 1}, "rank 1: from_pretrained() got an unexpected keyword argument 'shardin'"),
+        ({}, {"sharding": Sharding(wrap="Block")}, "rank 1: sharding.wrap is 'Block', a str"),
+        ({}, {"device_map": "auto"}, "rank 1: from_pretrained() has no device_map"),
+    ]
+    pairs = [(common, own) for common, own, _ in asked]
+    mine, other = worlds(2).run(asking.one_rank_asks_otherwise, str(qwen3), pairs)
+    assert mine == other
+    for (kind, text), (_, own, said) in zip(mine, asked, strict=True):
+        assert said in text
+        expected = {"shardin": "TypeError"}.get(next(iter(own)), "ConfigError")
+        assert kind == (expected if text.startswith("rank 1: ") else "DisagreementError")
+
+
+@pytest.mark.distributed
+def test_so_for_shard_and_load(worlds, qwen3):
+    mine, other = worlds(2).run(asking.one_rank_shards_with_nonsense, "")
+    assert mine == other == ("ConfigError", other[1])
+    assert "rank 1: sharding.wrap is ('Block',), a tuple" in mine[1]
+    budget, kind, options = zip(*worlds(2).run(asking.one_rank_loads_otherwise, str(qwen3)), strict=True)
+    assert budget[0] == budget[1]
+    assert "options.budget_bytes on rank 1 is not that of rank 0" in budget[0][1]
+    assert kind[0] == kind[1]
+    assert "the kind of checkpoint on rank 1" in kind[0][1]
+    assert options[0] == options[1]
+    assert options[0][0] == "ConfigError"
