@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardwise.planning.forecast import Available
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUP = Path("/proc/self/cgroup")
@@ -22,6 +24,8 @@ def available_memory(home: torch.device) -> Available:
     """
     device_bytes = None
     if home.type == "cuda":
+        import torch
+
         device_bytes = int(torch.cuda.mem_get_info(home)[0])
     pools = host_pools()
     return Available(device_bytes, min(pools.values(), default=None), pools)
