@@ -9,6 +9,7 @@ import sys
 import time
 from functools import cache
 
+from shardwise.execution.memory import host_pools
 from shardwise.planning.pages import MeasuredPages, Way, Weighing
 
 PORTION_BYTES = 2 << 20
@@ -21,6 +22,9 @@ _IS_LINUX = sys.platform == "linux"
 
 _LOOK_BYTES = 512 << 20
 """What is touched to learn whether huge pages pay: more than a process that has just ended leaves behind."""
+
+_LOOK_SHARE = 16
+"""But no more than one part in this many of what is free."""
 
 _DECIDED = 8
 """After as many portions in small pages, one after the other, it is decided that huge ones do not pay."""
@@ -64,22 +68,24 @@ def can_populate() -> bool:
 
 
 def huge_pages_pay() -> bool:
-    """Whether huge pages are the cheaper ones on this machine now, by touching up to 512 MiB, and giving it back.
+    """Whether huge pages are the cheaper ones on this machine now, by touching up to 512 MiB that are free.
 
     For memory that others allocate, who can be told once. Takes some hundredths of a second.
     """
     if not can_populate():
         return True
+    free = min(host_pools().values(), default=_LOOK_BYTES * _LOOK_SHARE)
+    look_bytes = min(_LOOK_BYTES, free // _LOOK_SHARE) // PORTION_BYTES * PORTION_BYTES
     weighing = Weighing(MeasuredPages())
     in_small = 0
     with contextlib.closing(
-        mmap.mmap(-1, _LOOK_BYTES + PORTION_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mmap.mmap(-1, look_bytes + PORTION_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ) as memory:
         first = ctypes.c_char.from_buffer(memory)
         start = -(-ctypes.addressof(first) // PORTION_BYTES) * PORTION_BYTES
         del first  # else the memory cannot be closed
-        begin_small(start, _LOOK_BYTES)
-        for number in range(_LOOK_BYTES // PORTION_BYTES):
+        begin_small(start, look_bytes)
+        for number in range(look_bytes // PORTION_BYTES):
             way = weighing.next()
             weighing.took(way, PORTION_BYTES, populate(start + number * PORTION_BYTES, PORTION_BYTES, way))
             in_small = in_small + 1 if way is Way.SMALL else 0

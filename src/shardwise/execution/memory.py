@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.models.accelerators import free_memory
 from shardwise.planning.forecast import Available
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUP = Path("/proc/self/cgroup")
@@ -24,6 +25,8 @@ def available_memory(home: torch.device) -> Available:
     """
     device_bytes = None
     if home.type != "cpu":
+        from shardwise.models.accelerators import free_memory
+
         device_bytes = free_memory(home)
     pools = host_pools()
     return Available(device_bytes, min(pools.values(), default=None), pools)
