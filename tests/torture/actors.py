@@ -31,13 +31,16 @@ TO_THE_END = 0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Who saves what: the verb's name, the seed, the folder, the log of all, and the number of this writer."""
+    """Who saves what: the verb's name, the seed, the folder, the log of all, the number of this writer, and the
+    folder with what the verb takes.
+    """
 
     verb: str
     seed: int
     folder: str
     log: str
     writer: int
+    inputs: Path
 
     @property
     def save(self) -> str:
@@ -53,7 +56,7 @@ def play(part: Part, before: Any = lambda: None) -> str:
     log.note(Called(part.save))
     try:
         with recorded(log, part.folder, writer=part.writer, before=before):
-            VERBS[part.verb].act(part.folder, part.seed)
+            VERBS[part.verb].act(part.folder, part.seed, part.inputs)
     except Exception as error:
         log.note(Failed(part.save))
         return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

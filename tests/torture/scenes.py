@@ -7,6 +7,7 @@ values; there is always one; what nobody needs any more is removed by who comes 
 
 from __future__ import annotations
 
+import atexit
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class Stage:
         return POLICIES[self.store]
 
     def part(self, seed: int, writer: int) -> Part:
-        return Part(self.verb, seed, self.target, self.log_path, writer)
+        return Part(self.verb, seed, self.target, self.log_path, writer, _inputs(VERBS[self.verb].prepare))
 
     def put(self, files: Mapping[str, bytes]) -> None:
         if files:
@@ -76,6 +77,15 @@ class Stage:
 
     def look(self) -> Found:
         return VERBS[self.verb].look(CrashState(self.files(), 0, "what is there"))
+
+
+@cache
+def _inputs(prepare: Callable[[Path], None]) -> Path:
+    """What verbs take, made once, and removed when the tests end."""
+    kept = tempfile.TemporaryDirectory(dir=IN_MEMORY)
+    atexit.register(kept.cleanup)
+    prepare(Path(kept.name))
+    return Path(kept.name)
 
 
 @contextmanager

@@ -35,12 +35,21 @@ Found = Hashable
 """What is found of a save, all that counts; None where there is none."""
 
 
+Act = Callable[[str, int, Path], None]
+"""Saves into a folder, or to a URL, what a seed makes; by what has been put into another folder for that."""
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Verb:
-    """One way to save: ``act(folder, seed)`` saves what the seed makes; ``look`` finds it again."""
+    """One way to save, what finds it again, and what puts down beforehand what it takes."""
 
-    act: Callable[[str, int], None]
+    act: Act
     look: Callable[[CrashState], Found]
+    prepare: Callable[[Path], None] = _nothing
 
 
 @contextmanager
@@ -58,8 +67,8 @@ def _contents(tensors: Mapping[str, torch.Tensor]) -> Found:
 # Models
 
 
-def _saving(sizes: Mapping[int, str]) -> Callable[[str, int], None]:
-    def act(folder: str, seed: int) -> None:
+def _saving(sizes: Mapping[int, str]) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
         options = shardwise.SaveOptions(progress=False)
         shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed], options=options)
 
@@ -84,14 +93,11 @@ def _sizes(old: str, new: str) -> dict[int, str]:
 # Adapters
 
 
-@cache
-def _inputs() -> Path:
-    """A base and an adapter of every seed, made once in every process that needs them."""
-    folder = Path(tempfile.mkdtemp(dir=IN_MEMORY, prefix="shardwise-torture-"))
-    reference.save_tiny(folder / "base")
+def _put_adapters(inputs: Path) -> None:
+    """A base and an adapter of every seed."""
+    reference.save_tiny(inputs / "base")
     for seed in SEEDS:
-        shardwise.save_adapter(_tuned(folder / "base", seed, alpha=8), folder / f"adapter-{seed}")
-    return folder
+        shardwise.save_adapter(_tuned(inputs / "base", seed, alpha=8), inputs / f"adapter-{seed}")
 
 
 def _tuned(base: Path, seed: int, *, alpha: int) -> Any:
@@ -99,17 +105,12 @@ def _tuned(base: Path, seed: int, *, alpha: int) -> Any:
     return shardwise.from_pretrained(base, tuning=Lora(config), options=shardwise.LoadOptions(seed=seed))
 
 
-@cache
-def _tuned_once(seed: int, alpha: int) -> Any:
-    return _tuned(_inputs() / "base", seed, alpha=alpha)
+def _saving_adapters(alphas: Mapping[int, int]) -> Act:
+    def act(folder: str, seed: int, inputs: Path) -> None:
+        model = _tuned(inputs / "base", seed, alpha=alphas[seed])
+        shardwise.save_adapter(model, folder, options=shardwise.SaveOptions(progress=False))
 
-
-def _save_adapter(folder: str, seed: int) -> None:
-    shardwise.save_adapter(_tuned_once(seed, 8), folder, options=shardwise.SaveOptions(progress=False))
-
-
-def _save_adapter_of_another_scaling(folder: str, seed: int) -> None:
-    shardwise.save_adapter(_tuned_once(seed, 8 + seed), folder, options=shardwise.SaveOptions(progress=False))
+    return act
 
 
 def _adapter_in(state: CrashState) -> Found:
@@ -120,15 +121,17 @@ def _adapter_in(state: CrashState) -> Found:
     return state.files["adapter_config.json"], _contents(load_safetensors(bytes(weights)))
 
 
-def _merge(folder: str, seed: int) -> None:
-    shardwise.merge_adapter(_inputs() / "base", _inputs() / f"adapter-{seed}", folder, max_shard_size="20KB")
+def _merge(folder: str, seed: int, inputs: Path) -> None:
+    shardwise.merge_adapter(inputs / "base", inputs / f"adapter-{seed}", folder, max_shard_size="20KB")
 
 
-def _merge_into_a_file(folder: str, seed: int) -> None:
-    source = _inputs() / f"plain-{seed}"
-    if not source.exists():
-        shardwise.save(Blocks(seed), source, options=shardwise.SaveOptions(progress=False))
-    shardwise.merge_weights(source, folder, file_format=shardwise.TorchFile())
+def _put_models(inputs: Path) -> None:
+    for seed in SEEDS:
+        shardwise.save(Blocks(seed), inputs / f"plain-{seed}", options=shardwise.SaveOptions(progress=False))
+
+
+def _merge_into_a_file(folder: str, seed: int, inputs: Path) -> None:
+    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format=shardwise.TorchFile())
 
 
 def _torch_file(name: str) -> Callable[[CrashState], Found]:
@@ -161,8 +164,8 @@ def _trained(seed: int) -> Training:
     return training
 
 
-def _checkpointing(mode: Any) -> Callable[[str, int], None]:
-    def act(folder: str, seed: int) -> None:
+def _checkpointing(mode: Any) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
         with Checkpointer(folder, keep=KeepLast(1), mode=mode) as checkpointer:
             checkpointer.save(seed, _trained(seed).state)
 
@@ -186,8 +189,8 @@ def _checkpoint_in(state: CrashState) -> Found:
 # accelerate's files
 
 
-def _accelerate_model(form: Any) -> Callable[[str, int], None]:
-    def act(folder: str, seed: int) -> None:
+def _accelerate_model(form: Any) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
         shardwise.save_accelerate_model(Blocks(seed), folder, form)
 
     return act
@@ -202,7 +205,7 @@ def _accelerate_model_in(state: CrashState) -> Found:
     return _contents(model.state_dict())
 
 
-def _save_plain_optimizer(folder: str, seed: int) -> None:
+def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
     """Of which no byte is a tensor's."""
     model = Blocks(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
@@ -214,10 +217,12 @@ VERBS: dict[str, Verb] = {
     "several files": Verb(_saving(_sizes(SEVERAL_FILES, SEVERAL_FILES)), _model_in),
     "several over one": Verb(_saving(_sizes(ONE_FILE, SEVERAL_FILES)), _model_in),
     "one over several": Verb(_saving(_sizes(SEVERAL_FILES, ONE_FILE)), _model_in),
-    "adapter": Verb(_save_adapter, _adapter_in),
-    "adapter of another scaling": Verb(_save_adapter_of_another_scaling, _adapter_in),
-    "merge": Verb(_merge, _model_in),
-    "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin")),
+    "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
+    "adapter of another scaling": Verb(
+        _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_in, _put_adapters
+    ),
+    "merge": Verb(_merge, _model_in, _put_adapters),
+    "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),
     "checkpoint": Verb(_checkpointing(Synchronous()), _checkpoint_in),
     "checkpoint beside": Verb(_checkpointing(Asynchronous()), _checkpoint_in),
     "accelerate file": Verb(_accelerate_model(shardwise.OneFile()), _torch_file("pytorch_model_fsdp.bin")),
