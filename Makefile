@@ -18,10 +18,10 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # A test that hangs in Python fails after pytest-timeout's limit (pyproject.toml). One that hangs in C cannot
 # be interrupted: after this many seconds every thread's traceback is printed and the run ends.
 HARD_LIMIT := -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
-FAST := -m "not slow and not gpu" $(HARD_LIMIT)
+FAST := -m "not slow and not torture and not gpu" $(HARD_LIMIT)
 
 # What takes more than some seconds each: all combinations, kills at random moments, a thousand ranks.
-SLOW := -m "slow and not gpu and not sweep" $(HARD_LIMIT)
+SLOW := -m "slow and not torture and not gpu and not sweep" $(HARD_LIMIT)
 
 # Ranks wait for each other more than they compute, so two test files at a time take half as long on two cores.
 # Files are dealt in the order of tests/conftest.py, those that spawn ranks first.
@@ -33,7 +33,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format sweep test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
+.PHONY: help demo test test-slow check format sweep torture test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ format: $(VENV)/project ## rewrite the sources as `make check` wants them
 
 sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
+
+torture: $(VENV)/project ## saves killed and crashed at every moment, two at once; many minutes
+	$(VENV)/bin/python -m pytest -m torture -n $(WORKERS) -rP $(ARGS)
 
 test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported
 	$(OLDEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)

@@ -1,0 +1,54 @@
+"""What saves leave behind when a process or the machine dies in the middle; see [Note: What a crash leaves]."""
+
+from shardwise.testing.crashes.effects import (
+    Called,
+    Created,
+    Effect,
+    EffectLog,
+    Entry,
+    Failed,
+    FolderMade,
+    FolderRemoved,
+    Killed,
+    NamesSynced,
+    Partly,
+    Removed,
+    Renamed,
+    Replaced,
+    Returned,
+    Synced,
+    Wrote,
+)
+from shardwise.testing.crashes.histories import BEFORE, assert_nothing_is_lost, assert_old_or_new, may_be_found
+from shardwise.testing.crashes.recording import RecordingWriter, recorded
+from shardwise.testing.crashes.states import CrashState, KilledState, states_after_crash, states_after_kill
+
+__all__ = [
+    "BEFORE",
+    "Called",
+    "CrashState",
+    "Created",
+    "Effect",
+    "EffectLog",
+    "Entry",
+    "Failed",
+    "FolderMade",
+    "FolderRemoved",
+    "Killed",
+    "KilledState",
+    "NamesSynced",
+    "Partly",
+    "RecordingWriter",
+    "Removed",
+    "Renamed",
+    "Replaced",
+    "Returned",
+    "Synced",
+    "Wrote",
+    "assert_nothing_is_lost",
+    "assert_old_or_new",
+    "may_be_found",
+    "recorded",
+    "states_after_crash",
+    "states_after_kill",
+]

@@ -1,0 +1,239 @@
+"""Crashes with several actors: what a kill leaves, folders that are lost, which saves may be found, recording."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import StorageError
+from shardwise.storage import LOCAL_WRITES, OBJECT_STORE_WRITES, LocalWriter
+from shardwise.testing import (
+    BEFORE,
+    CrashState,
+    EffectLog,
+    Entry,
+    assert_nothing_is_lost,
+    may_be_found,
+    recorded,
+    states_after_crash,
+    states_after_kill,
+)
+from shardwise.testing.crashes import (
+    Called,
+    Created,
+    Effect,
+    Failed,
+    FolderMade,
+    FolderRemoved,
+    Killed,
+    NamesSynced,
+    Partly,
+    Removed,
+    Renamed,
+    Replaced,
+    Returned,
+    Synced,
+    Wrote,
+)
+
+
+def of_file(name: str, content: bytes, writer: int = 0) -> list[Effect]:
+    """Made, written and synced, but for its name."""
+    return [Created(writer, name, len(content)), Wrote(writer, name, 0, content), Synced(writer, name)]
+
+
+def ends(entries: list[Entry], **how: object) -> set[tuple[str, ...]]:
+    """The files that there may be after all entries."""
+    states = states_after_crash({}, entries, since=len(entries), **how)  # type: ignore[arg-type]
+    return {tuple(state.files) for state in states}
+
+
+# Folders
+
+
+def test_a_folder_is_lost_with_all_that_is_in_it() -> None:
+    made: list[Entry] = [FolderMade(0, "step-1"), *of_file("step-1/a", b"1"), NamesSynced(0, "step-1")]
+    assert ends(made) == {(), ("step-1/a",)}
+    assert ends([*made, NamesSynced(0)]) == {("step-1/a",)}
+
+
+def test_folders_inside_a_folder_are_lost_with_it() -> None:
+    made: list[Entry] = [FolderMade(0, "a"), FolderMade(0, "a/b"), NamesSynced(0, "a"), *of_file("a/b/c", b"1")]
+    made.append(NamesSynced(0, "a/b"))
+    assert ends(made) == {(), ("a/b/c",)}
+
+
+def test_the_root_is_a_folder_too() -> None:
+    made: list[Entry] = [FolderMade(0, ""), *of_file("a", b"1"), NamesSynced(0)]
+    assert ends(made) == {(), ("a",)}
+    assert ends([*made, NamesSynced(0, "..")]) == {("a",)}
+
+
+def test_an_empty_folder_is_found_and_one_that_was_removed_may_come_back() -> None:
+    before = {"step-1/a": b"1"}
+    entries = [Removed(0, "step-1/a"), NamesSynced(0, "step-1"), FolderRemoved(0, "step-1")]
+    found = {tuple(state.files) for state in states_after_crash(before, entries, since=3)}
+    assert found == {(), ("step-1/",)}
+
+
+def test_an_empty_folder_is_put_down(tmp_path: Path) -> None:
+    CrashState({"step-1/": b"", "a/b/c": b"1"}, 0, "").put_into(tmp_path / "there")
+    assert (tmp_path / "there" / "step-1").is_dir()
+    assert (tmp_path / "there" / "a" / "b" / "c").read_bytes() == b"1"
+
+
+# Kills
+
+
+def test_a_kill_leaves_what_was_done_and_the_first_steps_of_the_last_effect() -> None:
+    entries = [Created(0, "a", 1), Replaced(0, "b", b"2")]
+    found = [(killed.done, dict(killed.state.files)) for killed in states_after_kill({"b": b"1"}, entries)]
+    [interim] = [name for name in found[2][1] if name.endswith(".incomplete")]
+    assert found[0] == ((), {"b": b"1"})
+    assert found[1] == ((entries[0],), {"a": b"\0", "b": b"1"})
+    assert found[4] == ((entries[0], Partly(entries[1], 3)), {"a": b"\0", "b": b"1", interim: b"2"})
+    assert found[-1] == (tuple(entries), {"a": b"\0", "b": b"2"})
+    assert [dict(killed.state.files) == found[-1][1] for killed in states_after_kill({"b": b"1"}, entries)][5]
+
+
+def test_what_a_killed_one_did_not_sync_is_lost_after_another_has_synced_its_own() -> None:
+    left: list[Entry] = [FolderMade(0, "")]
+    follows: list[Entry] = [*of_file("a", b"1", writer=1), NamesSynced(1)]
+    values = {BEFORE: False, "second": True}
+
+    def look(state: CrashState) -> bool:
+        return state.files.get("a") == b"1"
+
+    turns: list[Entry] = [Called("second"), *follows, Returned("second")]
+    with pytest.raises(AssertionError, match="leaves before, and not second"):
+        assert_nothing_is_lost({}, [*left, *turns], look, values)
+    assert assert_nothing_is_lost({}, [*left, NamesSynced(1, ".."), *turns], look, values) > 5
+
+
+def test_a_rename_of_what_nobody_was_seen_to_create_is_told() -> None:
+    with pytest.raises(StorageError, match=r"x: was renamed to y, and nobody was seen to create it"):
+        list(states_after_crash({}, [Renamed(0, "x", "y")]))
+
+
+def test_streams_of_two_writers_are_not_mixed() -> None:
+    entries: list[Entry] = [
+        Created(0, "a", 2),
+        Created(1, "a", 2),
+        Wrote(0, "a", 0, b"00"),
+        Wrote(1, "a", 0, b"1"),
+        Removed(1, "a"),
+        Synced(0, "a"),
+    ]
+    last = list(states_after_crash({}, entries, policy=OBJECT_STORE_WRITES))[-1]
+    assert last.files == {"a": b"00"}
+
+
+# Histories
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        ([], {BEFORE}),
+        ([Called("a")], {BEFORE, "a"}),
+        ([Called("a"), Returned("a")], {"a"}),
+        ([Called("a"), Failed("a")], {BEFORE}),
+        ([Called("a"), Killed("a")], {BEFORE, "a"}),
+        ([Called("a"), Killed("a"), Called("b"), Returned("b")], {"b"}),
+        ([Called("a"), Called("b"), Returned("b")], {"a", "b"}),
+        ([Called("a"), Called("b"), Returned("b"), Returned("a")], {"a", "b"}),
+        ([Called("a"), Called("b"), Returned("b"), Failed("a")], {"b"}),
+        ([Called("a"), Called("b"), Returned("b"), Killed("a"), Called("c"), Failed("c")], {"a", "b"}),
+        ([Called("a"), Returned("a"), Called("b"), Killed("b")], {"a", "b"}),
+        ([Called("a"), Returned("a"), Killed("a")], {"a"}),
+    ],
+)
+def test_which_saves_may_be_found(entries: list[Entry], found: set[str]) -> None:
+    assert may_be_found(entries) == found
+
+
+def test_what_is_neither_is_told_with_the_moment() -> None:
+    entries: list[Entry] = [Called("a"), Removed(0, "x"), *of_file("x", b"2"), NamesSynced(0), Returned("a")]
+
+    def look(state: CrashState) -> bytes | None:
+        return state.files.get("x")
+
+    values = {BEFORE: b"1", "a": b"2"}
+    with pytest.raises(AssertionError, match=r"a crash after Removed.* leaves no save that is whole, and not a or"):
+        assert_nothing_is_lost({"x": b"1"}, entries, look, values)
+    with pytest.raises(AssertionError, match=r"after Returned.* leaves before, and not a"):
+        assert_nothing_is_lost({"x": b"1"}, [Called("a"), Returned("a")], look, values)
+
+
+def test_only_states_since_then_are_looked_at() -> None:
+    entries: list[Entry] = [Called("a"), Removed(0, "x"), Replaced(0, "x", b"2"), Returned("a")]
+    looked_at: list[int] = []
+
+    def look(state: CrashState) -> bytes:
+        looked_at.append(state.completed)
+        return state.files["x"]
+
+    assert_nothing_is_lost({"x": b"1"}, entries, look, {BEFORE: b"1", "a": b"2"}, since=3)
+    assert set(looked_at) <= {3, 4}
+
+
+# Recording
+
+
+def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_path: Path) -> None:
+    log, root = EffectLog(tmp_path / "log"), tmp_path / "runs" / "out"
+    before: list[int] = []
+    with recorded(log, root, writer=3, before=lambda: before.append(len(log.entries()))):
+        with LocalWriter(root) as writer:
+            writer.create("a", 1)
+            writer.write("a", 0, [memoryview(b"1")])
+            writer.sync("a")
+        with LocalWriter(root / "step-1") as writer:
+            writer.replace("b", b"2")
+            writer.sync_names()
+            writer.remove("b")
+        (root / "step-1").rmdir()
+        with LocalWriter(tmp_path / "elsewhere") as writer:
+            writer.replace("c", b"3")
+    assert log.entries() == [
+        FolderMade(3, ""),
+        NamesSynced(3, ".."),
+        Created(3, "a", 1),
+        Wrote(3, "a", 0, b"1"),
+        Synced(3, "a"),
+        FolderMade(3, "step-1"),
+        NamesSynced(3, ""),
+        Replaced(3, "step-1/b", b"2"),
+        NamesSynced(3, "step-1"),
+        Removed(3, "step-1/b"),
+        FolderRemoved(3, "step-1"),
+    ]
+    assert before == [0, 3, 4, 5, 8, 9, 10]
+    with LocalWriter(root) as writer:
+        writer.replace("d", b"4")
+    assert len(log.entries()) == 11
+
+
+def test_what_fails_is_not_recorded(tmp_path: Path) -> None:
+    log = EffectLog(tmp_path / "log")
+    with recorded(log, tmp_path / "out"), LocalWriter(tmp_path / "out") as writer:
+        with pytest.raises(StorageError):
+            writer.write("absent", 0, [memoryview(b"1")])
+        with pytest.raises(OSError):
+            os.rmdir(tmp_path / "out" / "absent")
+        writer.create("a", 1)
+    assert Created(0, "a", 1) in log.entries()
+    assert not [entry for entry in log.entries() if isinstance(entry, (Wrote, FolderRemoved))]
+
+
+def test_a_record_is_replayed_to_what_is_there(tmp_path: Path) -> None:
+    log, root = EffectLog(tmp_path / "log"), tmp_path / "out"
+    with recorded(log, root), LocalWriter(root) as writer:
+        writer.create("a.incomplete", 3)
+        writer.write("a.incomplete", 0, [memoryview(b"123")])
+        writer.sync("a.incomplete")
+        writer.rename("a.incomplete", "a")
+    [state] = list(states_after_crash({}, log.entries(), since=len(log.entries()), policy=LOCAL_WRITES))
+    assert state.files == {path.name: path.read_bytes() for path in root.iterdir()}

@@ -1,0 +1,112 @@
+"""Everything that saves, and what happens to it: a few moments of each here, all of them in `make torture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.torture import scenes
+from tests.torture.verbs import VERBS
+
+ON_OBJECTS = ("one file", "several files", "several over one", "one over several")
+CASES = [(verb, "disk") for verb in VERBS] + [(verb, store) for store in ("s3", "az") for verb in ON_OBJECTS]
+IDS = [f"{verb} on {store}" for verb, store in CASES]
+
+everywhere = pytest.mark.parametrize(("verb", "store"), CASES, ids=IDS)
+
+Scene = Callable[[str, str], list[str]]
+
+
+def passes(faults: list[str]) -> None:
+    assert not faults, f"{len(faults)} moments, the first ones:\n" + "\n".join(faults[:5])
+
+
+# A few moments
+
+
+@everywhere
+def test_a_crash_leaves_one_save_or_the_other(verb: str, store: str) -> None:
+    passes(scenes.alone(verb, store, over=True, samples=0))
+    passes(scenes.alone(verb, store, over=False, samples=0))
+
+
+@everywhere
+def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
+    passes(scenes.after_a_kill(verb, store, over=True, most=3, samples=0))
+    passes(scenes.after_a_kill(verb, store, over=False, most=3, samples=0))
+
+
+@everywhere
+def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> None:
+    passes(scenes.after_a_crash(verb, store, over=True, most=3, samples=0))
+
+
+@everywhere
+def test_two_saves_at_once_leave_one_that_returned(verb: str, store: str) -> None:
+    holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
+    passes(scenes.beside(verb, store, scenes.another_saves, holds, samples=0))
+
+
+@everywhere
+def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str) -> None:
+    holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
+    passes(scenes.beside(verb, store, scenes.another_takes_over, holds, samples=0))
+    dies = scenes.another_takes_over_and_dies(scenes.effects_of(verb, store) // 2)
+    passes(scenes.beside(verb, store, dies, holds[1:2], samples=0))
+
+
+# All of them
+
+
+def _alone(verb: str, store: str) -> list[str]:
+    return scenes.alone(verb, store, over=True, samples=16) + scenes.alone(verb, store, over=False, samples=16)
+
+
+def _after_a_kill(verb: str, store: str) -> list[str]:
+    return [
+        fault
+        for over in (True, False)
+        for fault in scenes.after_a_kill(verb, store, over=over, most=1_000, samples=2)
+    ]
+
+
+def _after_a_crash(verb: str, store: str) -> list[str]:
+    return [
+        fault
+        for over in (True, False)
+        for fault in scenes.after_a_crash(verb, store, over=over, most=100, samples=1)
+    ]
+
+
+def _beside(verb: str, store: str) -> list[str]:
+    return scenes.beside(verb, store, scenes.another_saves, None, samples=2)
+
+
+def _taken_over(verb: str, store: str) -> list[str]:
+    return scenes.beside(verb, store, scenes.another_takes_over, None, samples=2)
+
+
+def _taken_over_and_died(verb: str, store: str) -> list[str]:
+    return [
+        fault
+        for number in range(1, scenes.effects_of(verb, store) + 1, 2)
+        for fault in scenes.beside(verb, store, scenes.another_takes_over_and_dies(number), None, samples=0)
+    ]
+
+
+ALL: dict[str, Scene] = {
+    "alone": _alone,
+    "after a kill": _after_a_kill,
+    "after a crash": _after_a_crash,
+    "beside another": _beside,
+    "taken over": _taken_over,
+    "taken over by one that dies": _taken_over_and_died,
+}
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1200)
+@everywhere
+@pytest.mark.parametrize("scene", ALL)
+def test_every_moment(scene: str, verb: str, store: str) -> None:
+    passes(ALL[scene](verb, store))

@@ -1,0 +1,233 @@
+"""Everything that saves, as small as it can be: what it writes for a seed, and what of it is found."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load as load_safetensors
+from tests.checkpoints.tiny import Training
+from tests.faults.saving import Blocks
+from tests.tuning import reference
+
+import shardwise
+from shardwise import Asynchronous, Checkpointer, KeepLast, Lora, Synchronous
+from shardwise.formats import open_checkpoint
+from shardwise.testing.crashes import CrashState
+
+OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
+"""Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""
+
+SEEDS = (OLD, NEW, OTHER, NEXT)
+ONE_FILE, SEVERAL_FILES = "1GB", "3KB"
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+Found = Hashable
+"""What is found of a save, all that counts; None where there is none."""
+
+
+Act = Callable[[str, int, Path], None]
+"""Saves into a folder, or to a URL, what a seed makes; by what has been put into another folder for that."""
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One way to save, what finds it again, and what puts down beforehand what it takes."""
+
+    act: Act
+    look: Callable[[CrashState], Found]
+    prepare: Callable[[Path], None] = _nothing
+
+
+@contextmanager
+def put_down(state: CrashState) -> Iterator[Path]:
+    """The files of a state, in a folder."""
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        state.put_into(folder)
+        yield Path(folder)
+
+
+def _contents(tensors: Mapping[str, torch.Tensor]) -> Found:
+    return frozenset((name, tensor.detach().numpy().tobytes()) for name, tensor in tensors.items())
+
+
+# Models
+
+
+def _saving(sizes: Mapping[int, str]) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
+        options = shardwise.SaveOptions(progress=False)
+        shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed], options=options)
+
+    return act
+
+
+def _model_in(state: CrashState) -> Found:
+    """Every tensor, as whoever opens the folder finds it."""
+    if not {"model.safetensors", "model.safetensors.index.json"} & state.files.keys():
+        return None
+    with state.reader() as reader:
+        index = open_checkpoint(reader)
+        return frozenset(
+            (key, reader.read(entry.file, entry.start, entry.stop)) for key, entry in index.entries.items()
+        )
+
+
+def _sizes(old: str, new: str) -> dict[int, str]:
+    return {OLD: old, NEW: new, OTHER: new, NEXT: old}
+
+
+# Adapters
+
+
+def _put_adapters(inputs: Path) -> None:
+    """A base and an adapter of every seed."""
+    reference.save_tiny(inputs / "base")
+    for seed in SEEDS:
+        shardwise.save_adapter(_tuned(inputs / "base", seed, alpha=8), inputs / f"adapter-{seed}")
+
+
+def _tuned(base: Path, seed: int, *, alpha: int) -> Any:
+    config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alpha, init_lora_weights=False)
+    return shardwise.from_pretrained(base, tuning=Lora(config), options=shardwise.LoadOptions(seed=seed))
+
+
+def _saving_adapters(alphas: Mapping[int, int]) -> Act:
+    def act(folder: str, seed: int, inputs: Path) -> None:
+        model = _tuned(inputs / "base", seed, alpha=alphas[seed])
+        shardwise.save_adapter(model, folder, options=shardwise.SaveOptions(progress=False))
+
+    return act
+
+
+def _adapter_in(state: CrashState) -> Found:
+    """What PEFT reads."""
+    weights = state.files.get("adapter_model.safetensors")
+    if weights is None:
+        return None
+    return state.files["adapter_config.json"], _contents(load_safetensors(bytes(weights)))
+
+
+def _merge(folder: str, seed: int, inputs: Path) -> None:
+    shardwise.merge_adapter(inputs / "base", inputs / f"adapter-{seed}", folder, max_shard_size="20KB")
+
+
+def _put_models(inputs: Path) -> None:
+    for seed in SEEDS:
+        shardwise.save(Blocks(seed), inputs / f"plain-{seed}", options=shardwise.SaveOptions(progress=False))
+
+
+def _merge_into_a_file(folder: str, seed: int, inputs: Path) -> None:
+    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format=shardwise.TorchFile())
+
+
+def _torch_file(name: str) -> Callable[[CrashState], Found]:
+    def look(state: CrashState) -> Found:
+        content = state.files.get(name)
+        if content is None:
+            return None
+        return _frozen(torch.load(io.BytesIO(content), weights_only=True))
+
+    return look
+
+
+def _frozen(value: Any) -> Found:
+    if isinstance(value, dict):
+        return frozenset((key, _frozen(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.detach().numpy().tobytes()
+    return value
+
+
+# Checkpoints
+
+
+@cache
+def _trained(seed: int) -> Training:
+    training = Training(seed)
+    training.step()
+    return training
+
+
+def _checkpointing(mode: Any) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
+        with Checkpointer(folder, keep=KeepLast(1), mode=mode) as checkpointer:
+            checkpointer.save(seed, _trained(seed).state)
+
+    return act
+
+
+def _checkpoint_in(state: CrashState) -> Found:
+    """What a training is brought back to."""
+    if not any(name.startswith("step-") and name.endswith("/.metadata") for name in state.files):
+        return None
+    training = Training(99)
+    with put_down(state) as folder:
+        checkpointer = Checkpointer(folder)
+        step = checkpointer.latest()
+        if step is None:
+            return None
+        checkpointer.restore(training.state)
+    return step, _frozen(training.taken())
+
+
+# accelerate's files
+
+
+def _accelerate_model(form: Any) -> Act:
+    def act(folder: str, seed: int, _: Path) -> None:
+        shardwise.save_accelerate_model(Blocks(seed), folder, form)
+
+    return act
+
+
+def _accelerate_model_in(state: CrashState) -> Found:
+    model = Blocks(99)
+    with put_down(state) as folder:
+        if not any(folder.iterdir()):
+            return None
+        shardwise.load_accelerate_model(model, folder)
+    return _contents(model.state_dict())
+
+
+def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
+    """Of which no byte is a tensor's."""
+    model = Blocks(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.OneFile())
+
+
+VERBS: dict[str, Verb] = {
+    "one file": Verb(_saving(_sizes(ONE_FILE, ONE_FILE)), _model_in),
+    "several files": Verb(_saving(_sizes(SEVERAL_FILES, SEVERAL_FILES)), _model_in),
+    "several over one": Verb(_saving(_sizes(ONE_FILE, SEVERAL_FILES)), _model_in),
+    "one over several": Verb(_saving(_sizes(SEVERAL_FILES, ONE_FILE)), _model_in),
+    "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
+    "adapter of another scaling": Verb(
+        _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_in, _put_adapters
+    ),
+    "merge": Verb(_merge, _model_in, _put_adapters),
+    "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),
+    "checkpoint": Verb(_checkpointing(Synchronous()), _checkpoint_in),
+    "checkpoint beside": Verb(_checkpointing(Asynchronous()), _checkpoint_in),
+    "accelerate file": Verb(_accelerate_model(shardwise.OneFile()), _torch_file("pytorch_model_fsdp.bin")),
+    "accelerate optimizer": Verb(_save_plain_optimizer, _torch_file("optimizer.bin")),
+    "accelerate folder": Verb(_accelerate_model(shardwise.DistributedFolder()), _accelerate_model_in),
+    "accelerate files": Verb(_accelerate_model(shardwise.RankFiles()), _accelerate_model_in),
+}
+"""All of them, by name."""
