@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.execution.chunks import Chunk
@@ -28,8 +28,7 @@ _WORD_BYTES = 8
 _MESSAGE_BYTES = 1 << 19
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Bytes ``start .. stop`` of a file, and the fingerprint (16 hexadecimal digits) or digest (64) of them."""
 
     start: int

@@ -159,7 +159,7 @@ def _require_told(opened: Opened) -> None:
         return
     runs = {(file, run.start, run.stop) for file, item in opened.marks.items() for run in item.tensors}
     places = {(entry.file, entry.start, entry.stop) for entry in opened.index.entries.values() if entry.nbytes}
-    values = {(file, start, run.stop) for (file, start), run in opened.digests.items()}
+    values = {(file, run.start, run.stop) for file, item in opened.marks.items() for run in item.values}
     objects = {(item.file, item.bytes.start, item.bytes.stop) for item in opened.objects.values()}
     for told, found in ((runs, places), (values, objects)):
         if odd := sorted(told ^ found):

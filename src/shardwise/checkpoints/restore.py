@@ -62,7 +62,6 @@ def restore(
         with clock.phase("open"):
             require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
         with clock.phase("plan"):
-            world.together(lambda: _require_around(reader, opened, world))
             looked = world.together(lambda: look(state, only))
             require_alike_models(world, looked.held, looked.bounds)
             common = world.from_first(lambda: _common(reader, opened))
@@ -80,8 +79,8 @@ def restore(
                 model = {}
             targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
             state_keys = {_key_of_state(key): target for key, target in targets.items()}
-            world.together(lambda: _place(placer, opened, {**model, **state_keys}))
-            unchecked, checked_bytes = _settle(world, opened, reader)
+            wanted = {**model, **state_keys}
+            unchecked, checked_bytes = _read(world, opened, placer, wanted)
         with clock.phase("finish"):
             afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
             told = world.together(lambda: _finish(opened, state, fits, common, own, world))
@@ -121,24 +120,25 @@ def _require_around(reader: LocalReader, opened: Opened, world: World) -> None:
         reader.require_around(sorted(opened.facts.files)[world.rank :: world.size])
 
 
-def _settle(world: World, opened: Opened, reader: LocalReader) -> tuple[tuple[str, ...], int]:
-    """What has been read is what was written; the names of what has not been compared, and the bytes that have.
+def _read(
+    world: World, opened: Opened, placer: Placer, wanted: Mapping[str, torch.Tensor]
+) -> tuple[tuple[str, ...], int]:
+    """Read tensors, by key; the names of what has not been compared by now, and the bytes of tensors that have.
 
     Collective: yes.
 
     Raises:
         FormatError: naming what is not what was written.
     """
+    reader = placer.reader
     if not isinstance(reader, Witness):
+        world.together(lambda: _place(placer, opened, wanted))
         return ("all of it: it was saved before fingerprints were taken",), 0
-    settled = reader.settle(world, opened.names)
+    settled = reader.settle(world, opened.names, lambda: _place(placer, opened, wanted))
     tensors = [opened.names[file, run.start] for file, run in settled.passed]
-    read = {
-        *_common_paths(opened),
-        *(path for rank in range(world.size) for path in _own_paths(opened, rank, world.size).values()),
-    }
-    values = [".".join(path) for path in opened.objects if path not in read]
-    return (*tensors, *values), settled.nbytes
+    own = [path for rank in range(world.size) for path in _own_paths(opened, rank, world.size).values()]
+    read = {*_common_paths(opened), *own}
+    return (*tensors, *(".".join(path) for path in opened.objects if path not in read)), settled.nbytes
 
 
 _PARTS = ("model", "optimizers", "schedulers", "scaler", "data", "rng")
@@ -177,7 +177,12 @@ def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, Keys]:
 
 
 def _own(reader: LocalReader, opened: Opened, world: World) -> dict[str, Any]:
-    """This rank's position in the data, and its generators, where they are for it."""
+    """This rank's position in the data, and its generators, where they are for it.
+
+    Raises:
+        FormatError: one of these, or what lies around tensors in this rank's part of the files, is damaged.
+    """
+    _require_around(reader, opened, world)
     paths = _own_paths(opened, world.rank, world.size)
     return {part: value_of(reader, opened, path) for part, path in paths.items()}
 

@@ -13,10 +13,10 @@ import os
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardwise.checkpoints.fingerprints import MarksByFile, Run, hexadecimal
 from shardwise.errors import FormatError
@@ -38,8 +38,7 @@ Names: TypeAlias = Mapping[tuple[str, int], str]
 """What runs are called, by file and first byte."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Seen:
+class Seen(NamedTuple):
     """Bytes ``start .. stop`` of a run that have been read, and their fingerprint."""
 
     start: int
@@ -137,13 +136,18 @@ class Witness(LocalReader):
         """
         self._refuse(self._told().other, names)
 
-    def settle(self, world: World, names: Names) -> Settled:
-        """Compare all that the ranks have read. Collective: yes.
+    def settle(self, world: World, names: Names, read: Callable[[], None]) -> Settled:
+        """Compare all that the ranks have read, when each has read the last. Collective: yes.
 
         Raises:
             FormatError: naming what is not what was written, on every rank the same.
         """
-        told = world.each(self._told)
+
+        def tell() -> _Told:
+            read()
+            return self._told()
+
+        told = world.each(tell)
         same = [any(flags) for flags in zip(*(item.same for item in told), strict=True)]
         other = {number for item in told for number in item.other}
         again: list[int] = []
