@@ -247,7 +247,7 @@ class TestMark:
 
     def test_of_a_process_that_was_killed_and_not_waited_for(self, saved):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        born = saving_lock._born(child.pid)
+        born = saving_lock.born(child.pid)
         assert born
         (saved / MARK).write_text(mark(process=child.pid, born=born))
         with pytest.raises(StorageError, match=f"process {child.pid} on"):
@@ -292,16 +292,16 @@ class TestMark:
     def test_of_a_dead_process_that_two_take_over(self, tmp_path, monkeypatch):
         """One looks, the other one takes over in that moment: what the slow one takes away it gives back."""
         (tmp_path / MARK).write_text(mark(born="long ago"))
-        born = saving_lock._born
+        born = saving_lock.born
         quick = LocalWriter(tmp_path)
         held = []
 
         def slow(process):
-            monkeypatch.setattr(saving_lock, "_born", born)
+            monkeypatch.setattr(saving_lock, "born", born)
             held.append(saving_lock.take_lock(quick, "quick"))
             return born(process)
 
-        monkeypatch.setattr(saving_lock, "_born", slow)
+        monkeypatch.setattr(saving_lock, "born", slow)
         with pytest.raises(StorageError, match="another save is writing here"):
             saving_lock.take_lock(LocalWriter(tmp_path), "slow")
         saving_lock.require_lock(quick, "quick")

@@ -230,7 +230,7 @@ def test_containers_with_one_host_name_do_not_take_each_other_for_dead(target, i
     save(1, target)
     with monkeypatch.context() as elsewhere, open_writer(target) as writer:
         elsewhere.setattr(saving_lock, "process_space", lambda: "another container")
-        elsewhere.setattr(saving_lock, "_born", lambda process: "1")
+        elsewhere.setattr(saving_lock, "born", lambda process: "1")
         held = saving_lock.take_lock(writer, "0123abcd")
         if not is_renewed:
             held._ended.set()

@@ -36,11 +36,10 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 
 from shardwise.errors import StorageError
 from shardwise.storage import StorageWriter
-from shardwise.storage.machine import process_space
+from shardwise.storage.machine import born, process_space
 from shardwise.storage.writer import INCOMPLETE
 
 LOCK_FILE = "shardwise.saving"
@@ -215,7 +214,7 @@ class _Mark:
     @classmethod
     def own(cls, token: str) -> _Mark:
         process = os.getpid()
-        return cls(socket.gethostname(), process, _born(process), token, RENEWED_S, process_space())
+        return cls(socket.gethostname(), process, born(process), token, RENEWED_S, process_space())
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self) | {"since": time.time()}).encode()
@@ -228,7 +227,7 @@ class _Mark:
     @property
     def is_left(self) -> bool:
         """Whether the process is known to be gone."""
-        return self.is_from_here and self.process > 0 and _born(self.process) != self.born
+        return self.is_from_here and self.process > 0 and born(self.process) != self.born
 
 
 def _create(writer: StorageWriter, token: str) -> None:
@@ -339,19 +338,3 @@ def _refusal(writer: StorageWriter, file: str, mark: _Mark | None) -> StorageErr
         f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "
         f"process is gone, remove {file} from the directory"
     )
-
-
-def _born(process: int) -> str:
-    """When a process of this machine began, in ticks since the machine did; "" where there is none that lives."""
-    try:
-        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else numbers[18]
-    except (OSError, IndexError, ValueError):
-        pass
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return ""
-    except OSError:
-        return "alive"
-    return "alive"
