@@ -4,10 +4,13 @@
 PYTHON ?= python3
 VENV   := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
+FUZZ   := .venv-fuzz
 
 # torch goes in first, alone and by this exact name: an index that serves several builds of one version (CPU,
 # CUDA) then decides which one fits the machine, and nothing that is installed later moves it.
 TORCH := torch==2.13.0
+OLDEST_TORCH := torch==2.11.0
 
 # Tests spawn several processes; one thread for each keeps them from fighting over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -33,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format sweep torture test-oldest test-gpu bench-load bench-save bench-checkpoint bench-merge bench-train clean
+.PHONY: help demo test test-slow check format sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,8 +69,21 @@ torture: $(VENV)/project ## saves killed and crashed at every moment, two at onc
 test-oldest: $(OLDEST)/project ## `make test` on the oldest versions that are supported
 	$(OLDEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
 
+test-newest: newest ## the same on the newest versions that are released, whatever they are
+	$(NEWEST)/bin/python -m pytest $(FAST) $(PARALLEL) $(ARGS)
+
 test-gpu: $(VENV)/project ## what only a GPU can prove
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+fuzz: $(FUZZ)/made ## hostile files of four formats, guided by coverage; ARGS="--seconds 600 --only archive"
+	PYTHONPATH=src:. $(FUZZ)/bin/python -m tests.fuzz.run $(ARGS)
+
+mutate: $(VENV)/project ## are tests able to fail? small faults in five rooms; hours, ARGS="--room tensors --mutants 20"
+	PYTHONPATH=. $(VENV)/bin/python -m tests.mutate $(ARGS)
+
+dist: $(VENV)/project ## the wheel and the source distribution, looked into and installed, in dist/
+	rm -rf dist build src/*.egg-info
+	$(VENV)/bin/python -m tests.distribution dist
 
 bench-load: $(VENV)/project ## loading against peers and the roof; half an hour, ARGS=--quick for minutes
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.load $(ARGS)
@@ -85,11 +101,11 @@ bench-train: $(VENV)/project ## a step against FSDP2 by hand, memory, time to th
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.train $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(call environment,FOLDER,REQUIREMENTS): a folder that is there already is kept and brought to the pins,
+# $(call environment,FOLDER,REQUIREMENTS,TORCH): a folder that is there already is kept and brought to the pins,
 # unless it is broken or belongs to another Python.
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -98,7 +114,7 @@ define environment
 	@version='import sys; print(sys.version_info[:2])'; \
 	if [ "$$($(1)/bin/python -c "$$version" 2>&1)" = "$$($(PYTHON) -c "$$version")" ]; \
 		then $(PYTHON) -m venv $(1); else $(PYTHON) -m venv --clear $(1); fi
-	@$(1)/bin/python -m pip install $(QUIET) --constraint $(2) $(TORCH)
+	@$(1)/bin/python -m pip install $(QUIET) --constraint $(2) $(3)
 	@$(1)/bin/python -m pip install $(QUIET) --no-deps --requirement $(2)
 	@touch $@
 endef
@@ -112,10 +128,27 @@ endef
 QUIET := -qq
 
 $(VENV)/pinned: requirements/pinned.txt
-	$(call environment,$(VENV),$<)
+	$(call environment,$(VENV),$<,$(TORCH))
 
 $(OLDEST)/pinned: requirements/oldest.txt
-	$(call environment,$(OLDEST),$<)
+	$(call environment,$(OLDEST),$<,$(OLDEST_TORCH))
+
+# What is newest changes though no file here does, so this is made anew every time; where nothing is newer, quickly.
+# torch first and alone, as above, and nothing later moves it.
+newest:
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install $(QUIET) --upgrade torch setuptools
+	@$(NEWEST)/bin/python -m pip install $(QUIET) --upgrade --upgrade-strategy eager --no-build-isolation \
+		--editable ".[dev]"
+	@$(NEWEST)/bin/python -m pip check
+	@$(NEWEST)/bin/python -m pip list --format freeze \
+		| grep -iE '^(torch|transformers|accelerate|peft|safetensors|huggingface_hub)=='
+
+# The formats are read without torch, or anything else: a fuzzer needs nothing but itself.
+$(FUZZ)/made:
+	@$(PYTHON) -m venv $(FUZZ)
+	@$(FUZZ)/bin/python -m pip install $(QUIET) "atheris>=3"
+	@touch $@
 
 $(VENV)/project $(OLDEST)/project: %/project: %/pinned pyproject.toml
 	$(project)

@@ -19,6 +19,10 @@ and what to do about it.
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
+from types import TracebackType
+
 
 class ShardwiseError(Exception):
     """Base class of every error shardwise raises on purpose."""
@@ -58,3 +62,36 @@ class TrainingError(ShardwiseError):
 
 class ConfigError(ShardwiseError):
     """An argument, an option or a configuration value cannot be honoured."""
+
+
+class KnownNames:
+    """A block that touches private names of a library, and says so in one error where one of them is gone.
+
+    Raises:
+        ConfigError: at the end of the block, naming what is gone, the installed version, and those that have it.
+    """
+
+    def __init__(self, library: str, versions: str) -> None:
+        self.library = library
+        self.versions = versions
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, (ImportError, AttributeError)):
+            raise ConfigError(
+                f"{self.library} {_version_of(self.library)} lacks a private name that shardwise needs ({error}); "
+                f"use {self.library} {self.versions}, or a newer shardwise"
+            ) from error
+
+
+def _version_of(library: str) -> str:
+    if library == "Python":
+        return platform.python_version()
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from shardwise.errors import ShardwiseError
+from shardwise.execution._python_private import end_multiprocessing
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one has failed, to fail by themselves."""
@@ -208,7 +208,7 @@ def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) ->
         pipe.send_bytes(failure or _answer(message))
     # gloo's threads sometimes abort a process that leaves in order. So it leaves at once, with what multiprocessing
     # and the streams hold given back first.
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    end_multiprocessing()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -287,6 +287,12 @@ def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:
     return world.together(read)
 
 
+_OF_ANOTHER = (
+    "another version of torch wrote it, which pickles DTensors in its own way: load it with that one, and save it "
+    "as DistributedFolder() or OneFile()"
+)
+
+
 def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
     """The object in a file of ``torch.save``; tensors in host memory, read from the file as they are used.
 
@@ -309,6 +315,10 @@ def load_plain(file: Path, also: Sequence[Any] = ()) -> Any:
             raise FormatError(
                 f"{file}: holds tensors of FSDP1's own kind (ShardedTensor), which are read only where FSDP1 saved "
                 "them; save it with FULL_STATE_DICT, or with SHARDED_STATE_DICT into a folder"
+            ) from error
+        if "torch.distributed." in str(error):  # a part of a DTensor that this torch does not know, or not any more
+            raise FormatError(
+                f"{file}: torch {torch.__version__} cannot read its DTensors; {_OF_ANOTHER}"
             ) from error
         raise FormatError(f"{file}: cannot be read as plain data: {cause}") from error
 
@@ -340,6 +350,8 @@ def _require_sound(tensor: torch.Tensor, what: str) -> None:
     except PlacementError:
         raise
     except Exception as error:  # of whatever a stranger wrote in place of a mesh
-        raise FormatError(f"{what}: is no sound DTensor: {type(error).__name__}: {error}") from error
+        raise FormatError(
+            f"{what}: is no sound DTensor ({type(error).__name__}: {error}): it is damaged, or {_OF_ANOTHER}"
+        ) from error
     if not is_sound:
         raise FormatError(f"{what}: its local tensor is not what its placement says; the file is damaged")

@@ -1,12 +1,13 @@
 """Everything of torch that has an underscore, in one file.
 
-Checked with torch 2.11 and 2.13. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
+Checked with torch 2.11, 2.13 and 2.15. What each name means is asserted by ``tests/canary``; one that is gone is an
+error when this file is imported. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
 counters of tensors; the store of the default process group, and the device of a group's object collectives;
 ``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam``
 (to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
 learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
 fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
-checkpoint.
+checkpoint; trees of Python's containers; and the classes that torch's two ``replicate()`` put in front.
 """
 
 from __future__ import annotations
@@ -21,12 +22,36 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise.errors import KnownNames
+
+with KnownNames("torch", "2.11 to 2.15"):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._composable.replicate import DDP as _OldReplicateModule  # noqa: N811
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+    for _owner, _names in (
+        (nn.Module(), ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")),
+        (torch, ("_foreach_copy_", "_foreach_mul_")),
+        (torch.cuda, ("_is_in_bad_fork",)),
+        (torch.Tensor, ("_version", "_make_wrapper_subclass")),
+        (distributed_c10d, ("_get_default_store", "_get_default_group", "_get_object_coll_device")),
+        (FSDPModule, ("_get_fsdp_state",)),
+        (FSDPParam, ("reset_sharded_param",)),
+        (Shard, ("_split_tensor",)),
+        (_StridedShard, ("_split_tensor",)),
+    ):
+        for _name in _names:
+            getattr(_owner, _name)
+
+__all__ = ["tree_leaves", "tree_map", "tree_map_only"]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -129,8 +154,14 @@ def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dt
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module had before ``fully_shard`` put one of its own in front (FSDP class, FSDPModule, class)."""
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    """The class a module had before ``fully_shard`` put one of its own in front: what follows ``FSDPModule``."""
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
+
+
+def is_under_replicate(module: nn.Module) -> bool:
+    """Whether one of torch's two ``replicate()`` has been applied to a module."""
+    return isinstance(module, (ReplicateModule, _OldReplicateModule))
 
 
 @contextlib.contextmanager

@@ -20,12 +20,11 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import CoverageError
 from shardwise.layout import Kind, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, modules_in, walk, writes_to
+from shardwise.models._torch_private import buffers_of, modules_in, tree_leaves, tree_map_only, walk, writes_to
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.programs import Program, Programmed, seed_of, truncated_normal_as_one_step
 from shardwise.models.view import Held, attributes_on_meta
@@ -249,9 +248,9 @@ def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, .
             fresh = compat.built_without_weights(pretrained)
         for slot in slots:
             value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
-            if any(isinstance(item, torch.Tensor) and item.is_meta for item in pytree.tree_leaves(value)):
+            if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
                 continue  # not something the constructor computes; the audit will name it
-            setattr(slot.module, slot.name, pytree.tree_map_only(torch.Tensor, lambda item: item.to(device), value))
+            setattr(slot.module, slot.name, tree_map_only(torch.Tensor, lambda item: item.to(device), value))
             found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
     return tuple(found)
 

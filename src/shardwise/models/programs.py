@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.layout import LocalBox
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import without_data
+from shardwise.models._torch_private import tree_leaves, tree_map_only, without_data
 from shardwise.models.view import strided_view
 from shardwise.tensors import Box, contiguous_strides
 
@@ -82,7 +81,7 @@ class Programmed(torch.Tensor):
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
         target = args[0] if args and isinstance(args[0], Programmed) else None
-        others = [item for item in pytree.tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
+        others = [item for item in tree_leaves((args[1:], kwargs)) if isinstance(item, torch.Tensor)]
         if target is not None and func in _SAME:
             return target
         if target is not None and func in _ROWS and target.ndim == len(target.program.shape):
@@ -92,10 +91,10 @@ class Programmed(torch.Tensor):
             target.record(func, args[1:], kwargs)
             return target
         # Something else: its values are not followed, only its shapes, so that the initialiser can go on.
-        for item in pytree.tree_leaves((args, kwargs)):
+        for item in tree_leaves((args, kwargs)):
             if isinstance(item, Programmed):
                 item.program.is_elementwise = False
-        args, kwargs = pytree.tree_map_only(
+        args, kwargs = tree_map_only(
             Programmed, lambda item: torch.empty(item.shape, dtype=item.dtype, device="meta"), (args, kwargs)
         )
         return func(*args, **kwargs)

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from shardwise.conversion import Expression, Stored
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import without_data
+from shardwise.models._torch_private import tree_map, without_data
 from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.rules import ModelFacade
 from shardwise.models.tracer import NotStructural, Recorded

@@ -1,6 +1,7 @@
 """The one file that knows transformers' unexported functions and attributes.
 
-Checked with transformers 5.17 and 5.23. When a release moves one of these names, this file is what changes.
+Checked with transformers 5.17 and 5.23. When a release moves one of these names, this file is what changes:
+one that is gone is an error when it is imported, and what each means is asserted by ``tests/canary``.
 """
 
 from __future__ import annotations
@@ -16,26 +17,37 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as hf_init
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    revert_weight_conversion,
-)
-from transformers.core_model_loading import rename_source_key as _rename_source_key
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.modeling_utils import _get_tied_weight_keys
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.auto_factory import _get_model_class
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.monkey_patching import patch_output_recorders
 from transformers.utils import logging as hf_logging
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, KnownNames
 from shardwise.models._torch_private import modules_in, original_class, original_classes, parameters_of, walk
+
+with KnownNames("transformers", "5.17 to 5.23"):
+    from transformers import initialization as hf_init
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        revert_weight_conversion,
+    )
+    from transformers.core_model_loading import rename_source_key as _rename_source_key
+    from transformers.dynamic_module_utils import custom_object_save
+    from transformers.modeling_utils import _get_tied_weight_keys
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _get_model_class
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.monkey_patching import patch_output_recorders
+
+    for _owner, _names in (
+        (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
+        (PreTrainedModel, ("_from_config", "_get_dtype_plan", "_no_split_modules", "get_init_context")),
+        (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
+        (PreTrainedModel, ("_keys_to_ignore_on_save", "initialize_weights", "is_remote_code", "tie_weights")),
+    ):
+        for _name in _names:
+            getattr(_owner, _name)
 
 __all__ = ["dot_natural_key"]
 

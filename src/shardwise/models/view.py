@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise.errors import PlacementError
 from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
 from shardwise.models import _torch_private
-from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, walk
+from shardwise.models._torch_private import buffers_of, is_temporary, is_under_replicate, parameters_of, walk
 from shardwise.models.dtypes import from_torch, in_memory
 from shardwise.tensors import Box, Strided, contiguous_strides
 
@@ -109,9 +109,18 @@ def look_inside(model: nn.Module) -> list[Held]:
     differs from process to process.
 
     FSDP2 groups that are gathered are resharded first, so that parameters are seen as shards.
+
+    Raises:
+        PlacementError: the model is under torch's ``replicate()``.
     """
     modules = list(walk(model, every_name=True))
-    for _, module in modules:
+    for name, module in modules:
+        if is_under_replicate(module):
+            raise PlacementError(
+                f"{canonical(name) or 'the model'} is under torch's replicate(), which keeps every parameter whole "
+                "on every rank; build it without, and apply fully_shard, or shardwise.shard, on a mesh that has a "
+                "dimension to replicate over"
+            )
         if isinstance(module, FSDPModule):
             module.reshard()
     held: dict[int, Held] = {}

@@ -27,7 +27,7 @@ from shardwise.training.options import TrainOptions
 from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.load import LoadOptions
-from shardwise.verbs.opening import read_index, resolve_everywhere
+from shardwise.verbs.opening import open_everywhere, read_index, resolve_everywhere
 from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter
@@ -239,7 +239,7 @@ def dtype_of_files(request: ModelRequest) -> torch.dtype | None:
     world = World.current()
     name, hub = request.name_or_path, HubOptions(revision=request.revision)
     place = name if is_url(name) else resolve_everywhere(world, name, hub)
-    opened = world.together(lambda: open_storage(place, hub))
+    opened = open_everywhere(world, lambda: open_storage(place, hub))
     source = read_index(world, opened, LoadOptions().copies, LoadOptions().budget_bytes)
     with source.closing():
         kinds = Counter(tensor.dtype for tensor in source.index.tensors())

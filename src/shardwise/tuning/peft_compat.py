@@ -1,7 +1,8 @@
 """The one file that knows PEFT's unexported names, and what of its layers is no public promise.
 
 Checked with PEFT 0.20 and 0.21. PEFT is optional and slow to import, so that nothing here imports it before it is
-called.
+called; a name that is gone is an error when PEFT is first asked to inject. What each means is asserted by
+``tests/canary``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import modules_in, original_class, walk
 
@@ -129,6 +130,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     from peft import __version__ as peft_version
     from peft import get_peft_model
 
+    _require_names()
     own = copy.deepcopy(config)
     own.inference_mode = False
     if not starts_anew:
@@ -147,6 +149,20 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
         model.base_model.forward = MethodType(_called, model.base_model)
     model.train(base.training)
     return model
+
+
+def _require_names() -> None:
+    with KnownNames("peft", "0.20 or 0.21"):
+        from peft.tuners.lora import LoraLayer
+        from peft.utils.other import ModulesToSaveWrapper
+
+        for owner, name in (
+            (LoraLayer, "get_base_layer"),
+            (LoraLayer, "orthogonal_init"),
+            (LoraLayer, "reset_lora_parameters"),
+            (ModulesToSaveWrapper, "forward"),
+        ):
+            getattr(owner, name)
 
 
 def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -58,11 +58,25 @@ def open_source(
         opened, is_own = OpenStorage(checkpoint, None), False
     elif is_url(checkpoint):
         url, hub = at_one_commit(world, os.fspath(checkpoint), hub)
-        opened, is_own = world.together(lambda: open_storage(url, hub)), True
+        opened, is_own = open_everywhere(world, lambda: open_storage(url, hub)), True
     else:
         path = resolve_everywhere(world, checkpoint, hub)
-        opened, is_own = world.together(lambda: open_storage(path)), True
+        opened, is_own = open_everywhere(world, lambda: open_storage(path)), True
     return read_index(world, opened, compare, budget_bytes, variant=hub.variant, is_own=is_own)
+
+
+def open_everywhere(world: World, open_own: Callable[[], OpenStorage]) -> OpenStorage:
+    """A checkpoint's storage opened on every rank, or kept open on none. Collective: yes."""
+    with ExitStack() as stack:
+
+        def begin() -> OpenStorage:
+            opened = open_own()
+            stack.enter_context(opened.reader)
+            return opened
+
+        opened = world.together(begin)
+        stack.pop_all()
+        return opened
 
 
 def read_index(
@@ -78,7 +92,8 @@ def read_index(
 ) -> OpenSource:
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/copies.py``.
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/copies.py``. One that is
+    refused is closed, unless it is the user's (``is_own`` False).
     """
     reader = opened.reader
 
@@ -88,8 +103,12 @@ def read_index(
         )
         return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
 
-    index, identities = world.from_first(read)
-    copies = require_one_checkpoint(world, reader, index, compare, budget_bytes)
+    with ExitStack() as stack:
+        if is_own:
+            stack.enter_context(reader)
+        index, identities = world.from_first(read)
+        copies = require_one_checkpoint(world, reader, index, compare, budget_bytes)
+        stack.pop_all()
     return OpenSource(index, reader, copies.identities or identities, is_own, copies)
 
 

@@ -1,0 +1,158 @@
+"""What the unexported names of transformers, PEFT and accelerate mean, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerate.utils.constants as accelerate_names
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import trainer_utils
+
+from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
+from shardwise.models import transformers_compat as compat
+from shardwise.tuning import peft_compat
+from shardwise.verbs import trainer_checkpoint
+
+SMALL = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> transformers.PreTrainedModel:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def llama() -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
+
+
+def test_conversion_objects(mixtral: transformers.PreTrainedModel) -> None:
+    """A key of the hub's leads to a name and a converter's pattern; that runs on the tensors of all its keys."""
+    renamings, converters = compat.split_transforms(compat.conversion_transforms(mixtral, {"^old": "new"}))
+    assert renamings[0].rename_source_key("old.weight")[0] == "new.weight"
+    stem = "model.layers.1.block_sparse_moe.experts"
+    names = dict(mixtral.state_dict())
+    found = {
+        key: compat.rename_source_key(key, renamings, converters, mixtral.base_model_prefix, names)
+        for key in (f"{stem}.0.w1.weight", f"{stem}.1.w1.weight", f"{stem}.0.w3.weight", f"{stem}.1.w3.weight")
+    }
+    assert {name for name, _ in found.values()} == {"model.layers.1.mlp.experts.gate_up_proj"}
+    (target,) = {name for name, _ in found.values()}
+    (converter,) = {
+        id(item): item for item in converters if found[f"{stem}.0.w1.weight"][1] in item.source_patterns
+    }.values()
+    sources: dict[str, list[torch.Tensor]] = {}
+    for number, (_, pattern) in enumerate(found.values()):
+        assert pattern is not None
+        sources.setdefault(pattern, []).append(torch.full((4, 8), float(number)))
+    made = compat.convert(converter, target, sources, mixtral)
+    assert set(made) == {target}
+    assert made[target].shape == (2, 8, 8)
+    assert made[target][:, ::4, 0].tolist() == [[0, 2], [1, 3]]  # expert by expert, gate before up
+    assert converter.was_used(), "it has been asked for a key that it matches"
+
+
+def test_conversions_are_left_on_the_model_and_run_backwards(
+    mixtral: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    mixtral.save_pretrained(tmp_path)
+    loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    used = compat.saved_conversions(loaded)
+    assert any(item.was_used() for item in used)
+    reverted = compat.revert(loaded, used, loaded.state_dict())
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in reverted
+    assert compat.saved_conversions(mixtral), "a model that was not loaded has its class's own"
+
+
+def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
+    assert compat.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert compat.tie_targets(llama) == {"lm_head.weight"}
+    assert compat.no_split_classes(llama) == {"LlamaDecoderLayer"}
+    assert compat.base_model_prefix(llama) == "model"
+    assert compat.text_layers(llama) == 2
+    assert compat.attention_of(llama) == "sdpa"
+    config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
+    kept = compat.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
+    name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    assert compat.planned_dtype(kept, name) is torch.float32
+    assert compat.planned_dtype(kept, name.replace("wo", "wi")) is None
+
+
+def test_building_and_initialising(llama: transformers.PreTrainedModel) -> None:
+    with compat.building_on_meta(torch.bfloat16):
+        built = transformers.LlamaForCausalLM(llama.config)
+    assert {(tensor.is_meta, tensor.dtype) for tensor in built.parameters()} == {(True, torch.bfloat16)}
+    found, config = compat.auto_model_class(llama.config, transformers.AutoModelForCausalLM)
+    assert (found, config) == (transformers.LlamaForCausalLM, llama.config)
+    fresh = compat.built_without_weights(llama)
+    assert type(fresh) is type(llama)
+    assert all(tensor.is_meta for tensor in fresh.parameters())
+    rotary = dict(fresh.named_buffers())["model.rotary_emb.inv_freq"]
+    assert torch.equal(rotary, dict(llama.named_buffers())["model.rotary_emb.inv_freq"])
+    ones = torch.ones(2)
+    with compat.not_initialising():
+        nn.init.zeros_(ones)
+    assert ones.tolist() == [1, 1]
+    model = transformers.LlamaForCausalLM(llama.config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(7)
+    norm, linear = model.model.norm, model.model.layers[0].mlp.up_proj
+    compat.run_initializers(model, {norm})
+    assert norm.weight.tolist() == [1] * 8
+    assert bool((linear.weight == 7).all()), "only the modules that were named"
+    seen = []
+    with compat.init_function("ones_", lambda tensor: seen.append(tensor)):
+        compat.run_initializers(model, {norm})
+    assert [id(tensor) for tensor in seen] == [id(norm.weight)]
+    compat.mark_initialized(norm.weight)
+    with torch.no_grad():
+        norm.weight.fill_(7)
+    compat.run_initializers(model, {norm})
+    assert norm.weight.tolist() == [7] * 8, "what is marked is passed over"
+
+
+def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
+    with torch.device("meta"):
+        base = transformers.LlamaForCausalLM(llama.config)
+    config = peft_compat.lora_config(
+        r=2, target_modules=["q_proj"], modules_to_save=["model.norm"], init_lora_weights="orthogonal"
+    )
+    model = peft_compat.inject(base, config, "mine", starts_anew=True)
+    targets = peft_compat.targets_of(model, "mine")
+    assert targets.modules == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(2))
+    assert targets.copied == ("model.norm",)
+    ((original, copy),) = peft_compat.copies(model, "mine")
+    assert type(original) is type(copy)
+    assert original is not copy
+    name, layer = next(peft_compat.layers(model))
+    assert name.endswith("layers.0.self_attn.q_proj")
+    assert [(type(item), what) for item, what in peft_compat.matrices(layer, "mine")] == [(nn.Linear, "weight")] * 2
+    assert layer.lora_A["mine"].weight.shape == (2, 8)
+    assert peft_compat.magnitude(layer, "mine") is None
+    assert peft_compat.has_row_norms(layer)
+    drawn = [draw() for draw in peft_compat.drawn_whole(layer, "mine", "orthogonal").values()]
+    assert [item.shape for item in drawn] == [(2, 8), (8, 2)]
+    rows = torch.tensor([[3.0, 4.0]])
+    assert peft_compat.row_norms(rows).tolist() == [5]
+
+
+def test_files_of_accelerate_and_of_the_trainer() -> None:
+    assert MODEL.stem == accelerate_names.FSDP_MODEL_NAME
+    assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME
+    assert transformers.trainer.TRAINER_STATE_NAME == trainer_checkpoint.STATE_FILE
+    assert transformers.trainer.OPTIMIZER_NAME == trainer_checkpoint._OPTIMIZER_FILE
+    assert transformers.trainer.SCHEDULER_NAME == trainer_checkpoint._SCHEDULER_FILE
+    assert trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"

@@ -1,0 +1,210 @@
+"""What torch's private names mean, not that they exist: a release that changes one fails here, by name."""
+
+from __future__ import annotations
+
+import gc
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models.on_fake_ranks import fake_rank
+from torch import nn
+from torch.distributed._composable.replicate import replicate as old_replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, placement_types
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardwise
+from shardwise.execution import _python_private
+from shardwise.models import _torch_private as private
+
+
+class Child(nn.Linear):
+    """A class whose own parents are several."""
+
+
+def test_the_class_before_sharding() -> None:
+    with fake_rank(0, 2):
+        for make in (lambda: nn.Linear(4, 4), lambda: Child(4, 4), lambda: nn.Sequential(nn.Linear(4, 4))):
+            for wrap in (fully_shard, replicate):
+                module = make()
+                kind = type(module)
+                wrap(module, mesh=init_device_mesh("cpu", (2,)))
+                assert isinstance(module, FSDPModule)
+                assert private.original_class(module) is kind
+                with private.original_classes(module):
+                    assert type(module) is kind
+                assert isinstance(module, FSDPModule)
+
+
+@pytest.mark.parametrize("wrap", [replicate, old_replicate])
+def test_a_replicated_model_is_told_so(wrap: Callable[..., object], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with fake_rank(0, 1):
+        wrap(model[0], device_mesh=init_device_mesh("cpu", (1,))) if wrap is old_replicate else wrap(model[0])
+        for verb in (
+            lambda: shardwise.save(model, tmp_path / "out"),
+            lambda: shardwise.model_state(model),
+            lambda: shardwise.shard(model),
+        ):
+            with pytest.raises(shardwise.PlacementError, match=r"0 is under torch's replicate\(\).*fully_shard"):
+                verb()
+
+
+@pytest.mark.parametrize(("rank", "held"), [(0, 2), (1, 2), (2, 1), (3, 0)])
+def test_shards_are_padded_to_that_of_rank_0(rank: int, held: int) -> None:
+    with fake_rank(rank, 4):
+        module = nn.Linear(3, 5, device="meta")
+        fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+        params = private.fsdp_params(module)
+        assert set(params) == set(module.parameters())
+        inner = params[module.weight]
+        assert private.padded_size(inner) == (2, 3)
+        assert private.padded_numel(inner) == 6
+        assert not private.is_offloaded(inner)
+        assert not private.pins_memory(inner)
+        padded = torch.full((2, 3), 7.0)
+        local = private.without_padding(inner, padded)
+        assert local.shape == (held, 3)
+        assert padded.sum() == held * 3 * 7  # the padding is zero
+        made = private.sharded_as(module.weight, local)
+        assert isinstance(made, nn.Parameter)
+        assert made.requires_grad
+        assert made.shape == (5, 3)
+        assert made.placements == (Shard(0),)
+        assert private.local_address(made) == made.to_local().data_ptr() == local.data_ptr()
+        module.weight = made
+        private.adopt_sharded(inner, made)
+        assert inner.sharded_param is made
+        assert inner._sharded_param_data.untyped_storage().data_ptr() == padded.data_ptr()
+        assert inner._sharded_param_data.numel() == 6
+        assert module.weight.to_local().data_ptr() == local.data_ptr() or held == 0
+
+
+def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
+    with fake_rank(0, 2):
+        module = nn.Linear(4, 4)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert all(private.is_offloaded(inner) for inner in private.fsdp_params(module).values())
+        exchanges = private.exchanges_gradients(module)
+        assert exchanges()
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(False)
+        assert not exchanges()
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(False)
+        assert not exchanges()
+
+
+def test_which_indices_a_rank_holds() -> None:
+    assert private.held_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
+    assert private.held_runs(5, ((Shard(0), 4, 3),)) == ()
+    strided = _StridedShard(0, split_factor=2)
+    assert private.held_runs(8, ((strided, 2, 0),)) == ((0, 2), (4, 2))
+    assert private.held_runs(8, ((strided, 2, 1),)) == ((2, 2), (6, 2))
+    assert private.held_runs(8, ((strided, 2, 1), (Shard(0), 2, 1))) == ((6, 2),)
+    assert private.splitting_dim(_StridedShard(1, split_factor=2)) == 1
+
+
+def test_groups_and_stores(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        store = private.default_store()
+        store.set("a", "b")
+        assert store.get("a") == b"b"
+        assert private.object_device(None) == torch.device("cpu")
+        before = sys.getrefcount(dist.group.WORLD)
+        private.keep_forever(None)
+        gc.collect()
+        assert sys.getrefcount(dist.group.WORLD) > before
+    finally:
+        dist.destroy_process_group()
+    assert private.is_forked_from_cuda() is False
+
+
+def test_registries_and_hooks() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("brief", torch.zeros(1), persistent=False)
+    assert set(private.parameters_of(module)) == {"weight", "bias"}
+    assert set(private.buffers_of(module)) == {"running_mean", "running_var", "num_batches_tracked", "brief"}
+    assert [name for name in private.buffers_of(module) if private.is_temporary(module, name)] == ["brief"]
+    private.parameters_of(module)["weight"] = None  # past the checks, and seen by the module
+    assert module.weight is None
+    assert private.registries_of(module) == (module._modules, module._parameters, module._buffers)
+    assert private.gradient_hooks(module.bias) == []
+
+    def hook(_: torch.Tensor) -> None: ...
+
+    module.bias.register_post_accumulate_grad_hook(hook)
+    assert private.gradient_hooks(module.bias) == [hook]
+
+
+def test_tensors() -> None:
+    tensor = torch.ones(3)
+    version = private.writes_to(tensor)
+    tensor.add_(1)
+    assert private.writes_to(tensor) == version + 1
+    private.multiply([tensor, tensor[:1]], 2.0)
+    assert tensor.tolist() == [8, 4, 4]
+    private.copy_all([tensor], [torch.zeros(3)])
+    assert tensor.tolist() == [0, 0, 0]
+
+    class Bare(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *arguments: object) -> None: ...
+
+    bare = private.without_data(Bare, (1 << 40, 1 << 20), torch.float64)
+    assert (type(bare), bare.shape, bare.dtype) == (Bare, (1 << 40, 1 << 20), torch.float64)
+
+
+def test_trees() -> None:
+    tree = {"b": (1, [torch.ones(1)]), "a": None}
+    assert [str(leaf) for leaf in private.tree_leaves(tree)] == ["1", "tensor([1.])", "None"]
+    doubled = private.tree_map_only(torch.Tensor, lambda item: item * 2, tree)
+    assert doubled == {"b": (1, [torch.full((1,), 2.0)]), "a": None}
+    assert private.tree_map(str, (1, [2])) == ("1", ["2"])
+
+
+def test_files_with_room_for_what_comes_later(tmp_path: Path) -> None:
+    private.save_without_data(lambda: {"a": torch.empty(1000, dtype=torch.int32)}, tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert (found["a"].shape, found["a"].dtype) == ((1000,), torch.int32)
+    where = private.stored_at("x", 3, 5)
+    assert (where.relative_path, where.offset, where.length) == ("x", 3, 5)  # type: ignore[attr-defined]
+
+
+ENDS = f"""
+import multiprocessing.util, sys
+sys.path[:] = {sys.path!r}
+from {_python_private.__name__} import end_multiprocessing
+multiprocessing.util.Finalize(None, print, ("finalized",), exitpriority=0)
+end_multiprocessing()
+import os; sys.stdout.flush(); os._exit(0)
+"""
+
+
+def test_pythons_own_end_runs_finalizers() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "finalized\n"
+
+
+def test_a_name_that_is_gone_is_one_error_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(placement_types, "_StridedShard")
+    with pytest.raises(shardwise.ConfigError) as caught:
+        runpy.run_path(private.__file__)
+    message = str(caught.value)
+    assert message.startswith(f"torch {metadata.version('torch')} lacks a private name that shardwise needs (")
+    assert "_StridedShard" in message
+    assert message.endswith("use torch 2.11 to 2.15, or a newer shardwise")
+    monkeypatch.undo()
+    monkeypatch.delattr(dist.distributed_c10d, "_get_object_coll_device")
+    with pytest.raises(shardwise.ConfigError, match="has no attribute '_get_object_coll_device'"):
+        runpy.run_path(private.__file__)

@@ -1,0 +1,71 @@
+"""What ranks hold, as data: sums, names and rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Origin, Spread, TensorLayout, WorldLayout
+from shardwise.layout.model_layout import first_rows, last_rows
+from shardwise.tensors import Box, DType, Strided
+
+
+def tensor(
+    *names: str,
+    kind: Kind = Kind.PARAMETER,
+    dtype: DType = DType.F32,
+    shape: tuple[int, ...] = (4, 3),
+    boxes: tuple[Box, ...] | None = None,
+) -> TensorLayout:
+    held = (Box.whole(shape),) if boxes is None else boxes
+    local = tuple(LocalBox(box, Strided.contiguous(box.sizes)) for box in held)
+    return TensorLayout(names, kind, shape, dtype, local, "whole", True, Origin.NOWHERE)
+
+
+def test_what_is_saved_and_what_it_takes() -> None:
+    half = tensor("a", "alias", dtype=DType.BF16, boxes=(Box((0, 0), (2, 3)), Box((3, 0), (1, 3))))
+    buffer, brief = tensor("b", kind=Kind.PERSISTENT_BUFFER), tensor("c", kind=Kind.BUFFER)
+    layout = ModelLayout((half, buffer, brief))
+    assert (half.fqn, half.numel, half.local_numel) == ("a", 12, 9)
+    assert layout.by_name == {"a": half, "alias": half, "b": buffer, "c": brief}
+    assert list(layout.saved()) == [half, buffer]
+    assert layout.local_nbytes == 9 * 2 + 12 * 4
+    assert [kind.is_saved for kind in Kind] == [True, True, False]
+
+
+@given(
+    st.tuples(st.integers(0, 4), st.integers(1, 5), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.integers(0, 7), st.integers(1, 3)),
+    st.integers(0, 12),
+)
+def test_first_and_last_rows(spans: tuple[int, ...], place: tuple[int, int], cut: int) -> None:
+    """The elements of both parts, looked up in a rank's memory, are those of the box."""
+    first, rows, column, columns = spans
+    offset, stride = place
+    local = Strided(offset, (rows, columns), (columns * stride, stride))
+    item = LocalBox(Box((first, column), (rows, columns)), local)
+    above, below = first_rows([item], cut), last_rows([item], cut)
+    assert all(part.box.offsets[0] + part.box.sizes[0] <= cut for part in above)
+    assert all(part.box.offsets[0] >= cut for part in below)
+    memory = np.arange(1000)
+
+    def seen(part: LocalBox) -> list[tuple[int, int, int]]:
+        found = []
+        for row in range(part.box.sizes[0]):
+            for index in range(part.box.sizes[1]):
+                at = part.local.offset + row * part.local.strides[0] + index * part.local.strides[1]
+                found.append((part.box.offsets[0] + row, part.box.offsets[1] + index, int(memory[at])))
+        return found
+
+    assert [element for part in (*above, *below) for element in seen(part)] == seen(item)
+    assert all(part.local.sizes == part.box.sizes for part in (*above, *below))
+
+
+def test_the_layout_of_one_rank() -> None:
+    mesh = MeshShape(("replicate", "shard"), (2, 2))
+    shards = tuple((LocalBox(Box((row, 0), (2, 3)), Strided.contiguous((2, 3))),) for row in (0, 2))
+    first = ModelLayout((tensor("a", boxes=(Box((0, 0), (2, 3)),)),))
+    world = WorldLayout(mesh, first, {"a": Spread(shards, 6)}, (), {})
+    assert [world.at(rank).tensors[0].boxes for rank in range(4)] == [*shards, *shards]
+    assert world.at(3).tensors[0].names == ("a",)

@@ -1,0 +1,269 @@
+"""Which tensors of a base an adapter changes, and how: every form, every fault, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from shardwise.conversion import Stored
+from shardwise.errors import CoverageError
+from shardwise.formats.peft_adapter import LoraConfig
+from shardwise.planning.merge_plan import (
+    Added,
+    Form,
+    LowRank,
+    MergePlan,
+    MergeTargets,
+    Replaced,
+    plan_merge,
+    tensors_trained_whole,
+)
+from shardwise.tensors import DType
+
+PREFIX = "base_model.model."
+TENSORS: dict[str, tuple[int, ...]] = {
+    "embed.weight": (11, 6),
+    "q.weight": (4, 6),
+    "q.bias": (4,),
+    "conv.weight": (6, 4),
+    "picture.weight": (5, 3, 2, 2),
+    "norm.weight": (6,),
+    "experts.gate_up": (3, 8, 6),
+    "experts.down": (3, 6, 4),
+    "turned.up": (3, 6, 8),
+    "head.weight": (11, 6),
+}
+TARGETS = MergeTargets(
+    tensors=TENSORS,
+    keys={"experts.0.w1.weight": (4, 6)},
+    parameters={"experts": ("gate_up", "down"), "turned": ("up",), "q": ("weight", "bias")},
+    columns=frozenset({"conv", "turned"}),
+    renamed={"old.weight": "q.weight", "old.bias": "q.bias", "moe.down": "experts.down"}.get,
+)
+
+
+def adapter(**shapes: tuple[int, ...]) -> dict[str, Stored]:
+    """Tensors by key, ``__`` in it for a dot."""
+    keys = {PREFIX + name.replace("__", "."): shape for name, shape in shapes.items()}
+    return {key: Stored(key, shape, DType.F32) for key, shape in keys.items()}
+
+
+def planned(stored: Mapping[str, Stored], targets: MergeTargets = TARGETS, **settings: Any) -> MergePlan:
+    config = LoraConfig(**{"r": 2, "lora_alpha": 6, **settings})
+    return plan_merge(config, stored, targets, adapter_name="mine", what="adapter and base")
+
+
+def refusal(stored: Mapping[str, Stored], **settings: Any) -> str:
+    with pytest.raises(CoverageError) as caught:
+        planned(stored, **settings)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "adapter and base: the adapter does not fit the base"
+    assert lines[-1] == "Merge it into the base that it was trained on."
+    return "\n".join(lines[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "factors"),
+    [
+        (Form.ROWS, (4, 6), ((2, 6), (4, 2))),
+        (Form.ROWS, (5, 3, 2, 2), ((2, 3, 2, 2), (5, 2, 1, 1))),
+        (Form.COLUMNS, (6, 4), ((2, 6), (4, 2))),
+        (Form.EXPERTS, (3, 8, 6), ((6, 6), (8, 6))),
+        (Form.EXPERT_COLUMNS, (3, 6, 8), ((6, 6), (8, 6))),
+    ],
+)
+def test_shapes_of_factors(form: Form, shape: tuple[int, ...], factors: object) -> None:
+    assert form.factors(shape, 2) == factors
+    assert form.is_stacked == (len(shape) == 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "weight", "form", "shapes"),
+    [
+        (("q__lora_A__weight", "q__lora_B__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
+        (("q__lora_A__mine__weight", "q__lora_B__mine__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
+        (("old__lora_A__weight", "old__lora_B__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
+        (("conv__lora_A__weight", "conv__lora_B__weight"), "conv.weight", Form.COLUMNS, ((2, 6), (4, 2))),
+        (("embed__lora_embedding_A", "embed__lora_embedding_B"), "embed.weight", Form.COLUMNS, ((2, 11), (6, 2))),
+        (
+            ("picture__lora_A__weight", "picture__lora_B__weight"),
+            "picture.weight",
+            Form.ROWS,
+            ((2, 3, 2, 2), (5, 2, 1, 1)),
+        ),
+    ],
+)
+def test_factors_of_a_module(names: Any, weight: str, form: Form, shapes: Any) -> None:
+    stored = adapter(**dict(zip(names, shapes, strict=True)))
+    plan = planned(stored)
+    module = names[0].split("__")[0]
+    a, b = stored.values()
+    assert plan.tensors == {weight: (LowRank(module, form, 2, 3.0, a, b),)}
+    assert plan.keys == {}
+    assert plan.modules == (module,)
+
+
+def test_a_tensor_of_the_checkpoint_that_is_none_of_the_model() -> None:
+    stored = adapter(experts__0__w1__lora_A__weight=(2, 6), experts__0__w1__lora_B__weight=(4, 2))
+    plan = planned(stored)
+    assert plan.tensors == {}
+    ((key, edits),) = plan.keys.items()
+    assert (key, len(edits), plan.modules) == ("experts.0.w1.weight", 1, ("experts.0.w1",))
+
+
+def test_patterns_choose_rank_and_scaling() -> None:
+    stored = adapter(q__lora_A__weight=(3, 6), q__lora_B__weight=(4, 3))
+    plan = planned(stored, rank_pattern={"q": 3}, alpha_pattern={"other": 1.0})
+    (edit,) = plan.tensors["q.weight"]
+    assert isinstance(edit, LowRank)
+    assert (edit.rank, edit.scaling) == (3, 2.0)
+
+
+def test_parameters_of_one_module_are_wrapped_from_the_last_to_the_first() -> None:
+    stored = adapter(
+        experts__lora_A__weight=(6, 4),
+        experts__lora_B__weight=(6, 6),
+        experts__base_layer__lora_A__weight=(6, 6),
+        experts__base_layer__lora_B__weight=(8, 6),
+        turned__lora_A__weight=(6, 6),
+        turned__lora_B__weight=(8, 6),
+    )
+    plan = planned(stored, target_parameters=("experts.gate_up", "experts.down", "turned.up"))
+    edits = {name: edit for name, (edit,) in plan.tensors.items()}
+    leaves = list(stored.values())
+    assert edits == {
+        "experts.down": LowRank("experts.down", Form.EXPERTS, 2, 3.0, *leaves[:2]),
+        "experts.gate_up": LowRank("experts.gate_up", Form.EXPERTS, 2, 3.0, *leaves[2:4]),
+        "turned.up": LowRank("turned.up", Form.EXPERT_COLUMNS, 2, 3.0, *leaves[4:]),
+    }
+    assert plan.modules == ("experts.down", "experts.gate_up", "turned.up")
+
+
+def test_parameters_under_an_older_name_and_of_two_dimensions() -> None:
+    old = planned(adapter(moe__lora_A__weight=(6, 4), moe__lora_B__weight=(6, 6)), target_parameters=("moe.down",))
+    assert list(old.tensors) == ["experts.down"]
+    flat = planned(adapter(q__lora_A__weight=(2, 6), q__lora_B__weight=(4, 2)), target_parameters=("q.weight",))
+    (edit,) = flat.tensors["q.weight"]
+    assert isinstance(edit, LowRank)
+    assert (edit.form, edit.module) == (Form.ROWS, "q.weight")
+    inner = planned(adapter(q__lora_A__weight=(2, 6), q__lora_B__weight=(4, 2)), target_parameters=("eight",))
+    assert inner.modules == ("q",), "names are compared part by part"
+    assert "names 1 parameters of experts" in refusal(
+        adapter(experts__base_layer__lora_A__weight=(6, 6), experts__base_layer__lora_B__weight=(8, 6)),
+        target_parameters=("experts.down",),
+    )
+
+
+def test_biases_magnitudes_and_what_was_trained_whole() -> None:
+    stored = adapter(
+        q__lora_A__weight=(2, 6),
+        q__lora_B__weight=(4, 2),
+        q__lora_B__bias=(4,),
+        q__lora_magnitude_vector__weight=(4,),
+        conv__lora_A__weight=(2, 6),
+        conv__lora_B__weight=(4, 2),
+        conv__lora_magnitude_vector=(1, 4),
+        q__bias=(4,),
+        norm__modules_to_save__mine__weight=(6,),
+    )
+    plan = planned(stored, use_dora=True, modules_to_save=("norm",))
+    a, b, bias, magnitude, conv_a, conv_b, conv_magnitude, whole, norm = stored.values()
+    assert plan.tensors == {
+        "q.bias": (Replaced("q", whole), Added("q", 3.0, bias)),  # replaced first, whatever came first
+        "norm.weight": (Replaced("norm", norm),),
+        "q.weight": (LowRank("q", Form.ROWS, 2, 3.0, a, b, magnitude),),
+        "conv.weight": (LowRank("conv", Form.COLUMNS, 2, 3.0, conv_a, conv_b, conv_magnitude),),
+    }
+
+
+def test_tensors_that_were_trained_whole() -> None:
+    stored = adapter(
+        head__modules_to_save__mine__weight=(11, 6),
+        norm__modules_to_save__weight=(6,),
+        deep__head__base_layer__weight=(1,),
+        q__bias=(4,),
+        head__lora_A__weight=(2, 6),
+    )
+    config = LoraConfig(r=2, lora_alpha=2, modules_to_save=("head", "norm"))
+    assert tensors_trained_whole(config, stored, adapter_name="mine") == {
+        "head.weight": f"{PREFIX}head.modules_to_save.mine.weight",
+        "norm.weight": f"{PREFIX}norm.modules_to_save.weight",
+        "deep.head.weight": f"{PREFIX}deep.head.base_layer.weight",
+    }
+    assert tensors_trained_whole(LoraConfig(r=2, lora_alpha=2), stored, adapter_name="mine") == {}
+
+
+SOUND = {"q__lora_A__weight": (2, 6), "q__lora_B__weight": (4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings", "words"),
+    [
+        (
+            {"q__lora_A__weight": (2, 6)},
+            {},
+            ["missing in the adapter: 1", "lora_B of q, beside base_model.model.q"],
+        ),
+        ({"q__lora_B__weight": (4, 2)}, {}, ["lora_A of q, beside"]),
+        (
+            {"x__lora_A__weight": (2, 6), "x__lora_B__weight": (4, 2)},
+            {},
+            ["does not have: 1", "x.weight, wanted by"],
+        ),
+        ({"q__lora_A__theirs__weight": (2, 6)}, {}, ["not used: 1", "is of the adapter theirs"]),
+        (
+            {**SOUND, "q__lora_A__mine__weight": (2, 6)},
+            {},
+            ["stored twice: 1", "q.lora_A.mine.weight and", "q.lora_A"],
+        ),
+        ({"q__lora_A__weight": (3, 6), "q__lora_B__weight": (4, 2)}, {}, ["(3, 6), but (2, 6) fits r=2", "(4, 6)"]),
+        ({"q__lora_A__weight": (2, 6), "q__lora_B__weight": (2, 4)}, {}, ["(2, 4), but (4, 2) fits r=2"]),
+        (
+            {"norm__lora_A__weight": (2, 6), "norm__lora_B__weight": (6, 2)},
+            {},
+            ["the base has norm.weight as (6,)"],
+        ),
+        (
+            {"picture__lora_embedding_A": (2, 5), "picture__lora_embedding_B": (3, 2)},
+            {},
+            ["the base has picture.weight as (5, 3, 2, 2)"],
+        ),
+        ({"nothing__weight": (3,)}, {}, ["not used: 1", "the base has no nothing.weight"]),
+        ({"norm__weight": (5,)}, {}, ["norm.weight: (5,), the base has norm.weight as (6,)"]),
+        ({**SOUND}, {"use_dora": True}, ["lora_magnitude_vector of q, which use_dora promises"]),
+        ({**SOUND, "q__lora_magnitude_vector": (4,)}, {}, ["q.lora_magnitude_vector: use_dora is not set"]),
+        ({**SOUND, "q__lora_magnitude_vector": (6,)}, {"use_dora": True}, ["(6,), but (4,) is wanted"]),
+        ({**SOUND, "q__lora_magnitude_vector": (2, 4)}, {"use_dora": True}, ["(2, 4), but (4,) is wanted"]),
+        ({**SOUND, "q__lora_magnitude_vector": ()}, {"use_dora": True}, ["(), but (4,) is wanted"]),
+        ({**SOUND, "q__lora_A__bias": (2,)}, {}, ["q.lora_A.bias: LoRA has no such bias"]),
+        ({**SOUND, "q__lora_B__bias": (6,)}, {}, ["(6,), the base's bias is (4,)"]),
+        (
+            {"conv__lora_A__weight": (2, 6), "conv__lora_B__weight": (4, 2), "conv__lora_B__bias": (4,)},
+            {},
+            ["conv.bias, wanted by"],
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit(shapes: Any, settings: Any, words: list[str]) -> None:
+    message = refusal(adapter(**shapes), **settings)
+    assert all(word in message for word in words), message
+    assert len(message.splitlines()) == 2, message
+
+
+def test_factors_of_whole_numbers() -> None:
+    stored = adapter(**SOUND)
+    key = next(iter(stored))
+    assert "factors that are no fractions: 1" in refusal({**stored, key: Stored(key, (2, 6), DType.I32)})
+
+
+def test_every_fault_at_once_and_long_lists_cut() -> None:
+    shapes = {f"n{number}__weight": (1,) for number in range(23)}
+    message = refusal(adapter(**shapes, q__lora_A__weight=(2, 6))).splitlines()
+    assert message[0] == "  tensors that are not used: 23"
+    assert len([line for line in message if "the base has no n" in line]) == 20
+    assert message[21] == "    ... and 3 more"
+    assert message[22] == "  tensors that are missing in the adapter: 1"
+    whole = refusal(adapter(**{f"n{number}__weight": (1,) for number in range(20)}))
+    assert "more" not in whole
