@@ -247,7 +247,7 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
 
     what = {
         "full": "shardwise.execution.torch_out.RoomyFile.write",
-        "sharded": "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
+        "sharded": "shardwise.execution.chunk_stream.ChunkStream.write",
         "ranks": "shardwise.execution.rank_files.torch.save",
     }[form]
     with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():

@@ -336,12 +336,12 @@ def fail_in_the_middle(failing: int) -> tuple[str, str]:
 
     original, calls = arrivals.materialize, 0
 
-    def spoil(*args: Any) -> None:
+    def spoil(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if dist.get_rank() == failing and calls > 1:
             raise MemoryError("no memory is left")
-        original(*args)
+        return original(*args)
 
     arrivals.materialize = spoil
     try:

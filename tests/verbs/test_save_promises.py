@@ -44,7 +44,7 @@ def save_in_groups(folder: str) -> list[str]:
     shardwise.save(own, Path(folder, str(rank)), options=options, tokenizer=Words(f"of rank {rank}"))
     report = shardwise.save(linear(), Path(folder, "both"), options=OPTIONS, tokenizer=Words(f"of rank {rank}"))
     again = linear()
-    shardwise.load(again, Path(folder, str(rank)))
+    shardwise.load(again, Path(folder, str(rank)), options=shardwise.LoadOptions(process_group=groups[rank]))
     return [Path(folder, where, "words.txt").read_text() for where in (str(rank), "both")] + [
         str(again.bias.tolist()),
         f"{report.rank} of {report.world_size}",

@@ -205,7 +205,7 @@ def test_a_distributed_checkpoint_without_a_config_says_what_to_pass(tmp_path):
         dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(ConfigError, match=r"there is no config\.json.*pass config="):
         shardwise.from_pretrained(tmp_path)
-    found = shardwise.from_pretrained(tmp_path, config=model.config, dtype=torch.float32)
+    found = shardwise.from_pretrained(tmp_path, config=model.config, model_class=type(model), dtype=torch.float32)
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
 
 
