@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -241,16 +242,17 @@ def downloads(folder: str) -> tuple[bool, str]:
 
     asked: list[bool] = []
 
-    def resolve(name: str, hub: shardwise.HubOptions, *, download: bool = True) -> Path:
+    def resolve(name: str, hub: shardwise.HubOptions, *, download: bool = True, wanted: Any) -> Path:
+        assert hub.revision == "a" * 40
         asked.append(download)
         return Path(folder)
 
-    original = verb.resolve
-    verb.resolve = resolve  # type: ignore[assignment]
-    try:
+    with (
+        mock.patch.object(verb, "commit_of", return_value="a" * 40),
+        mock.patch.object(verb, "note_commit"),
+        mock.patch.object(verb, "resolve", resolve),
+    ):
         path = verb.resolve_everywhere(World.current(), "somebody/something", shardwise.HubOptions())
-    finally:
-        verb.resolve = original  # type: ignore[assignment]
     return asked == [True], str(path)
 
 
