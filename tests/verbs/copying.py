@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.checkpoints import restore as restoring
 from shardwise.storage import MemoryReader
+from shardwise.verbs import accelerate_files
 
+FSDP_FILE = "pytorch_model_fsdp.bin"
 _FILE = "model-00002-of-00004.safetensors"
 
 
@@ -120,34 +122,18 @@ def torch_files(one: str, other: str) -> list[tuple[str, str]]:
     model = small_qwen3()
     return [
         attempt(lambda: shardwise.from_pretrained(mine)),
-        attempt(lambda: shardwise.load_accelerate_model(model, f"{mine}/pytorch_model_fsdp.bin")),
+        _reading(accelerate_files, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
     ]
 
 
-def restored(place: str) -> list[tuple[str, str]]:
-    """A training's own checkpoint, of which the second rank reads another copy: an equal one, and a damaged one."""
-    model = nn.Linear(64, 64)
-    shardwise.shard(model)
-    state = shardwise.TrainState(model)
-    root, plain = Path(place) / "run", restoring.LocalReader
-    with shardwise.Checkpointer(root) as keeper:
-        keeper.save(1, state)
-        (folder,) = (path for path in root.iterdir() if path.is_dir())
-        if dist.get_rank() == 0:
-            for name in ("equal", "damaged"):
-                shutil.copytree(folder, Path(place) / name)
-            file = max((Path(place) / "damaged").rglob("*.distcp"), key=lambda path: path.stat().st_size)
-            content = bytearray(file.read_bytes())
-            content[len(content) // 3 : 2 * len(content) // 3] = bytes(len(content) // 3 + 1)[: len(content) // 3]
-            file.write_bytes(content)
-        dist.barrier()
-        found = []
-        for name in ("equal", "damaged"):
-            if dist.get_rank() == 1:
-                restoring.LocalReader = lambda _, name=name: plain(Path(place) / name)  # type: ignore[misc,assignment]
-            found.append(attempt(keeper.restore, state))
-        restoring.LocalReader = plain  # type: ignore[misc]
-        return found
+def _reading(room: Any, folder: str, function: Callable[[], Any]) -> tuple[str, str]:
+    """The outcome of a call where the path of all ranks leads to this folder on this one's machine."""
+    plain = room.LocalReader
+    room.LocalReader = lambda _: plain(folder)
+    try:
+        return attempt(function)
+    finally:
+        room.LocalReader = plain
 
 
 def settings_differ(first: str, other: str) -> tuple[str, str]:

@@ -60,7 +60,8 @@ def restore(
     with reader, ProgressBar("Restoring", world, 0, enabled=False) as bar, torch.device("cpu"):
         placer = Placer(reader, opened.index, options.budget_bytes, bar, world)
         with clock.phase("open"):
-            require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
+            if opened.marks is None:  # nothing else would tell that a rank has another copy
+                require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
         with clock.phase("plan"):
             looked = world.together(lambda: look(state, only))
             require_alike_models(world, looked.held, looked.bounds)
