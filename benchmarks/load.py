@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -90,8 +91,19 @@ _DISTURBED_SHARE = 0.1
 _SECOND_CHANCES = 1
 
 
+def order_of(arms: Sequence[str], repeat: int) -> list[str]:
+    """The arms in the order of a round: another in each, since the memory an arm leaves is what the next one finds.
+
+    The first round is in the order of the rows.
+    """
+    order = list(arms)
+    if repeat:
+        random.Random(repeat).shuffle(order)
+    return order
+
+
 def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: float) -> dict[str, Any]:
-    """All arms of a row, A, B, C, A, B, C, ...; each time in fresh processes.
+    """All arms of a row, once in each round; each time in fresh processes.
 
     Where the ranks could not be given priority, a load during which others took more than a tenth of the machine
     is done again, once; the less disturbed of the two counts.
@@ -117,7 +129,7 @@ def run_row(row: Row, root: Path, repeats: int, timeout_s: float, patience_s: fl
     disturbed = 0
     alone: dict[str, list[float]] = {}
     for repeat in range(repeats):
-        for arm in row.arms:
+        for arm in order_of(row.arms, repeat):
             run = once(arm)
             for _ in range(_SECOND_CHANCES):
                 if run["priority"] or run["others_share"] <= _DISTURBED_SHARE:

@@ -138,6 +138,15 @@ def test_who_is_near_the_roof_need_not_be_before_a_peer_that_is_there_too() -> N
     assert {limit.name: limit.verdict for limit in limits_of(found)}["row: time / dcp"] == "FAIL"
 
 
+def test_no_arm_always_comes_after_the_same_one() -> None:
+    arms = ("a", "b", "c", "d")
+    rounds = [load.order_of(arms, repeat) for repeat in range(5)]
+    assert rounds[0] == list(arms)
+    assert all(sorted(order) == sorted(arms) for order in rounds)
+    before = {order[order.index("b") - 1] for order in rounds if order[0] != "b"}
+    assert len(before) > 1
+
+
 def test_every_row_is_measured_on_the_machine_as_it_is_first() -> None:
     rows = load.rows_of(list(SHAPES), ["shardwise", *load.PEERS, "roof"], quick=False)
     half = len(rows) // 2
