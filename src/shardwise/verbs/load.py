@@ -235,7 +235,7 @@ class Clock:
 
 def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:
     """What ranks must have in common of how a load is carried out, in words, by name."""
-    alone = ("device", "progress", "process_group", "patience")
+    alone = ("device", "pages", "progress", "process_group", "patience")
     return {
         "on_missing": repr(consent.missing),
         "on_mismatched": repr(consent.mismatched),
