@@ -129,11 +129,12 @@ def test_fingerprints_come_back(recorded: list[Recorded]) -> None:
 
 
 def test_the_file_of_fingerprints() -> None:
-    content = to_bytes([Recorded({"f": 3}, {"a": 255})])
-    assert json.loads(content) == {
-        "format": "shardwise fingerprints 1",
-        "saves": [{"files": {"f": 3}, "tensors": {"a": "00000000000000ff"}}],
-    }
+    content = to_bytes([Recorded({"f": 3}, {"a": 255}, {"c": "ab"})])
+    older = {"files": {"f": 3}, "tensors": {"a": "00000000000000ff"}}
+    written = json.loads(content)
+    assert written == {"format": "shardwise fingerprints 1", "saves": [{**older, "beside": {"c": "ab"}}]}
+    by_older_code = json.dumps({**written, "saves": [older]}).encode()
+    assert from_bytes(by_older_code) == [Recorded({"f": 3}, {"a": 255})]
     assert FINGERPRINTS_FILE == "model.fingerprints.json"
     assert content.endswith(b"}\n")
     sound = json.loads(content)
