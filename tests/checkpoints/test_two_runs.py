@@ -109,7 +109,7 @@ def test_what_counts_by_the_time_it_is_tidied_up_stays(saved, monkeypatch):
     assert restored(root, 2)
 
 
-@pytest.mark.parametrize("fault", ["gone", "cut", "no facts"])
+@pytest.mark.parametrize("fault", ["gone", "cut", "without proof", "no facts"])
 def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     root, training = saved
     good = training.taken()
@@ -119,6 +119,8 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     file = root / "step-2" / "__0_0.distcp"
     if fault == "gone":
         file.unlink()
+    elif fault == "without proof":
+        (root / "step-2" / "shardwise.fingerprints.json").unlink()
     elif fault == "cut":
         os.truncate(file, file.stat().st_size - 1)
     else:
@@ -130,7 +132,7 @@ def test_the_latest_is_the_newest_that_is_whole(saved, fault):
     assert (report.step, report.passed_over) == (1, (2,))
     assert "passed over, as files are gone or cut: step 2" in str(report)
     assert differences(again.taken(), good) == []
-    with pytest.raises(FormatError, match="step-2"):
+    with pytest.raises((FormatError, StorageError), match="step-2"):
         resumed.restore(again.state, AtStep(2))
     again.step()
     resumed.save(2, again.state)

@@ -69,10 +69,12 @@ def is_whole(place: Path) -> bool:
     try:
         if (place / FACTS).stat().st_size > MAX_FACTS_BYTES:
             return False
-        files = Facts.from_bytes((place / FACTS).read_bytes(), FACTS).files
+        facts = Facts.from_bytes((place / FACTS).read_bytes(), FACTS)
+        if facts.fingerprints_sha256 and not _is_file(place / FINGERPRINTS):
+            return False
         return all(
             _DATA.fullmatch(file) is not None and (place / file).stat().st_size == nbytes
-            for file, nbytes in files.items()
+            for file, nbytes in facts.files.items()
         )
     except (OSError, FormatError):
         return False
