@@ -130,6 +130,20 @@ def test_streams_of_two_writers_are_not_mixed() -> None:
     assert last.files == {"a": b"00"}
 
 
+def test_who_has_a_file_open_writes_to_it_when_another_has_its_name() -> None:
+    entries: list[Entry] = [
+        Created(0, "a", 2),
+        Removed(9, "a"),
+        Created(1, "a", 1),
+        Wrote(0, "a", 0, b"00"),
+        Wrote(1, "a", 0, b"1"),
+        Synced(0, "a"),
+        Synced(1, "a"),
+        NamesSynced(1),
+    ]
+    assert {tuple(state.files.items()) for state in states_after_crash({}, entries, since=8)} == {(("a", b"1"),)}
+
+
 # Histories
 
 
@@ -203,6 +217,7 @@ def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_p
         Created(3, "a", 1),
         Wrote(3, "a", 0, b"1"),
         Synced(3, "a"),
+        NamesSynced(3, ".."),
         FolderMade(3, "step-1"),
         NamesSynced(3, ""),
         Replaced(3, "step-1/b", b"2"),
@@ -210,10 +225,10 @@ def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_p
         Removed(3, "step-1/b"),
         FolderRemoved(3, "step-1"),
     ]
-    assert before == [0, 3, 4, 5, 8, 9, 10]
+    assert before == [0, 3, 4, 5, 9, 10, 11]
     with LocalWriter(root) as writer:
         writer.replace("d", b"4")
-    assert len(log.entries()) == 11
+    assert len(log.entries()) == 12
 
 
 def test_what_fails_is_not_recorded(tmp_path: Path) -> None:
