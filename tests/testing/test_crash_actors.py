@@ -130,6 +130,20 @@ def test_streams_of_two_writers_are_not_mixed() -> None:
     assert last.files == {"a": b"00"}
 
 
+def test_who_has_a_file_open_writes_to_it_when_another_has_its_name() -> None:
+    entries: list[Entry] = [
+        Created(0, "a", 2),
+        Removed(9, "a"),
+        Created(1, "a", 1),
+        Wrote(0, "a", 0, b"00"),
+        Wrote(1, "a", 0, b"1"),
+        Synced(0, "a"),
+        Synced(1, "a"),
+        NamesSynced(1),
+    ]
+    assert {tuple(state.files.items()) for state in states_after_crash({}, entries, since=8)} == {(("a", b"1"),)}
+
+
 # Histories
 
 

@@ -17,7 +17,7 @@ from tests.checkpoints.tiny import Training, differences
 from tests.faults.saving import Blocks
 from tests.torture.actors import _context
 from tests.torture.objects import behind
-from tests.torture.verbs import ONE_FILE, SEVERAL_FILES
+from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES
 
 import shardwise
 from shardwise import Asynchronous, Checkpointer, KeepLast, StorageError, Synchronous
@@ -89,8 +89,10 @@ KINDS: dict[str, Kind] = {
 
 def _for_ever(kind: str, folder: str, log_path: str, first_seed: int) -> None:
     from tests.quiet import quieten
+    from tests.torture.objects import register
 
     quieten()
+    register()
     log = EffectLog(log_path)
     seed = first_seed
     while True:
@@ -218,5 +220,5 @@ def litter(folder: str) -> Iterator[str]:
     """What looks as if nobody needed it."""
     place = behind(folder) if "://" in folder else Path(folder)
     for path in sorted(place.rglob("*")):
-        if path.name.endswith((".incomplete", ".older")) or path.name == "shardwise.saving":
+        if path.name.endswith((".incomplete", ".older")) or path.name.startswith(MARK):
             yield path.name

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
+from fsspec.registry import _registry
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 BUCKETS = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
@@ -156,13 +158,11 @@ def register() -> None:
             fsspec.register_implementation(name, kind, clobber=True)
 
 
-register()
-
-
 @contextmanager
 def bucket(scheme: str) -> Iterator[str]:
-    """The URL of a bucket that is there for the block."""
-    with tempfile.TemporaryDirectory(dir=BUCKETS, prefix="shardwise-bucket-") as folder:
+    """The URL of a bucket that is there for the block, and that this process reaches within it."""
+    with mock.patch.dict(_registry), tempfile.TemporaryDirectory(dir=BUCKETS, prefix="shardwise-bucket-") as folder:
+        register()
         yield f"{scheme}://{Path(folder).name}"
 
 

@@ -12,18 +12,16 @@ ON_OBJECTS = ("one file", "several files", "several over one", "one over several
 CASES = [(verb, "disk") for verb in VERBS] + [(verb, store) for store in ("s3", "az") for verb in ON_OBJECTS]
 IDS = [f"{verb} on {store}" for verb, store in CASES]
 
+# Of all verbs, those that differ most in how they commit; the rest takes longer.
+SOME = {("several over one", "disk"), ("accelerate files", "disk"), ("several files", "s3")}
+
 everywhere = pytest.mark.parametrize(("verb", "store"), CASES, ids=IDS)
 
-# The rest holds once all that saves asks again before and after the one step by which it counts.
-not_yet = pytest.mark.skip(reason="until every save commits by one executor")
-NOT_YET = {
-    "adapter of another scaling",
-    "merge into a file",
-    "accelerate file",
-    "accelerate optimizer",
-    "accelerate folder",
-    "accelerate files",
-}
+mostly_slow = pytest.mark.parametrize(
+    ("verb", "store"),
+    [pytest.param(*case, marks=[] if case in SOME else [pytest.mark.slow]) for case in CASES],
+    ids=IDS,
+)
 
 Scene = Callable[[str, str], list[str]]
 
@@ -35,38 +33,30 @@ def passes(faults: list[str]) -> None:
 # A few moments
 
 
-@pytest.mark.parametrize(
-    ("verb", "store"),
-    [pytest.param(*case, marks=[not_yet] if case[0] in NOT_YET else []) for case in CASES],
-    ids=IDS,
-)
+@everywhere
 def test_a_crash_leaves_one_save_or_the_other(verb: str, store: str) -> None:
     passes(scenes.alone(verb, store, over=True, samples=0))
     passes(scenes.alone(verb, store, over=False, samples=0))
 
 
-@not_yet
-@everywhere
+@mostly_slow
 def test_whoever_follows_a_kill_saves_for_good(verb: str, store: str) -> None:
     passes(scenes.after_a_kill(verb, store, over=True, most=3, samples=0))
     passes(scenes.after_a_kill(verb, store, over=False, most=3, samples=0))
 
 
-@not_yet
-@everywhere
+@mostly_slow
 def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> None:
     passes(scenes.after_a_crash(verb, store, over=True, most=3, samples=0))
 
 
-@not_yet
-@everywhere
+@mostly_slow
 def test_two_saves_at_once_leave_one_that_returned(verb: str, store: str) -> None:
     holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
     passes(scenes.beside(verb, store, scenes.another_saves, holds, samples=0))
 
 
-@not_yet
-@everywhere
+@mostly_slow
 def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str) -> None:
     holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
     passes(scenes.beside(verb, store, scenes.another_takes_over, holds, samples=0))
@@ -123,7 +113,6 @@ ALL: dict[str, Scene] = {
 }
 
 
-@not_yet
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 @everywhere

@@ -28,6 +28,7 @@ OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
 """Seeds: what was there, what the first actor saves, what another one does, and who comes after a crash."""
 
 SEEDS = (OLD, NEW, OTHER, NEXT)
+MARK = "shardwise.saving"
 ONE_FILE, SEVERAL_FILES = "1GB", "3KB"
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -54,9 +55,10 @@ class Verb:
 
 @contextmanager
 def put_down(state: CrashState) -> Iterator[Path]:
-    """The files of a state, in a folder."""
+    """The files of a state, in a folder. Whose mark is there has died with the machine."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         state.put_into(folder)
+        Path(folder, MARK).unlink(missing_ok=True)
         yield Path(folder)
 
 
@@ -121,6 +123,22 @@ def _adapter_in(state: CrashState) -> Found:
     return state.files["adapter_config.json"], _contents(load_safetensors(bytes(weights)))
 
 
+_configs: dict[Found, bytes] = {}
+"""Of adapters that were seen where nothing befell them, by their weights."""
+
+
+def _adapter_or_what_is_aside_in(state: CrashState) -> Found:
+    """No weights are found beside the config of others; for the moment of a commit they may be set aside."""
+    aside = sorted(name for name in state.files if name.startswith("adapter_model.") and name.endswith(".older"))
+    weights = state.files.get("adapter_model.safetensors")
+    if weights is None:
+        return _contents(load_safetensors(bytes(state.files[aside[0]]))) if aside else None
+    found, config = _contents(load_safetensors(bytes(weights))), state.files["adapter_config.json"]
+    if _configs.setdefault(found, config) != config:
+        raise AssertionError("weights lie beside the config of others")
+    return found
+
+
 def _merge(folder: str, seed: int, inputs: Path) -> None:
     shardwise.merge_adapter(inputs / "base", inputs / f"adapter-{seed}", folder, max_shard_size="20KB")
 
@@ -172,10 +190,25 @@ def _checkpointing(mode: Any) -> Act:
     return act
 
 
+_restored: dict[Hashable, Found] = {}
+
+
 def _checkpoint_in(state: CrashState) -> Found:
-    """What a training is brought back to."""
-    if not any(name.startswith("step-") and name.endswith("/.metadata") for name in state.files):
+    """What a training is brought back to. Of what is not complete only the names are looked at, once."""
+    complete = {name.removesuffix(".metadata") for name in state.files if name.endswith("/.metadata")}
+    if not complete:
         return None
+    told = frozenset(
+        (name, content if any(name.startswith(folder) for folder in complete) else b"")
+        for name, content in state.files.items()
+        if name != MARK
+    )
+    if told not in _restored:
+        _restored[told] = _restored_from(state)
+    return _restored[told]
+
+
+def _restored_from(state: CrashState) -> Found:
     training = Training(99)
     with put_down(state) as folder:
         checkpointer = Checkpointer(folder)
@@ -197,10 +230,10 @@ def _accelerate_model(form: Any) -> Act:
 
 
 def _accelerate_model_in(state: CrashState) -> Found:
+    if not {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0_rank0.bin"} & state.files.keys():
+        return None
     model = Blocks(99)
     with put_down(state) as folder:
-        if not any(folder.iterdir()):
-            return None
         shardwise.load_accelerate_model(model, folder)
     return _contents(model.state_dict())
 
@@ -219,7 +252,7 @@ VERBS: dict[str, Verb] = {
     "one over several": Verb(_saving(_sizes(SEVERAL_FILES, ONE_FILE)), _model_in),
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
-        _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_in, _put_adapters
+        _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters
     ),
     "merge": Verb(_merge, _model_in, _put_adapters),
     "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),

@@ -126,12 +126,29 @@ class Disk:
         self.durable_names = dict(self.names)
         self.namings: list[Naming] = []
         self.streams: dict[tuple[int, str], File] = {}
+        self.opened: dict[tuple[int, str], File] = {}
         self.interims = 0
 
     def name(self, file: File, given: str | None, taken: str | None) -> None:
         naming = Naming(file, given, taken)
         naming.apply(self.names)
         self.namings.append(naming)
+
+    def create(self, writer: int, file: str, nbytes: int) -> None:
+        self.opened[writer, file] = File(bytearray(), writer, nbytes, is_size_durable=False)
+        self.name(self.opened[writer, file], file, None)
+
+    def write(self, file: str, write: Write) -> None:
+        """Who has a file open goes on writing to it after it has lost its name, and somebody else's has it."""
+        found = self.opened.get((write.writer, file)) or self.names.get(file)
+        if found is not None:
+            self.opened[write.writer, file] = found
+            found.writes.append(write)
+
+    def sync(self, writer: int, file: str) -> None:
+        found = self.opened.pop((writer, file), None) or self.names.get(file)
+        if found is not None:
+            found.sync(writer)
 
     def rename(self, file: str, name: str) -> None:
         if file not in self.names:
@@ -140,7 +157,8 @@ class Disk:
             )
         self.name(self.names[file], name, file if file != name else None)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, writer: int = -1) -> None:
+        self.opened.pop((writer, name), None)
         if name in self.names:
             self.name(self.names[name], None, name)
 
@@ -179,23 +197,18 @@ def steps_of(effect: Effect, policy: WritePolicy) -> list[Step]:
 def _steps(effect: Effect) -> Iterator[Step]:
     match effect:
         case Created(writer, file, nbytes):
-            yield lambda disk: disk.name(File(bytearray(), writer, nbytes, is_size_durable=False), file, None)
+            yield lambda disk: disk.create(writer, file, nbytes)
         case Wrote(writer, file, start, content):
-            # One who has the file open goes on writing to it after it has lost its name.
-            yield (
-                lambda disk: (
-                    disk.names[file].writes.append(Write(writer, start, content)) if file in disk.names else None
-                )
-            )
+            yield lambda disk: disk.write(file, Write(writer, start, content))
         case Synced(writer, file):
-            yield lambda disk: disk.names[file].sync(writer) if file in disk.names else None
+            yield lambda disk: disk.sync(writer, file)
         case Renamed(_, file, name):
             yield lambda disk: disk.rename(file, name)
             yield lambda disk: disk.sync_names(folder_of(name))
         case Replaced(writer, file, content):
             yield from _replacing(writer, file, content)
-        case Removed(_, file):
-            yield lambda disk: disk.remove(file)
+        case Removed(writer, file):
+            yield lambda disk: disk.remove(file, writer)
         case NamesSynced(_, folder):
             yield lambda disk: disk.sync_names(folder)
         case FolderMade(_, folder):
