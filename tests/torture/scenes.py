@@ -357,10 +357,10 @@ def another_takes_over_and_dies(hold_before: int) -> Meanwhile:
 
 def _remove_mark(here: Stage) -> None:
     """By whatever name; on object stores every save has one of its own."""
-    for mark in here.folder.glob(f"{MARK}*"):
+    for mark in here.folder.rglob(f"{MARK}*"):
         with here.log.next() as note:
             mark.unlink()
-            note(Removed(BY_HAND, mark.name))
+            note(Removed(BY_HAND, mark.relative_to(here.folder).as_posix()))
 
 
 def effects_of(verb: str, store: str) -> int:

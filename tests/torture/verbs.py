@@ -58,7 +58,8 @@ def put_down(state: CrashState) -> Iterator[Path]:
     """The files of a state, in a folder. Whose mark is there has died with the machine."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         state.put_into(folder)
-        Path(folder, MARK).unlink(missing_ok=True)
+        for mark in Path(folder).rglob(MARK):
+            mark.unlink()
         yield Path(folder)
 
 
