@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import signal
 import time
@@ -111,6 +112,28 @@ def _for_ever(kind: str, folder: str, log_path: str, first_seed: int) -> None:
         seed += 1
 
 
+class Turns:
+    """What became of the saves so far; what was read once is not read again."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._position = 0
+        self._entries: list[Entry] = []
+
+    def so_far(self) -> list[Entry]:
+        with open(self._path, "rb") as log:
+            log.seek(self._position)
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the last one may be on its way
+                while True:
+                    self._entries.append(pickle.load(log))
+                    self._position = log.tell()
+        return self._entries
+
+    def add(self, entry: Entry) -> None:
+        """What only we know. Not in the log: whoever is stopped may hold its lock."""
+        self._entries.append(entry)
+
+
 @dataclass
 class Tally:
     """What was seen in so many kills."""
@@ -138,10 +161,11 @@ def kill_again_and_again(kind: str, folder: str, log_path: str, *, kills: int, s
     log.note(Called("1"))
     KINDS[kind].save(folder, 1)
     log.note(Returned("1"))
+    turns = Turns(log_path)
     with contextlib.ExitStack() as stack:
         both = [_started(kind, folder, log_path, next(seeds), stack) for _ in range(2)]
         while tally.kills < kills and len(tally.faults) < 20:
-            _wait_for_calls(log, [first for first, _ in both])
+            _wait_for_calls(turns, [first for first, _ in both])
             time.sleep(draw.uniform(0.0, 0.08))
             doomed = draw.choice([(0,), (1,), (0, 1)])
             for which in range(2):
@@ -150,11 +174,10 @@ def kill_again_and_again(kind: str, folder: str, log_path: str, *, kills: int, s
                 both[which][1].kill()
                 both[which][1].join()
                 tally.kills += 1
-            entries = log.entries()
             for which in doomed:
-                if (open_call := _open_call(entries, both[which][0])) is not None:
-                    log.note(Killed(open_call))
-            tally.faults += [f"kill {tally.kills}: {fault}" for fault in _faults(kind, folder, log.entries())]
+                if (open_call := _open_call(turns.so_far(), both[which][0])) is not None:
+                    turns.add(Killed(open_call))
+            tally.faults += [f"kill {tally.kills}: {fault}" for fault in _faults(kind, folder, turns.so_far())]
             error = Path(f"{log_path}.error")
             if error.exists():
                 tally.faults.append(f"kill {tally.kills}: a save raised {error.read_text()}")
@@ -164,7 +187,7 @@ def kill_again_and_again(kind: str, folder: str, log_path: str, *, kills: int, s
                     both[which] = _started(kind, folder, log_path, next(seeds), stack)
                 else:
                     os.kill(both[which][1].pid, signal.SIGCONT)
-    entries = log.entries()
+    entries = turns.so_far()
     tally.returned = sum(isinstance(entry, Returned) for entry in entries)
     tally.refused = sum(isinstance(entry, Failed) for entry in entries)
     return tally
@@ -187,10 +210,10 @@ def _started(kind: str, folder: str, log_path: str, first_seed: int, stack: Any)
     return first_seed, process
 
 
-def _wait_for_calls(log: EffectLog, first_seeds: list[int]) -> None:
+def _wait_for_calls(turns: Turns, first_seeds: list[int]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        called = {entry.save for entry in log.entries() if isinstance(entry, Called)}
+        called = {entry.save for entry in turns.so_far() if isinstance(entry, Called)}
         if {str(first) for first in first_seeds} <= called:
             return
         time.sleep(0.005)
