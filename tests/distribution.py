@@ -62,7 +62,7 @@ def use(wheel: Path) -> None:
         code = (
             f"import shardwise; assert shardwise.__file__.startswith({folder!r}), shardwise.__file__\n"
             "from shardwise.cli import main\n"
-            f"main(['inspect', {str(ROOT / 'tests/fixtures/files/model')!r}])"
+            f"main(['inspect', {str(ROOT / 'tests/fixtures/files/2/model')!r}])"
         )
         environment = {**os.environ, "PYTHONPATH": folder}
         told = subprocess.run(

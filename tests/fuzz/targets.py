@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.planning import stored_tensors
 
-FILES = Path(__file__).parent.parent / "fixtures" / "files"
+FILES = Path(__file__).parent.parent / "fixtures" / "files" / "2"
 
 MOST_SECONDS = 2.0
 """Of processor time, for one input of some kilobytes; a thousandth of that is usual."""
