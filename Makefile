@@ -36,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train clean
+.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ check: $(VENV)/project ## format, lint, types and imports; takes seconds
 format: $(VENV)/project ## rewrite the sources as `make check` wants them
 	$(VENV)/bin/ruff check --quiet --fix-only .
 	$(VENV)/bin/ruff format .
+
+house: $(VENV)/project ## what the house is like to live in, counted; ARGS=--names lists it
+	$(VENV)/bin/python tests/house.py $(ARGS)
 
 sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)

@@ -1,0 +1,137 @@
+"""What the house is like to live in, counted: run by ``make house``, on any version of it.
+
+    python tests/house.py [--src FOLDER] [--names]
+
+Definitions:
+
+- *lines of code*: lines with a token that is neither a comment nor part of a docstring (a string as a statement).
+- *names in two modules*: names of classes and of type aliases (``X: TypeAlias``, ``type X``) that two modules or
+  more define, without leading underscores.
+- *a reader of load*: the modules of the package that importing ``shardwise.verbs.load`` brings, at any depth;
+  imports for type checkers only do not count. Their lines of code.
+- *long*: functions of more than 50 lines, files of more than 400.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "shardwise"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description="What the house is like to live in, counted.")
+    arguments.add_argument("--src", type=Path, default=ROOT / "src", help="the folder that holds the package")
+    arguments.add_argument("--names", action="store_true", help="list what is counted, too")
+    options = arguments.parse_args()
+    src = options.src.resolve()
+    modules = {_name_of(path, src): path for path in sorted((src / PACKAGE).rglob("*.py"))}
+    trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
+    lines = {name: lines_of_code(path.read_text()) for name, path in modules.items()}
+    reader = closure(f"{PACKAGE}.verbs.load", trees)
+    twice = names_in_two_modules(trees)
+    long_functions = [
+        f"{name}.{node.name} ({_length(node)})"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _length(node) > 50
+    ]
+    long_files = [name for name, path in modules.items() if len(path.read_text().splitlines()) > 400]
+    told = {
+        "lines of code, src": sum(lines.values()),
+        "lines of code, tests": sum(lines_of_code(path.read_text()) for path in _python(src.parent / "tests")),
+        "lines of code, benchmarks": sum(
+            lines_of_code(path.read_text()) for path in _python(src.parent / "benchmarks")
+        ),
+        "modules": len(modules),
+        "names in two modules": twice,
+        "functions of more than 50 lines": long_functions,
+        "files of more than 400 lines": long_files,
+        "a reader of load: modules": sorted(reader),
+        "a reader of load: lines of code": sum(lines[name] for name in reader),
+    }
+    for what, found in told.items():
+        print(f"{what:40} {found if isinstance(found, int) else len(found):>8,}")
+        if options.names and not isinstance(found, int):
+            for item in found:
+                print(f"    {item}")
+
+
+def _python(folder: Path) -> Iterator[Path]:
+    return folder.rglob("*.py") if folder.is_dir() else iter(())
+
+
+def _name_of(path: Path, src: Path) -> str:
+    return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def lines_of_code(source: str) -> int:
+    strings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found - strings)
+
+
+def names_in_two_modules(trees: dict[str, ast.Module]) -> list[str]:
+    homes: defaultdict[str, set[str]] = defaultdict(set)
+    for module, tree in trees.items():
+        for node in tree.body:
+            name = ""
+            if isinstance(node, ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.unparse(node.annotation):
+                name = ast.unparse(node.target)
+            elif type(node).__name__ == "TypeAlias":
+                name = ast.unparse(node.name)  # type: ignore[attr-defined]
+            if name:
+                homes[name.lstrip("_")].add(module)
+    return sorted(f"{name}: {', '.join(sorted(found))}" for name, found in homes.items() if len(found) > 1)
+
+
+def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        if name in found or name not in trees:
+            continue
+        found.add(name)
+        todo += {".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)}
+        todo += _imported(trees[name])
+    return found - {PACKAGE}
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (name for child in node.orelse for name in _imported(child))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from _imported(node)
+
+
+if __name__ == "__main__":
+    main()
