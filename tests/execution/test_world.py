@@ -8,6 +8,7 @@ import pytest
 from tests.execution import faults
 
 from shardwise.errors import StorageError
+from shardwise.execution import local_ranks
 from shardwise.execution.local_ranks import LocalRanks, RankError
 from shardwise.execution.world import World
 from shardwise.testing import run_world
@@ -70,15 +71,17 @@ def test_a_rank_that_raises_is_shown_with_its_traceback():
         assert not ranks.is_alive
 
 
-def test_a_rank_that_cannot_take_its_seat_says_so():
-    for preloaded in ((), ("torch",)):
-        with LocalRanks(2, timeout_s=100, seat=faults.no_seat_for_one, preloaded=preloaded) as ranks:
-            with pytest.raises(RankError, match=r"\[rank 1\] .*StorageError: no seat"):
-                ranks.run(faults.add, 1, 2)
-            assert not ranks.is_alive
+@pytest.mark.parametrize("preloaded", [("torch",), pytest.param((), marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_take_its_seat_says_so(preloaded, monkeypatch):
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
+    with LocalRanks(2, timeout_s=100, seat=faults.no_seat_for_one, preloaded=preloaded) as ranks:
+        with pytest.raises(RankError, match=r"\[rank 1\] .*StorageError: no seat"):
+            ranks.run(faults.add, 1, 2)
+        assert not ranks.is_alive
 
 
-def test_a_rank_that_dies_ends_the_others():
+def test_a_rank_that_dies_ends_the_others(monkeypatch):
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
     start = time.monotonic()
     with (
         LocalRanks(2, timeout_s=100, preloaded=("torch",)) as ranks,

@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower
 
@@ -216,6 +216,7 @@ def wanted_of(reads, ranks, dims):
 DIMS = st.lists(st.sampled_from([0, 1, 2, None]), min_size=1, max_size=4)
 
 
+@settings(max_examples=30)  # each is a model of several tensors on several ranks: a fifth of a second
 @given(MODELS, st.integers(2, 5), DIMS, st.integers(0, 3000))
 def test_everybody_gets_exactly_its_boxes_within_the_budget(made, ranks, dims, extra):
     reads, index = made

@@ -44,6 +44,7 @@ def test_every_tensor_is_bitwise_equal(worlds, cases, size):
     assert faults == {}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_memory_full_of_nan_shows_nowhere(worlds, cases):
     for case in cases:

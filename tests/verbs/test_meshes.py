@@ -16,7 +16,6 @@ NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zam
 WAYS = [
     Way("hsdp"),
     Way("hsdp", shared_reads=OncePerGroup()),
-    Way("hsdp", shared_reads=InIntervals()),
     Way("flat", shared_reads=InIntervals()),
     Way("ep", shared_reads=InIntervals()),
     Way("tp"),
@@ -26,6 +25,7 @@ WAYS = [
     Way("flat", "memory"),
 ]
 FURTHER = [
+    Way("hsdp", shared_reads=InIntervals()),
     Way("shard1", "http", shared_reads=InIntervals()),
     Way("hsdp", "memory"),
     Way("hsdp", "http"),
