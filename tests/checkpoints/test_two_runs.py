@@ -11,6 +11,7 @@ from tests.verbs.test_two_saves import Before
 
 from shardwise import AtStep, Checkpointer, FormatError, KeepAll, KeepLast, StorageError
 from shardwise.checkpoints import write
+from shardwise.execution import marked
 from shardwise.storage import open_writer
 
 MARK = "shardwise.saving"
@@ -61,7 +62,8 @@ def test_one_that_lost_its_mark_harms_neither_the_other_nor_the_older(saved, at,
             patched.undo()
             others.append(other_run(root, step))
 
-        patched.setattr(write, "open_writer", lambda target: Before(open_writer(target), MOMENTS[at], act))
+        for home in (write, marked):
+            patched.setattr(home, "open_writer", lambda target: Before(open_writer(target), MOMENTS[at], act))
         with pytest.raises(StorageError):
             checkpointer.save(3, training.state)
     assert Checkpointer(root).steps() == [1, step]

@@ -12,13 +12,13 @@ from torch import nn
 
 import shardwise
 from shardwise import DistributedFolder, OneFile, RankFiles, StorageError
-from shardwise.execution import distributed_folder, rank_files, whole_file
+from shardwise.execution import distributed_folder, marked, rank_files, whole_file
 from shardwise.formats.distributed import read_metadata
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}
-HOMES = (whole_file, distributed_folder, rank_files)
+HOMES = (whole_file, distributed_folder, rank_files, marked)
 MARK = "shardwise.saving"
 
 

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class FileFingerprints:
     """What was written into one data file.
 
     Attributes:
@@ -61,7 +61,7 @@ class Marks:
         return [(stop, start) for (_, stop), (start, _) in pairwise(edges) if stop < start]
 
 
-MarksByFile: TypeAlias = Mapping[str, Marks]
+FingerprintsByFile: TypeAlias = Mapping[str, FileFingerprints]
 
 
 def hexadecimal(mark: int) -> str:
@@ -75,7 +75,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 @dataclass
-class Marker:
+class Fingerprinter:
     """Takes down what a rank writes, in the order of the file. Blocks of tensors may be added by another thread."""
 
     sums: list[int] = field(default_factory=list)
@@ -97,21 +97,21 @@ class Marker:
     def add_value(self, content: bytes) -> None:
         self.values.append(digest(content))
 
-    def told(self) -> Marked:
+    def told(self) -> Fingerprinted:
         """All of it, 8 bytes for a chunk."""
         words = b"".join(value.to_bytes(_WORD_BYTES) for value in self.sums)
-        return Marked(words, tuple(self.values), self._around.hexdigest())
+        return Fingerprinted(words, tuple(self.values), self._around.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class Fingerprinted:
     """What a rank tells of the file it wrote: fingerprints of its chunks, digests of its values and of the rest."""
 
     words: bytes
     values: tuple[str, ...]
     around: str
 
-    def marks(self, chunks: Sequence[Chunk], end: int, values: Sequence[int]) -> Marks:
+    def marks(self, chunks: Sequence[Chunk], end: int, values: Sequence[int]) -> FileFingerprints:
         """``end`` is where the values begin, which have these bytes each."""
         words = (self.words[at : at + _WORD_BYTES].hex() for at in range(0, len(self.words), _WORD_BYTES))
         tensors = tuple(
@@ -123,10 +123,10 @@ class Marked:
         for nbytes, mark in zip(values, self.values, strict=True):
             runs.append(Run(end, end + nbytes, mark))
             end += nbytes
-        return Marks(tensors, tuple(runs), self.around)
+        return FileFingerprints(tensors, tuple(runs), self.around)
 
 
-def told_by_all(world: World, own: Marked) -> list[Marked]:
+def told_by_all(world: World, own: Fingerprinted) -> list[Fingerprinted]:
     """What each rank tells, by rank. Collective: yes.
 
     In messages small enough for a store: ranks that meet beside a training take part in no collective.
@@ -139,7 +139,7 @@ def told_by_all(world: World, own: Marked) -> list[Marked]:
     return [replace(told, words=bytes(found)) for (_, told), found in zip(others, words, strict=True)]
 
 
-def to_bytes(files: MarksByFile) -> bytes:
+def to_bytes(files: FingerprintsByFile) -> bytes:
     """The content of the file."""
 
     def rows(runs: Sequence[Run]) -> list[list[int | str]]:
@@ -152,7 +152,7 @@ def to_bytes(files: MarksByFile) -> bytes:
     return json.dumps({"format": _FORMAT, "files": content}, separators=(",", ":")).encode()
 
 
-def from_bytes(content: bytes, sizes: Mapping[str, int], what: str) -> MarksByFile:
+def from_bytes(content: bytes, sizes: Mapping[str, int], what: str) -> FingerprintsByFile:
     """What was written into the files of these sizes. ``what`` names the file.
 
     Raises:
@@ -163,7 +163,7 @@ def from_bytes(content: bytes, sizes: Mapping[str, int], what: str) -> MarksByFi
         if found["format"] != _FORMAT or found["files"].keys() != sizes.keys():
             raise ValueError
         return {
-            name: Marks(_runs(item["tensors"], 16), _runs(item["values"], 64), _mark(item["around"], 64))
+            name: FileFingerprints(_runs(item["tensors"], 16), _runs(item["values"], 64), _mark(item["around"], 64))
             for name, item in found["files"].items()
             if _is_in_order(item, sizes[name])
         }

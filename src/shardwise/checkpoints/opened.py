@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
-from shardwise.checkpoints.fingerprints import MAX_FINGERPRINTS_BYTES, MarksByFile, Run, digest, from_bytes
+from shardwise.checkpoints.fingerprints import MAX_FINGERPRINTS_BYTES, FingerprintsByFile, Run, digest, from_bytes
 from shardwise.checkpoints.modes import AtStep, Which
 from shardwise.checkpoints.state import Keys
 from shardwise.conversion import Expression
@@ -40,7 +40,7 @@ class Opened:
     index: CheckpointIndex
     objects: Mapping[Keys, Place]
     shapes: Mapping[Keys, tuple[int, ...]]
-    marks: MarksByFile | None
+    marks: FingerprintsByFile | None
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
@@ -136,7 +136,7 @@ def open_folder(place: Path) -> Opened:
     return opened
 
 
-def _marks(reader: LocalReader, facts: Facts) -> MarksByFile | None:
+def _marks(reader: LocalReader, facts: Facts) -> FingerprintsByFile | None:
     what = f"{reader.root}/{FINGERPRINTS}"
     if not facts.fingerprints_sha256:
         if FINGERPRINTS in reader.list():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from shardwise.checkpoints.fingerprints import MarksByFile, Run, hexadecimal
+from shardwise.checkpoints.fingerprints import FingerprintsByFile, Run, hexadecimal
 from shardwise.errors import FormatError
 from shardwise.execution.world import World
 from shardwise.storage import LocalReader
@@ -76,7 +76,7 @@ class _Told:
 class Witness(LocalReader):
     """A reader of the files of a checkpoint that takes down what it brings of the elements of tensors."""
 
-    def __init__(self, root: str | os.PathLike[str], marks: MarksByFile) -> None:
+    def __init__(self, root: str | os.PathLike[str], marks: FingerprintsByFile) -> None:
         super().__init__(root)
         self._marks = marks
         self._runs = [(file, run) for file, item in marks.items() for run in item.tensors]

@@ -6,15 +6,14 @@ Each rank creates, fills and syncs its own file; the ranks meet; the first one p
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
-from shardwise.checkpoints.fingerprints import Marked, Marker, digest, told_by_all
+from shardwise.checkpoints.fingerprints import Fingerprinted, Fingerprinter, digest, told_by_all
 from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
 from shardwise.checkpoints.modes import Keep, KeepLast
 from shardwise.checkpoints.state import Keys
@@ -22,7 +21,8 @@ from shardwise.errors import StorageError
 from shardwise.execution.chunk_stream import ChunkStream, Source
 from shardwise.execution.chunks import TensorsPlan, data_file, metadata_of
 from shardwise.execution.committing import let_count
-from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
+from shardwise.execution.marked import Marked, Saving, marked_by_first
+from shardwise.execution.saving_lock import Whose, require_lock
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA
 from shardwise.planning.commit import Commit, Publish, on_its_way
@@ -94,111 +94,83 @@ def carry_out(world: World, job: Job) -> Written:
             not count then, unless it says otherwise.
         RankLostError: a rank has been lost.
     """
-    desk = _Desk(job)
-    try:
-        token = world.from_first(desk.begin)
-        return _carried_out(world, job, desk, token)
-    except BaseException:
-        desk.undo()
-        raise
-    finally:
-        desk.close()
+    with marked_by_first(world, job.root, partial(_begin, job), partial(_undo, job)) as saving:
+        return _carried_out(world, job, saving)
 
 
-class _Desk:
-    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._closing = ExitStack()
-        self._held: Held | None = None
-        self._token = new_token()
-
-    def begin(self) -> str:
-        """Mark the folder, tidy up, and see that the step is a new one; the save's token."""
-        root, step, newest = self._job.root, self._job.step, self._job.newest
-        token = self._token
-        marked = self._closing.enter_context(open_writer(root))
-        self._held = take_lock(marked, token)
-        folder.remove_left(root)  # before it is looked what counts; see [Note: Asked again]
-        present = folder.newest_in(root)
-        if present is not None and present != newest and (newest is None or present > newest):
-            raise StorageError(
-                f"{root}: another run has saved step {present} there since this one began; give every run a "
-                "folder of its own"
-            )
-        require_after(root, step, present)
-        if step in folder.steps_in(root):
-            folder.remove(root, [step])  # it is not whole
-        with open_writer(root / folder.name_of(step)) as inner:
-            if there := inner.list():
-                raise StorageError(
-                    f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
-                )
-        return token
-
-    def commit(
-        self, sizes: Sequence[Mapping[Keys, int]], files: Mapping[str, int], told: Sequence[Marked]
-    ) -> list[int]:
-        """Let the checkpoint count, and remove what is not to be kept; the steps that were removed."""
-        job, held = self._job, self._held
-        assert held is not None
-        metadata = metadata_of(job.plan, sizes)
-        marks = {
-            data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
-            for rank, own in enumerate(told)
-        }
-        fingerprints = fingerprints_file(marks)
-        facts = replace(
-            job.facts,
-            files=dict(files),
-            metadata_sha256=digest(metadata),
-            fingerprints_sha256=digest(fingerprints),
+def _begin(job: Job, marked: Marked) -> None:  # noqa: ARG001 - as of any folder that is marked
+    """Tidy up, and see that the step is a new one."""
+    root, step, newest = job.root, job.step, job.newest
+    folder.remove_left(root)  # before it is looked what counts; see [Note: Asked again]
+    present = folder.newest_in(root)
+    if present is not None and present != newest and (newest is None or present > newest):
+        raise StorageError(
+            f"{root}: another run has saved step {present} there since this one began; give every run a "
+            "folder of its own"
         )
-        beside = {FINGERPRINTS: fingerprints, FACTS: facts.to_bytes()}
-        ready = on_its_way(METADATA, self._token)
-        with open_writer(job.folder) as writer:
-            let_count(
-                writer,
-                held,
-                Commit(
-                    files,
-                    steps=(Publish(ready, METADATA),),
-                    then=files,
-                    ready={ready: metadata},
-                    says={**beside, METADATA: metadata},
-                    without=frozenset({ready}),
-                ),
-                beside,
+    require_after(root, step, present)
+    if step in folder.steps_in(root):
+        folder.remove(root, [step])  # it is not whole
+    with open_writer(root / folder.name_of(step)) as inner:
+        if there := inner.list():
+            raise StorageError(
+                f"{inner.root}: holds {there[0]}, which no Checkpointer put there; move it elsewhere"
             )
-        removed: list[int] = []
-        if isinstance(job.keep, KeepLast) and held.whose() is Whose.OURS:
-            removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
-        held.release()
-        with open_writer(job.root) as marked:
-            marked.sync_names()
-        return removed
-
-    def undo(self) -> None:
-        """Remove what was written for the step, unless it counts by now or the folder is another's."""
-        if self._held is None:
-            return
-        with contextlib.suppress(StorageError):
-            if self._held.whose() is Whose.OURS:
-                folder.remove_own(self._job.root, self._job.step)
-            elif self._job.folder.is_dir():
-                with open_writer(self._job.folder) as inner:
-                    inner.remove(on_its_way(METADATA, self._token))
-        with contextlib.suppress(StorageError):
-            self._held.release()
-        with contextlib.suppress(StorageError), open_writer(self._job.root) as writer:
-            writer.sync_names()
-
-    def close(self) -> None:
-        self._closing.close()
 
 
-def _carried_out(world: World, job: Job, desk: _Desk, token: str) -> Written:
+def _commit(
+    job: Job,
+    marked: Marked,
+    sizes: Sequence[Mapping[Keys, int]],
+    files: Mapping[str, int],
+    told: Sequence[Fingerprinted],
+) -> list[int]:
+    """Let the checkpoint count, and remove what is not to be kept; the steps that were removed."""
+    metadata = metadata_of(job.plan, sizes)
+    marks = {
+        data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
+        for rank, own in enumerate(told)
+    }
+    fingerprints = fingerprints_file(marks)
+    facts = replace(
+        job.facts,
+        files=dict(files),
+        metadata_sha256=digest(metadata),
+        fingerprints_sha256=digest(fingerprints),
+    )
+    beside = {FINGERPRINTS: fingerprints, FACTS: facts.to_bytes()}
+    ready = on_its_way(METADATA, marked.token)
+    with open_writer(job.folder) as writer:
+        let_count(
+            writer,
+            marked.held,
+            Commit(
+                files,
+                steps=(Publish(ready, METADATA),),
+                then=files,
+                ready={ready: metadata},
+                says={**beside, METADATA: metadata},
+                without=frozenset({ready}),
+            ),
+            beside,
+        )
+    removed: list[int] = []
+    if isinstance(job.keep, KeepLast) and marked.held.whose() is Whose.OURS:
+        removed = folder.remove(job.root, folder.steps_in(job.root)[: -job.keep.count])
+    marked.release()
+    return removed
+
+
+def _undo(job: Job, marked: Marked) -> None:
+    """Remove what was written for the step, unless it counts by now or the folder is another's."""
+    if marked.held.whose() is Whose.OURS:
+        folder.remove_own(job.root, job.step)
+    elif job.folder.is_dir():
+        with open_writer(job.folder) as inner:
+            inner.remove(on_its_way(METADATA, marked.token))
+
+
+def _carried_out(world: World, job: Job, saving: Saving) -> Written:
     contents: list[Content] = []
 
     def ask() -> dict[Keys, int]:
@@ -208,17 +180,17 @@ def _carried_out(world: World, job: Job, desk: _Desk, token: str) -> Written:
     sizes = world.each(ask)
     [content] = contents
     files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-    own = world.together(lambda: _write_own(world, job, token, content, files[data_file(world.rank)]))
-    marked = told_by_all(world, own)
-    removed = world.from_first(lambda: desk.commit(sizes, files, marked))
+    own = world.together(lambda: _write_own(world, job, saving.token, content, files[data_file(world.rank)]))
+    told = told_by_all(world, own)
+    removed = world.from_first(lambda: _commit(job, saving.marked, sizes, files, told))
     return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
-def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> Marked:
+def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> Fingerprinted:
     with open_writer(job.root) as writer:
         require_lock(writer, token)
     file = data_file(world.rank)
-    marker = Marker()
+    marker = Fingerprinter()
     with open_writer(job.folder) as writer:
         writer.create(file, nbytes)
         stream = ChunkStream(writer, file, world.check, marker)

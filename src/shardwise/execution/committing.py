@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardwise.errors import StorageError
-from shardwise.execution.saving_lock import Held, Whose, take_lock
+from shardwise.execution.saving_lock import HeldMark, Whose, take_lock
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.planning import fingerprints
 from shardwise.planning.commit import (
@@ -58,7 +58,7 @@ def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
         writer.sync_names()
 
 
-def let_count(writer: StorageWriter, held: Held, commit: Commit, beside: Mapping[str, bytes]) -> list[str]:
+def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]) -> list[str]:
     """Let a written and synced save count, and remove the older one; the names of what was removed.
 
     Args:
@@ -163,7 +163,7 @@ def _take(writer: StorageWriter, step: Step) -> None:
 
 @contextmanager
 def _put_back_if_in_vain(
-    writer: StorageWriter, held: Held, commit: Commit, beside: Mapping[str, bytes]
+    writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]
 ) -> Iterator[None]:
     """When the block fails and this save does not count, put back what it set aside and replaced."""
     before = {name: writer.read(name) for name in {**beside, **commit.says}}
@@ -178,7 +178,7 @@ def _put_back_if_in_vain(
 
 def _put_back(
     writer: StorageWriter,
-    held: Held,
+    held: HeldMark,
     commit: Commit,
     beside: Mapping[str, bytes],
     before: Mapping[str, bytes | None],
@@ -211,7 +211,7 @@ def _put_back(
 class Begun:
     """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
 
-    held: Held
+    held: HeldMark
     standing: Standing
     recorded: Sequence[fingerprints.Recorded]
 

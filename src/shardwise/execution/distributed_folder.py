@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from shardwise.execution.chunk_stream import ChunkStream
 from shardwise.execution.chunks import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
 from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.handover import TensorFacts, facts_of
-from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
+from shardwise.execution.marked import Marked, marked_by_first
+from shardwise.execution.saving_lock import Whose, require_lock
 from shardwise.execution.torch_out import Levels
 from shardwise.execution.world import World
 from shardwise.formats.distributed import METADATA, read_metadata
@@ -60,19 +60,26 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
     shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in content.tensors.items()}
     plan = world.together(lambda: plan_tensors(shapes, told))
     sizes = world.each(lambda: {way: len(value) for way, value in content.values.items()})
-    desk = _Desk(folder)
+
+    def tidy(marked: Marked) -> None:
+        _remove_left(marked.writer, folder)
+
+    def undo(marked: Marked) -> None:
+        if marked.held.whose() is Whose.OURS:
+            _remove_left(marked.writer, folder)
+
     try:
-        token = world.from_first(desk.begin)
-        files = {
-            data_file(rank, _number(token)): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)
-        }
-        world.together(lambda: _write_own(world, folder, token, plan, content, files, budget_bytes))
-        world.from_first(lambda: desk.commit(token, files, plan, sizes))
+        with marked_by_first(world, folder, tidy, undo) as saving:
+            number = _number(saving.token)
+            files = {
+                data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)
+            }
+            world.together(lambda: _write_own(world, folder, saving.token, plan, content, files, budget_bytes))
+            world.from_first(lambda: _commit(saving.marked, files, plan, sizes))
     except BaseException:
-        desk.undo()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where nothing was there before
         raise
-    finally:
-        desk.close()
     return sum(files.values())
 
 
@@ -153,65 +160,29 @@ def _write_own(
         writer.sync_names()
 
 
-class _Desk:
-    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
+def _commit(marked: Marked, files: Mapping[str, int], plan: TensorsPlan, sizes: list[dict[Levels, int]]) -> None:
+    """Let the new checkpoint count, and remove the older one's files."""
+    metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, _number(marked.token)))
+    ready = on_its_way(METADATA, marked.token)
+    older = tuple(name for name in marked.writer.list() if _DATA.fullmatch(name) and name not in files)
+    commit = Commit(
+        files,
+        steps=(Publish(ready, METADATA),),
+        then=files,
+        ready={ready: metadata},
+        says={METADATA: metadata},
+        without=frozenset({ready}),
+        obsolete=older,
+    )
+    let_count(marked.writer, marked.held, commit, {})
+    marked.release()
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._closing = ExitStack()
-        self._writer: StorageWriter | None = None
-        self._held: Held | None = None
 
-    def begin(self) -> str:
-        """Mark the folder, and remove what was left of saves that were never completed; the save's token."""
-        token = new_token()
-        self._writer = writer = self._closing.enter_context(open_writer(self._folder))
-        self._held = take_lock(writer, token)
-        self._remove_left(writer)
-        return token
-
-    def commit(
-        self, token: str, files: Mapping[str, int], plan: TensorsPlan, sizes: list[dict[Levels, int]]
-    ) -> None:
-        """Let the new checkpoint count, and remove the older one's files."""
-        assert self._writer is not None
-        assert self._held is not None
-        metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, _number(token)))
-        ready = on_its_way(METADATA, token)
-        older = tuple(name for name in self._writer.list() if _DATA.fullmatch(name) and name not in files)
-        commit = Commit(
-            files,
-            steps=(Publish(ready, METADATA),),
-            then=files,
-            ready={ready: metadata},
-            says={METADATA: metadata},
-            without=frozenset({ready}),
-            obsolete=older,
-        )
-        let_count(self._writer, self._held, commit, {})
-        self._held.release()
-        self._writer.sync_names()
-
-    def undo(self) -> None:
-        """Remove what was written, unless it counts by now, and take the mark away."""
-        if self._writer is None or self._held is None:
-            return
-        with contextlib.suppress(StorageError):
-            if self._held.whose() is Whose.OURS:
-                self._remove_left(self._writer)
-        with contextlib.suppress(StorageError):
-            self._held.release()
-            self._writer.sync_names()
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()  # where nothing was there before
-
-    def close(self) -> None:
-        self._closing.close()
-
-    def _remove_left(self, writer: StorageWriter) -> None:
-        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{METADATA}.")])
-        for name in _left(self._folder, writer.list()):
-            writer.remove(name)
+def _remove_left(writer: StorageWriter, folder: Path) -> None:
+    """What saves left that were never completed."""
+    remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{METADATA}.")])
+    for name in _left(folder, writer.list()):
+        writer.remove(name)
 
 
 def _left(folder: Path, names: list[str]) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import FormatError, PlacementError, StorageError
 from shardwise.execution.committing import let_count, remove_unnamed
-from shardwise.execution.saving_lock import Held, Whose, new_token, require_lock, take_lock
+from shardwise.execution.marked import Marked, marked_by_first
+from shardwise.execution.saving_lock import Whose, new_token, require_lock, take_lock
 from shardwise.execution.world import World
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
@@ -46,16 +45,23 @@ def write_rank_files(
     Raises:
         StorageError: a file could not be written, or somebody else writes there, or has since.
     """
-    desk = _Desk(folder, names, is_one)
-    try:
-        token = world.from_first(desk.begin)
-        sizes = world.each(lambda: _write_own(folder, names[world.rank], token, state))
-        world.from_first(lambda: desk.commit(token, sizes))
-    except BaseException:
-        desk.undo()
-        raise
-    finally:
-        desk.close()
+    intent = _intent(names)
+
+    def tidy(marked: Marked) -> None:
+        """Finish what was left to rename, and remove what was left besides."""
+        remove_unnamed(marked.writer, [name for name in marked.writer.list() if name.startswith(f".{intent}.")])
+        if intent in marked.writer.list():
+            _finish(marked.writer, intent, is_one)
+        _remove_left(marked.writer, is_one)
+
+    def undo(marked: Marked) -> None:
+        """Unless it counts by now."""
+        if marked.held.whose() is Whose.OURS and intent not in marked.writer.list():
+            _remove_left(marked.writer, is_one)
+
+    with marked_by_first(world, folder, tidy, undo) as saving:
+        sizes = world.each(lambda: _write_own(folder, names[world.rank], saving.token, state))
+        world.from_first(lambda: _commit(saving.marked, names, is_one, sizes))
     return sizes[world.rank]
 
 
@@ -152,69 +158,31 @@ class _Sink:
         self.position += sum(part.nbytes for part in parts)
 
 
-class _Desk:
-    """What one rank does for all, before anything is written and when all is. Nothing on the others."""
+def _commit(marked: Marked, names: Sequence[str], is_one: Callable[[str], bool], sizes: Sequence[int]) -> None:
+    """Let the new files count, and give them their names."""
+    intent = _intent(names)
+    ready = on_its_way(intent, marked.token)
+    files = {_fresh(name, marked.token): nbytes for name, nbytes in zip(names, sizes, strict=True)}
+    content = json.dumps({"token": marked.token, "names": list(names)}).encode()
+    commit = Commit(
+        files,
+        steps=(Publish(ready, intent),),
+        then=files,
+        ready={ready: content},
+        says={intent: content},
+        without=frozenset({ready}),
+    )
+    let_count(marked.writer, marked.held, commit, {})
+    _finish(marked.writer, intent, is_one)
+    marked.release()
 
-    def __init__(self, folder: Path, names: Sequence[str], is_one: Callable[[str], bool]) -> None:
-        self._folder = folder
-        self._names = names
-        self._is_one = is_one
-        self._closing = ExitStack()
-        self._writer: StorageWriter | None = None
-        self._held: Held | None = None
 
-    def begin(self) -> str:
-        """Mark the folder, finish what was left to rename, and remove what was left besides; the save's token."""
-        token, intent = new_token(), _intent(self._names)
-        self._writer = writer = self._closing.enter_context(open_writer(self._folder))
-        self._held = take_lock(writer, token)
-        remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{intent}.")])
-        if intent in writer.list():
-            _finish(writer, intent, self._is_one)
-        self._remove_left(writer)
-        return token
-
-    def commit(self, token: str, sizes: Sequence[int]) -> None:
-        """Let the new files count, and give them their names."""
-        assert self._writer is not None
-        assert self._held is not None
-        intent = _intent(self._names)
-        ready = on_its_way(intent, token)
-        files = {_fresh(name, token): nbytes for name, nbytes in zip(self._names, sizes, strict=True)}
-        content = json.dumps({"token": token, "names": list(self._names)}).encode()
-        commit = Commit(
-            files,
-            steps=(Publish(ready, intent),),
-            then=files,
-            ready={ready: content},
-            says={intent: content},
-            without=frozenset({ready}),
-        )
-        let_count(self._writer, self._held, commit, {})
-        _finish(self._writer, intent, self._is_one)
-        self._held.release()
-        self._writer.sync_names()
-
-    def undo(self) -> None:
-        """Remove what was written, unless it counts by now, and take the mark away."""
-        if self._writer is None or self._held is None:
-            return
-        with contextlib.suppress(StorageError):
-            if self._held.whose() is Whose.OURS and _intent(self._names) not in self._writer.list():
-                self._remove_left(self._writer)
-        with contextlib.suppress(StorageError):
-            self._held.release()
-            self._writer.sync_names()
-
-    def close(self) -> None:
-        self._closing.close()
-
-    def _remove_left(self, writer: StorageWriter) -> None:
-        """Files of saves like this one that nothing lists."""
-        for name in writer.list():
-            found = _FRESH.fullmatch(name)
-            if found is not None and self._is_one(found[1]):
-                writer.remove(name)
+def _remove_left(writer: StorageWriter, is_one: Callable[[str], bool]) -> None:
+    """Files of saves like this one that nothing lists."""
+    for name in writer.list():
+        found = _FRESH.fullmatch(name)
+        if found is not None and is_one(found[1]):
+            writer.remove(name)
 
 
 def _finish(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> None:

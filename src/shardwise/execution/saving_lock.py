@@ -75,7 +75,7 @@ def new_token() -> str:
     return secrets.token_hex(4)
 
 
-class Held:
+class HeldMark:
     """The mark of this save, which is renewed until it is released."""
 
     def __init__(self, writer: StorageWriter, token: str) -> None:
@@ -112,7 +112,7 @@ class Held:
                     self._writer.replace(_name(self._writer, self._token) + _BEAT, str(count).encode())
 
 
-def take_lock(writer: StorageWriter, token: str) -> Held:
+def take_lock(writer: StorageWriter, token: str) -> HeldMark:
     """Mark the folder as being saved to by this process, for the save that ``token`` (8 hex digits) names.
 
     A mark left by a process of this machine that is gone is taken over, and one of another machine or container
@@ -126,7 +126,7 @@ def take_lock(writer: StorageWriter, token: str) -> Held:
     else:
         _list_own(writer, token)
     require_lock(writer, token)
-    return Held(writer, token)
+    return HeldMark(writer, token)
 
 
 def whose_mark(writer: StorageWriter, token: str) -> Whose:

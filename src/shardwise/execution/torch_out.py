@@ -14,7 +14,7 @@ import torch
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.landing import memory_of
-from shardwise.execution.saving_lock import Held, new_token, take_lock
+from shardwise.execution.saving_lock import HeldMark, new_token, take_lock
 from shardwise.execution.stream_out import BLOCK_BYTES, Part, Streamed
 from shardwise.formats.torch_file import read_torch_file
 from shardwise.models._torch_private import save_without_data
@@ -47,7 +47,7 @@ class RoomyFile:
         self._name = name
         self._token = new_token()
         self._file = on_its_way(name, self._token)
-        self._held: Held | None = None
+        self._held: HeldMark | None = None
         self._nbytes = 0
 
     def begin(self, tensors: Mapping[Levels, Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
