@@ -17,7 +17,7 @@ from tests.faults.doomed import Doomed, Seat
 import shardwise
 from shardwise import Checkpointer, CheckpointerOptions, KeepLast
 from shardwise.checkpoints import write
-from shardwise.execution import chunk_sources, chunk_stream, saving_lock
+from shardwise.execution import chunk_sources, chunk_stream, marked, saving_lock
 from shardwise.execution.line import Patience
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 QUICK = Patience(beat_s=0.1, silence_s=3.0, join_s=60)
 
 STAGES = {
-    "begin": (write, "new_token", 0),
+    "begin": (marked, "new_token", 0),
     "stage": (chunk_sources, "copy_all", 1),
     "write": (write, "_write_own", 1),
     "sync": (chunk_stream, "envelope", 2),
