@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.execution.exchange import exchange
 from shardwise.execution.local_ranks import LocalRanks
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Parcel, Wanted, from_sources, rounds
+from shardwise.planning.exchange import Parcel, WantedBoxes, from_sources, rounds
 from shardwise.tensors import Box
 
 _ROWS, _WIDTH = 2048, 1024  # 8 MiB of float32
@@ -39,7 +39,7 @@ def measure(mib: int, budgets: list[int]) -> dict[str, float]:
     dist.barrier()
     seconds["broadcast"] = time.perf_counter() - start
     held = tuple((Box((rank * part, 0), (part, _WIDTH)),) for rank in range(world.size))
-    wanted = [Wanted(str(number), 4, held) for number in range(count)]
+    wanted = [WantedBoxes(str(number), 4, held) for number in range(count)]
 
     def take(parcel: Parcel, values: torch.Tensor) -> None:
         first = parcel.box.offsets[0] - world.rank * part

@@ -98,7 +98,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from shardwise.conversion import copies
-    from shardwise.layout import Kind, Origin
+    from shardwise.layout import Origin, TensorKind
     from shardwise.models import build, initialize, wrap
     from shardwise.models import transformers_compat as compat
     from shardwise.models.rules import bind
@@ -127,7 +127,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         initial = initialize.initial_origin(model)
 
         def origin_of(item: Held) -> Origin:
-            return computed[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
+            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
 
         layout = layout_of(held, origin_of)
     with clock.phase("plan_load"):

@@ -37,7 +37,7 @@ from shardwise import (
 from shardwise.checkpoints import write
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
-from shardwise.execution.chunk_sources import Staging
+from shardwise.execution.chunk_sources import ChunkStaging
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
@@ -303,7 +303,7 @@ def fail_to_stage(folder: str) -> tuple[Any, ...]:
         if tiny.rank() == 1:
             raise MemoryError("struck")
 
-    with mock.patch.object(Staging, "copy", struck):
+    with mock.patch.object(ChunkStaging, "copy", struck):
         checkpointer.save(2, training.state)
         error = attempt(checkpointer.wait)
     checkpointer.steps()  # the first rank has tidied up when it comes to this

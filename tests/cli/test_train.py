@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from tests.training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.cli.launch import Alone, Launch, Launched, Spawned, read_launch, run_ranks
+from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
 from shardwise.cli.train import STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
 from shardwise.execution import first_touch
 from shardwise.planning.pages import Way
 from shardwise.training.config import read_config
-from shardwise.training.report import Facts, StepFacts
+from shardwise.training.report import Event, StepFacts
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters
@@ -290,7 +290,7 @@ def test_a_training_that_was_killed_goes_on_on_other_ranks(
     place = needed(checkpoint, chats, tmp_path / "killed")
     tell = StepLog.tell
 
-    def kill(self: StepLog, facts: Facts) -> None:
+    def kill(self: StepLog, facts: Event) -> None:
         if isinstance(facts, StepFacts) and facts.step == 4:
             raise KeyboardInterrupt
         tell(self, facts)
@@ -369,9 +369,9 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "1
 @pytest.mark.parametrize(
     ("environment", "nproc_per_node", "launch"),
     [
-        ({}, 1, Alone()),
+        ({}, 1, InThisProcess()),
         ({}, 4, Spawned(4)),
-        ({"WORLD_SIZE": "8"}, 1, Alone()),
+        ({"WORLD_SIZE": "8"}, 1, InThisProcess()),
         (TORCHRUN, 1, Launched(rank=3, size=8, local_rank=1)),
     ],
 )

@@ -13,7 +13,7 @@ from shardwise.errors import StorageError
 from shardwise.execution import carriers
 from shardwise.execution.exchange import exchange
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Parcel, Wanted, dealt, from_sources, rounds
+from shardwise.planning.exchange import Parcel, WantedBoxes, dealt, from_sources, rounds
 from shardwise.tensors import Box
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def hand_over(source_of: list[int] | None, budget: int, way: str = "") -> tuple[
     world = World.current()
     everything = tensors()
     wanted = [
-        Wanted(name, tensor.itemsize, tuple(boxes(name, rank, world.size) for rank in range(world.size)))
+        WantedBoxes(name, tensor.itemsize, tuple(boxes(name, rank, world.size) for rank in range(world.size)))
         for name, tensor in everything.items()
     ]
     if source_of is None:
@@ -133,7 +133,7 @@ def fail_half_way(failing: int, where: str, way: str) -> tuple[str, str, float]:
     """One rank raises in the middle; everybody gets the same error, soon."""
     world = World.current()
     whole = noise((64, 64), torch.float32, 0)
-    wanted = [Wanted("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
+    wanted = [WantedBoxes("w", 4, tuple((Box((rank * 8, 0), (8, 64)),) for rank in range(world.size)))]
     plan = rounds(from_sources(wanted, [[0] * world.size]).first, 1024)
     calls = 0
 

@@ -9,7 +9,7 @@ import torch
 from tests.execution import rooms
 
 from shardwise.execution.common_memory import CommonMemory, enter
-from shardwise.execution.common_rooms import _Keeper, lay_out
+from shardwise.execution.common_rooms import _RoomAllocator, lay_out
 from shardwise.planning.assembly import Block, Round
 from shardwise.tensors import Box
 
@@ -59,7 +59,7 @@ def test_what_is_written_to_a_loan_is_seen_by_nobody_else():
 
 
 def test_memory_is_used_again_once_all_ranks_have_let_go_of_it():
-    with _Keeper(ranks=2, spare_bytes=100) as keeper:
+    with _RoomAllocator(ranks=2, spare_bytes=100) as keeper:
         first = keeper.open({0: 60, 1: 60})
         keeper.take_back([0])
         assert keeper.open({2: 60})[2] not in first.values()
@@ -69,7 +69,7 @@ def test_memory_is_used_again_once_all_ranks_have_let_go_of_it():
 
 
 def test_no_more_memory_is_kept_than_may_be_spare():
-    with _Keeper(ranks=1, spare_bytes=100) as keeper:
+    with _RoomAllocator(ranks=1, spare_bytes=100) as keeper:
         first = keeper.open({0: 60, 1: 60})
         keeper.take_back([0, 1])
         again = keeper.open({2: 60, 3: 60})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution.line import Line, Patience
-from shardwise.execution.presence import Place, keep_beating
+from shardwise.execution.presence import ProcessPlace, keep_beating
 
 QUICK = Patience(beat_s=0.05, silence_s=0.6, join_s=1.5)
 
@@ -227,10 +227,10 @@ def test_a_rank_that_was_given_up_comes_to_the_next_call_not_to_the_one_it_skipp
     assert [later for _, later in outcomes] == [[b"load"] * 3] * 3
 
 
-def ended() -> Place:
+def ended() -> ProcessPlace:
     """Where a process was that ended."""
-    code = "from shardwise.execution.presence import Place; print(Place.here().encode().decode())"
-    return Place.of(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    code = "from shardwise.execution.presence import ProcessPlace; print(ProcessPlace.here().encode().decode())"
+    return ProcessPlace.of(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("gone", [0, 2])
@@ -260,7 +260,7 @@ def test_a_rank_that_ended_after_it_had_said_all_is_not_missed():
 
 def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
     """Not before: for as long as it beats it may be busy."""
-    away = replace(Place.here(), host="afar", space="another kernel's")
+    away = replace(ProcessPlace.here(), host="afar", space="another kernel's")
     patience = replace(QUICK, join_s=60)
     with Ranks(2, patience) as ranks:
         ranks.store.set("shardwise/alive/place/1", away.encode())
@@ -289,7 +289,7 @@ def test_a_rank_of_another_machine_is_missed_when_its_pulse_stops():
 def test_a_rank_of_this_machine_that_runs_is_not_lost_though_its_pulse_pauses():
     """A library may not let other threads run."""
     with Ranks(2) as ranks:
-        ranks.store.set("shardwise/alive/place/1", Place.here().encode())
+        ranks.store.set("shardwise/alive/place/1", ProcessPlace.here().encode())
         ranks.store.set("shardwise/alive/pulse/1", b"7 0.05")
         (error,) = ranks.each(lambda line: line.meet(b""), without=1)
     assert "rank 1 has not come to this call" in str(error)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.formats.composed import StoredView, why_not_strided
-from shardwise.formats.wrappers import Choice, choose_model
+from shardwise.formats.wrappers import WrapperChoice, choose_model
 from shardwise.tensors import ByteRange, DType, Strided
 
 
@@ -35,7 +35,7 @@ def paths(*names: str) -> list[tuple[str, ...]]:
     ],
 )
 def test_where_the_model_is(names: tuple[str, ...], wrapper: tuple[str, ...], others: tuple[object, ...]) -> None:
-    assert choose_model(paths(*names)) == Choice(wrapper, others)
+    assert choose_model(paths(*names)) == WrapperChoice(wrapper, others)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_where_there_is_none(names: tuple[str, ...]) -> None:
 
 
 def test_keys_of_the_model() -> None:
-    choice = Choice(("model",), (("optimizer",), ("model", "optim")))
+    choice = WrapperChoice(("model",), (("optimizer",), ("model", "optim")))
     assert choice.key_of(("model", "a", "weight")) == "a.weight"
     assert choice.key_of(("optimizer", "a")) is None
     assert choice.key_of(("model", "optim", "a")) is None

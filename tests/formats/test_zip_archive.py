@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
 from shardwise.formats import zip_archive
-from shardwise.formats.zip_archive import Archive, Part
+from shardwise.formats.zip_archive import Archive, FileWindow
 from shardwise.storage import MemoryReader
 from shardwise.tensors import ByteRange
 
@@ -89,7 +89,7 @@ TWO = Zip((Entry(b"a/one", b"first"), Entry("a/zwölf".encode(), b"the second"))
 def opened(content: bytes, before: int = 0, after: int = 0) -> tuple[Archive, bytes]:
     """The archive, as a part of a larger file."""
     whole = b"x" * before + content + b"y" * after
-    part = Part(MemoryReader({"f": whole}), "f", before, before + len(content))
+    part = FileWindow(MemoryReader({"f": whole}), "f", before, before + len(content))
     return Archive(part, "the file"), whole
 
 
@@ -150,7 +150,7 @@ class Counting(MemoryReader):
 def test_a_small_archive_is_read_at_once_and_of_a_large_one_its_ends(nbytes: int, reads: int, more: int) -> None:
     content = bytes(range(251)) * 100
     reader = Counting({"f": content})
-    part = Part(reader, "f", 5, 5 + nbytes)
+    part = FileWindow(reader, "f", 5, 5 + nbytes)
     assert reader.asked == reads
     for start, stop in ((0, 10), (4090, 4096), (nbytes - 4096, nbytes - 4000), (nbytes - 3, nbytes), (0, 0)):
         assert part.read(start, stop) == content[5 + start : 5 + stop]

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Origin, Spread, TensorLayout, WorldLayout
+from shardwise.layout import LocalBox, MeshShape, ModelLayout, Origin, Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.tensors import Box, DType, Strided
 
 
 def tensor(
     *names: str,
-    kind: Kind = Kind.PARAMETER,
+    kind: TensorKind = TensorKind.PARAMETER,
     dtype: DType = DType.F32,
     shape: tuple[int, ...] = (4, 3),
     boxes: tuple[Box, ...] | None = None,
@@ -25,13 +25,13 @@ def tensor(
 
 def test_what_is_saved_and_what_it_takes() -> None:
     half = tensor("a", "alias", dtype=DType.BF16, boxes=(Box((0, 0), (2, 3)), Box((3, 0), (1, 3))))
-    buffer, brief = tensor("b", kind=Kind.PERSISTENT_BUFFER), tensor("c", kind=Kind.BUFFER)
+    buffer, brief = tensor("b", kind=TensorKind.PERSISTENT_BUFFER), tensor("c", kind=TensorKind.BUFFER)
     layout = ModelLayout((half, buffer, brief))
     assert (half.fqn, half.numel, half.local_numel) == ("a", 12, 9)
     assert layout.by_name == {"a": half, "alias": half, "b": buffer, "c": brief}
     assert list(layout.saved()) == [half, buffer]
     assert layout.local_nbytes == 9 * 2 + 12 * 4
-    assert [kind.is_saved for kind in Kind] == [True, True, False]
+    assert [kind.is_saved for kind in TensorKind] == [True, True, False]
 
 
 @given(

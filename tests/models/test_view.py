@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import PlacementError
-from shardwise.layout import Kind, Origin
+from shardwise.layout import Origin, TensorKind
 from shardwise.models.selection import Everything, names_outside
 from shardwise.models.view import (
     boxes_at,
@@ -99,9 +99,9 @@ def test_every_tensor_is_seen_once_with_all_its_names():
         "head.weight",
     ]
     assert layout.by_name["again.weight"].names == ("head.weight", "again.weight")
-    assert layout.by_name["steps"].kind is Kind.PERSISTENT_BUFFER
+    assert layout.by_name["steps"].kind is TensorKind.PERSISTENT_BUFFER
     assert layout.by_name["steps"].local_numel == 1
-    assert layout.by_name["table"].kind is Kind.BUFFER
+    assert layout.by_name["table"].kind is TensorKind.BUFFER
     assert layout.by_name["head.weight"].dtype.label == "BF16"
     assert not layout.by_name["head.weight"].requires_grad
 

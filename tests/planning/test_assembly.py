@@ -13,7 +13,7 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion import Stored, concat, slice_dim
 from shardwise.formats import NewFile
-from shardwise.planning.assembly import Round, Wanted, plan_assembly
+from shardwise.planning.assembly import Round, WantedTensor, plan_assembly
 from shardwise.planning.exchange import ALIGNMENT_BYTES
 from shardwise.planning.giving import shares_by_rank
 from shardwise.planning.owners import choose_owners
@@ -83,7 +83,7 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
     for number in range(rng.randint(1, 4)):
         expression, array = grower.grow(rng.randint(0, 4))
         targets = tuple(range(size)) if to_all else (rng.randrange(size),)
-        wanted.append(Wanted(str(number), expression, ITEMSIZE, targets))
+        wanted.append(WantedTensor(str(number), expression, ITEMSIZE, targets))
         arrays[str(number)] = array
     shares = {name: dealt(rng, leaf.shape, size) for name, leaf in grower.leaves.items()}
     streams = [wanted] if to_all else [[item for item in wanted if item.targets == (r,)] for r in range(size)]
@@ -114,7 +114,7 @@ def received_bytes(items: Round, rank: int) -> int:
 def test_a_tensor_larger_than_a_bucket_comes_in_rows():
     leaf = Stored("w", (10, 8), DType.F32)
     shares = {"w": shares_by_rank([(Box((0, 0), (5, 8)),), (Box((5, 0), (5, 8)),)], 0, 4)}
-    rounds = plan_assembly([[Wanted("w", leaf, 4, (0,))]], shares, 2, 100)
+    rounds = plan_assembly([[WantedTensor("w", leaf, 4, (0,))]], shares, 2, 100)
     assert [block.box for items in rounds for block in items.blocks] == [
         Box((0, 0), (3, 8)),
         Box((3, 0), (3, 8)),
@@ -126,7 +126,7 @@ def test_a_tensor_larger_than_a_bucket_comes_in_rows():
 
 def test_small_tensors_share_a_round_until_the_bucket_is_full():
     shares = {str(n): shares_by_rank([(Box((0,), (4,)),), (Box((4,), (4,)),)], 0, 4) for n in range(5)}
-    wanted = [Wanted(str(n), Stored(str(n), (8,), DType.F32), 4, (0, 1)) for n in range(5)]
+    wanted = [WantedTensor(str(n), Stored(str(n), (8,), DType.F32), 4, (0, 1)) for n in range(5)]
     rounds = plan_assembly([wanted], shares, 2, 64)
     assert [[block.key for block in items.blocks] for items in rounds] == [["0", "1"], ["2", "3"], ["4"]]
     assert all(items.is_padded for items in rounds)
@@ -136,7 +136,7 @@ def test_small_tensors_share_a_round_until_the_bucket_is_full():
 def test_what_one_rank_gives_to_all_is_not_padded():
     """Experts that lie on one rank: the others would send as much of nothing."""
     shares = {"w": shares_by_rank([(Box((0, 0), (4, 8)),), ()], 0, 4)}
-    (items,) = plan_assembly([[Wanted("w", Stored("w", (4, 8), DType.F32), 4, (0, 1))]], shares, 2, 1 << 10)
+    (items,) = plan_assembly([[WantedTensor("w", Stored("w", (4, 8), DType.F32), 4, (0, 1))]], shares, 2, 1 << 10)
     assert not items.is_padded
     assert received_bytes(items, 1) == 128
 
@@ -147,7 +147,7 @@ def test_equal_layers_share_what_is_given():
     for number in range(3):
         shares[f"{number}.q"] = shares[f"{number}.k"] = way
         parts = [Stored(f"{number}.{name}", (8,), DType.F32) for name in "qk"]
-        wanted.append(Wanted(f"{number}.half", slice_dim(concat(parts, 0), 0, 2, 12), 4, (0,)))
+        wanted.append(WantedTensor(f"{number}.half", slice_dim(concat(parts, 0), 0, 2, 12), 4, (0,)))
     (items,) = plan_assembly([wanted], shares, 2, 1 << 10)
     assert len({id(block.gifts) for block in items.blocks}) == 1
     assert [block.leaves for block in items.blocks] == [("0.q", "0.k"), ("1.q", "1.k"), ("2.q", "2.k")]
@@ -158,7 +158,7 @@ def test_streams_go_side_by_side():
     shares, streams = {}, []
     for rank in range(2):
         shares[str(rank)] = shares_by_rank([(Box((0,), (40,)),), (Box((40,), (40,)),)], 0, 4)
-        streams.append([Wanted(str(rank), Stored(str(rank), (80,), DType.F32), 4, (rank,))])
+        streams.append([WantedTensor(str(rank), Stored(str(rank), (80,), DType.F32), 4, (rank,))])
     rounds = plan_assembly(streams, shares, 2, 160)
     assert [sorted(block.targets for block in items.blocks) for items in rounds] == [[(0,), (1,)]] * 2
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.planning import exchange
 from shardwise.planning.exchange import (
     Parcel,
-    Wanted,
+    WantedBoxes,
     covers,
     cut,
     dealt,
@@ -47,7 +47,7 @@ def partitions(draw, shape, ranks):
 def worlds_of_tensors(draw):
     ranks = draw(st.integers(1, 5))
     wanted = tuple(
-        Wanted(f"t{number}", draw(ITEMSIZES), draw(partitions(draw(SHAPES), ranks)))
+        WantedBoxes(f"t{number}", draw(ITEMSIZES), draw(partitions(draw(SHAPES), ranks)))
         for number in range(draw(st.integers(1, 3)))
     )
     return ranks, wanted
@@ -125,14 +125,14 @@ def test_of_several_holders_each_gives_its_part():
     """Two replicas of two shards, gathered on the first rank: ranks 1 and 3 hold the same, and take turns."""
     rows = [Box((0, 0), (4, 8)), Box((4, 0), (4, 8))]
     held = [[rows[rank % 2]] for rank in range(4)]
-    wanted = [Wanted(f"t{number}", 4, ((Box.whole((8, 8)),), (), (), ())) for number in range(4)]
+    wanted = [WantedBoxes(f"t{number}", 4, ((Box.whole((8, 8)),), (), (), ())) for number in range(4)]
     spread = from_holders(wanted, [held] * 4)
     assert spread.then == ()
     assert [parcel.source for parcel in spread.first] == [0, 1, 0, 3, 0, 1, 0, 3]
 
 
 def test_what_one_rank_has_whole_is_handed_on_by_those_who_want_it():
-    wanted = [Wanted("w", 4, ((), *(((Box.whole((6, 8)),),) * 3)))]
+    wanted = [WantedBoxes("w", 4, ((), *(((Box.whole((6, 8)),),) * 3)))]
     spread = from_holders(wanted, [[[Box.whole((6, 8))], [], [], []]])
     assert [(p.source, p.targets, p.box.sizes) for p in spread.first] == [(0, (r,), (2, 8)) for r in (1, 2, 3)]
     assert sorted((p.source, p.targets) for p in spread.then) == [(1, (2, 3)), (2, (1, 3)), (3, (1, 2))]
@@ -185,7 +185,7 @@ def replicas(shape, ranks):
 
 
 def test_replicas_fetch_even_parts_of_the_rows():
-    parcels = dealt([Wanted("w", 4, replicas((10, 8), 3))], (0, 1, 2), 1 << 20)
+    parcels = dealt([WantedBoxes("w", 4, replicas((10, 8), 3))], (0, 1, 2), 1 << 20)
     assert [(p.source, p.box.offsets[0], p.box.sizes[0], p.targets) for p in parcels] == [
         (0, 0, 3, (0, 1, 2)),
         (1, 3, 3, (0, 1, 2)),
@@ -194,7 +194,7 @@ def test_replicas_fetch_even_parts_of_the_rows():
 
 
 def test_few_and_long_rows_are_dealt_in_parts():
-    parcels = dealt([Wanted("experts", 4, replicas((2, 6, 5), 4))], (0, 1, 2, 3), 1 << 20)
+    parcels = dealt([WantedBoxes("experts", 4, replicas((2, 6, 5), 4))], (0, 1, 2, 3), 1 << 20)
     assert [(p.source, p.box) for p in parcels] == [
         (0, Box((0, 0, 0), (1, 3, 5))),
         (1, Box((0, 3, 0), (1, 3, 5))),
@@ -204,7 +204,7 @@ def test_few_and_long_rows_are_dealt_in_parts():
 
 
 def test_small_tensors_are_fetched_whole_by_who_has_the_least():
-    wanted = [Wanted(f"norm{size}", 4, replicas((size,), 2)) for size in (6, 2, 3, 4)]
+    wanted = [WantedBoxes(f"norm{size}", 4, replicas((size,), 2)) for size in (6, 2, 3, 4)]
     parcels = dealt(wanted, (0, 1), 1 << 20)
     assert [(p.tensor, p.source, p.box.numel) for p in parcels] == [
         ("norm6", 0, 6),
@@ -216,7 +216,7 @@ def test_small_tensors_are_fetched_whole_by_who_has_the_least():
 
 def test_columns_are_fetched_in_rows():
     columns = tuple((Box((0, 4 * rank), (6, 4)),) for rank in range(2))
-    parcels = dealt([Wanted("w", 4, columns)], (0, 1), 1 << 20)
+    parcels = dealt([WantedBoxes("w", 4, columns)], (0, 1), 1 << 20)
     assert [(p.source, p.targets, p.box) for p in parcels] == [
         (0, (0,), Box((0, 0), (3, 4))),
         (0, (1,), Box((0, 4), (3, 4))),
@@ -226,7 +226,7 @@ def test_columns_are_fetched_in_rows():
 
 
 def test_a_source_sends_what_several_ranks_want_once():
-    spread = from_sources([Wanted("w", 4, replicas((12, 8), 4))], [[0, 0, 0, 0]])
+    spread = from_sources([WantedBoxes("w", 4, replicas((12, 8), 4))], [[0, 0, 0, 0]])
     sent = sum(p.nbytes for p in spread.first if p.targets != (0,))
     assert sent == 12 * 8 * 4
     assert {p.source for p in spread.then} == {1, 2, 3}
@@ -240,7 +240,7 @@ def test_a_budget_below_one_element_is_refused():
 
 def test_columns_of_the_same_rows_follow_each_other_in_blocks():
     columns = tuple((Box((0, 10 * rank), (64, 10)),) for rank in range(4))
-    parcels = dealt([Wanted("w", 1000, columns)], (0, 1, 2, 3), block_bytes=4 * 40 * 1000)
+    parcels = dealt([WantedBoxes("w", 1000, columns)], (0, 1, 2, 3), block_bytes=4 * 40 * 1000)
     rows = [(parcel.source, parcel.box.offsets[0]) for parcel in parcels]
     assert rows == sorted(rows)
     assert all(parcel.box.sizes == (4, 10) for parcel in parcels)

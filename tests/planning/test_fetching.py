@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.exchange import SMALL_BYTES
-from shardwise.planning.fetching import Fetching, Peers, peers_on
+from shardwise.planning.fetching import Fetching, FetchingPeers, peers_on
 from shardwise.tensors import Box, Strided, numel
 
 
@@ -41,12 +41,12 @@ FLAT, HYBRID = MeshShape.flat(4), MeshShape(("replicate", "shard"), (3, 4))
     ("mesh", "spread", "is_sharded", "peers"),
     [
         (FLAT, dealt((8, 6), 4, 0), True, None),
-        (FLAT, dealt((8, 8), 4, 1), True, Peers(True, 4, 1)),
-        (FLAT, whole((8, 6), 4), False, Peers(True, 4, 4)),
-        (HYBRID, dealt((8, 6), 4, 0), True, Peers(False, 3, 3)),
-        (HYBRID, dealt((8, 8), 4, 1), True, Peers(True, 12, 3)),
-        (HYBRID, whole((8, 6), 4), False, Peers(True, 12, 12)),
-        (MeshShape(("replicate", "shard"), (3, 1)), dealt((8, 6), 1, 0), True, Peers(True, 3, 3)),
+        (FLAT, dealt((8, 8), 4, 1), True, FetchingPeers(True, 4, 1)),
+        (FLAT, whole((8, 6), 4), False, FetchingPeers(True, 4, 4)),
+        (HYBRID, dealt((8, 6), 4, 0), True, FetchingPeers(False, 3, 3)),
+        (HYBRID, dealt((8, 8), 4, 1), True, FetchingPeers(True, 12, 3)),
+        (HYBRID, whole((8, 6), 4), False, FetchingPeers(True, 12, 12)),
+        (MeshShape(("replicate", "shard"), (3, 1)), dealt((8, 6), 1, 0), True, FetchingPeers(True, 3, 3)),
         (MeshShape.flat(1), dealt((8, 6), 1, 0), True, None),
     ],
 )
@@ -67,7 +67,7 @@ def test_each_element_is_fetched_once_by_the_ranks_that_share_it(rows, columns, 
     shape, mesh = (rows, columns), MeshShape(("replicate", "shard"), (replicas, positions))
     spread = dealt(shape, positions, dim)
     are_all = spread.boxes[0][0].box.sizes[1:] != shape[1:] or positions == 1
-    peers = Peers(are_all, mesh.ranks if are_all else replicas, replicas)
+    peers = FetchingPeers(are_all, mesh.ranks if are_all else replicas, replicas)
     fetched = Fetching(mesh).spread(spread, shape, itemsize, peers)
     assert len(fetched.boxes) == mesh.ranks
     count = np.zeros(shape, dtype=int)
@@ -80,7 +80,7 @@ def test_large_ones_are_dealt_evenly_and_small_ones_in_turn():
     mesh = MeshShape(("replicate", "shard"), (4, 2))
     large, small = dealt((1000, 100), 2, 0), dealt((10, 3), 2, 0)
     fetching = Fetching(mesh)
-    peers = Peers(False, 4, 4)
+    peers = FetchingPeers(False, 4, 4)
     fetched = fetching.spread(large, (1000, 100), 4, peers)
     assert {sum(numel(part.box.sizes) for part in boxes) for boxes in fetched.boxes} == {12500}
     turns = [fetching.spread(small, (10, 3), 4, peers) for _ in range(5)]

@@ -11,12 +11,12 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import (
     GroupLayout,
-    Kind,
     LocalBox,
     MeshShape,
     ModelLayout,
     Origin,
     Spread,
+    TensorKind,
     TensorLayout,
     WorldLayout,
 )
@@ -49,7 +49,7 @@ class Made:
         self.mesh = mesh
         self.tensors, self.spreads, self.offers, self.stored = [], {}, {}, []
 
-    def add(self, name, shape, *, dim=0, dtype=BF16, kind=Kind.PARAMETER, expression=None):
+    def add(self, name, shape, *, dim=0, dtype=BF16, kind=TensorKind.PARAMETER, expression=None):
         """``dim`` None: whole. Without an expression, the tensor is stored under its own name."""
         boxes, padded = [], numel(shape)
         for position in range(self.mesh.shard_size):
@@ -110,8 +110,8 @@ def moe(ranks):
         made.add(f"layers.{layer}.experts.gate_up", (6, 8, 10), expression=concat([gate, up], 1))
         made.add(f"layers.{layer}.norm", (10,), dtype=F32)
     made.add("scale", (), dim=None, dtype=F32)
-    made.add("steps", (3,), dim=None, dtype=DType.I64, kind=Kind.PERSISTENT_BUFFER)
-    made.add("inv_freq", (5,), dim=None, dtype=F32, kind=Kind.BUFFER)
+    made.add("steps", (3,), dim=None, dtype=DType.I64, kind=TensorKind.PERSISTENT_BUFFER)
+    made.add("inv_freq", (5,), dim=None, dtype=F32, kind=TensorKind.BUFFER)
     return made
 
 

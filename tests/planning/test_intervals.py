@@ -14,7 +14,7 @@ from tests.conversion.random_expressions import Grower
 
 from shardwise.conversion import Stored, concat, copies, permute, reshape, slice_dim, stack, stored_leaves
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.planning.exchange import Wanted, staging_of
+from shardwise.planning.exchange import WantedBoxes, staging_of
 from shardwise.planning.intervals import handed_over, intervals, leaf_boxes, stretch
 from shardwise.tensors import Box, DType, numel
 
@@ -209,7 +209,7 @@ def wanted_of(reads, ranks, dims):
             offsets = tuple(start if d == along else 0 for d in range(len(shape)))
             sizes = tuple(stop - start if d == along else n for d, n in enumerate(shape))
             boxes[rank] = (Box(offsets, sizes),) if stop > start else ()
-        found.append(Wanted(name, 2, tuple(boxes)))
+        found.append(WantedBoxes(name, 2, tuple(boxes)))
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from shardwise.conversion import Bindings, Stored, slice_dim, stack
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
+from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.planning import (
     Consent,
     Ignore,
@@ -24,7 +24,7 @@ from shardwise.planning import (
 from shardwise.tensors import Box, DType, Strided, numel
 
 
-def tensor(name, *shape, kind=Kind.PARAMETER, dtype=DType.F32, origin=Origin.INIT_WEIGHTS, aliases=()):
+def tensor(name, *shape, kind=TensorKind.PARAMETER, dtype=DType.F32, origin=Origin.INIT_WEIGHTS, aliases=()):
     whole = Box.whole(shape)
     return TensorLayout(
         names=(name, *aliases),
@@ -61,8 +61,8 @@ def test_every_tensor_has_one_fill():
     tensors = [
         tensor("embed", 4, 2, aliases=("head",)),
         tensor("score", 2, 2),
-        tensor("inv_freq", 3, kind=Kind.BUFFER),
-        tensor("cache", 3, kind=Kind.BUFFER, origin=Origin.AS_IT_IS),
+        tensor("inv_freq", 3, kind=TensorKind.BUFFER),
+        tensor("cache", 3, kind=TensorKind.BUFFER, origin=Origin.AS_IT_IS),
     ]
     made = plan(tensors, {"embed": ((4, 2), F32)}, consent=Consent(missing=Initialize(("score*",))))
     assert made.fills == {
@@ -80,8 +80,8 @@ def test_all_faults_are_told_at_once():
         tensor("layers.0.q", 4, 2),
         tensor("layers.1.q", 4, 2),
         tensor("head", 5, 2),
-        tensor("position", 4, kind=Kind.PERSISTENT_BUFFER, dtype=I64),
-        tensor("freq", 3, kind=Kind.BUFFER, origin=Origin.NOWHERE),
+        tensor("position", 4, kind=TensorKind.PERSISTENT_BUFFER, dtype=I64),
+        tensor("freq", 3, kind=TensorKind.BUFFER, origin=Origin.NOWHERE),
     ]
     stored = {"head": ((6, 2), F32), "position": ((4,), F32), "odd": ((1,), F32)}
     with pytest.raises(CoverageError) as caught:

@@ -7,7 +7,7 @@ import pytest
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.planning.consent import Ignore
 from shardwise.planning.groups import match_groups
-from shardwise.planning.matching import Brought, Place, Tolerance, match
+from shardwise.planning.matching import Brought, StateSlot, Tolerance, match
 from shardwise.tensors import Box, DType
 
 WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))
@@ -16,7 +16,7 @@ STRICT = Tolerance()
 
 
 def place(*names, shape=(4, 2), dtype=DType.F32):
-    return Place(names, shape, dtype)
+    return StateSlot(names, shape, dtype)
 
 
 def test_any_of_a_place_s_names_will_do():

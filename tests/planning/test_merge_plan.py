@@ -12,11 +12,11 @@ from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
 from shardwise.planning.merge_plan import (
     Added,
-    Form,
     LowRank,
     MergePlan,
     MergeTargets,
     Replaced,
+    WeightForm,
     plan_merge,
     tensors_trained_whole,
 )
@@ -67,14 +67,14 @@ def refusal(stored: Mapping[str, Stored], **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("form", "shape", "factors"),
     [
-        (Form.ROWS, (4, 6), ((2, 6), (4, 2))),
-        (Form.ROWS, (5, 3, 2, 2), ((2, 3, 2, 2), (5, 2, 1, 1))),
-        (Form.COLUMNS, (6, 4), ((2, 6), (4, 2))),
-        (Form.EXPERTS, (3, 8, 6), ((6, 6), (8, 6))),
-        (Form.EXPERT_COLUMNS, (3, 6, 8), ((6, 6), (8, 6))),
+        (WeightForm.ROWS, (4, 6), ((2, 6), (4, 2))),
+        (WeightForm.ROWS, (5, 3, 2, 2), ((2, 3, 2, 2), (5, 2, 1, 1))),
+        (WeightForm.COLUMNS, (6, 4), ((2, 6), (4, 2))),
+        (WeightForm.EXPERTS, (3, 8, 6), ((6, 6), (8, 6))),
+        (WeightForm.EXPERT_COLUMNS, (3, 6, 8), ((6, 6), (8, 6))),
     ],
 )
-def test_shapes_of_factors(form: Form, shape: tuple[int, ...], factors: object) -> None:
+def test_shapes_of_factors(form: WeightForm, shape: tuple[int, ...], factors: object) -> None:
     assert form.factors(shape, 2) == factors
     assert form.is_stacked == (len(shape) == 3)
 
@@ -82,20 +82,25 @@ def test_shapes_of_factors(form: Form, shape: tuple[int, ...], factors: object) 
 @pytest.mark.parametrize(
     ("names", "weight", "form", "shapes"),
     [
-        (("q__lora_A__weight", "q__lora_B__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
-        (("q__lora_A__mine__weight", "q__lora_B__mine__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
-        (("old__lora_A__weight", "old__lora_B__weight"), "q.weight", Form.ROWS, ((2, 6), (4, 2))),
-        (("conv__lora_A__weight", "conv__lora_B__weight"), "conv.weight", Form.COLUMNS, ((2, 6), (4, 2))),
-        (("embed__lora_embedding_A", "embed__lora_embedding_B"), "embed.weight", Form.COLUMNS, ((2, 11), (6, 2))),
+        (("q__lora_A__weight", "q__lora_B__weight"), "q.weight", WeightForm.ROWS, ((2, 6), (4, 2))),
+        (("q__lora_A__mine__weight", "q__lora_B__mine__weight"), "q.weight", WeightForm.ROWS, ((2, 6), (4, 2))),
+        (("old__lora_A__weight", "old__lora_B__weight"), "q.weight", WeightForm.ROWS, ((2, 6), (4, 2))),
+        (("conv__lora_A__weight", "conv__lora_B__weight"), "conv.weight", WeightForm.COLUMNS, ((2, 6), (4, 2))),
+        (
+            ("embed__lora_embedding_A", "embed__lora_embedding_B"),
+            "embed.weight",
+            WeightForm.COLUMNS,
+            ((2, 11), (6, 2)),
+        ),
         (
             ("picture__lora_A__weight", "picture__lora_B__weight"),
             "picture.weight",
-            Form.ROWS,
+            WeightForm.ROWS,
             ((2, 3, 2, 2), (5, 2, 1, 1)),
         ),
     ],
 )
-def test_factors_of_a_module(names: Any, weight: str, form: Form, shapes: Any) -> None:
+def test_factors_of_a_module(names: Any, weight: str, form: WeightForm, shapes: Any) -> None:
     stored = adapter(**dict(zip(names, shapes, strict=True)))
     plan = planned(stored)
     module = names[0].split("__")[0]
@@ -134,9 +139,9 @@ def test_parameters_of_one_module_are_wrapped_from_the_last_to_the_first() -> No
     edits = {name: edit for name, (edit,) in plan.tensors.items()}
     leaves = list(stored.values())
     assert edits == {
-        "experts.down": LowRank("experts.down", Form.EXPERTS, 2, 3.0, *leaves[:2]),
-        "experts.gate_up": LowRank("experts.gate_up", Form.EXPERTS, 2, 3.0, *leaves[2:4]),
-        "turned.up": LowRank("turned.up", Form.EXPERT_COLUMNS, 2, 3.0, *leaves[4:]),
+        "experts.down": LowRank("experts.down", WeightForm.EXPERTS, 2, 3.0, *leaves[:2]),
+        "experts.gate_up": LowRank("experts.gate_up", WeightForm.EXPERTS, 2, 3.0, *leaves[2:4]),
+        "turned.up": LowRank("turned.up", WeightForm.EXPERT_COLUMNS, 2, 3.0, *leaves[4:]),
     }
     assert plan.modules == ("experts.down", "experts.gate_up", "turned.up")
 
@@ -147,7 +152,7 @@ def test_parameters_under_an_older_name_and_of_two_dimensions() -> None:
     flat = planned(adapter(q__lora_A__weight=(2, 6), q__lora_B__weight=(4, 2)), target_parameters=("q.weight",))
     (edit,) = flat.tensors["q.weight"]
     assert isinstance(edit, LowRank)
-    assert (edit.form, edit.module) == (Form.ROWS, "q.weight")
+    assert (edit.form, edit.module) == (WeightForm.ROWS, "q.weight")
     inner = planned(adapter(q__lora_A__weight=(2, 6), q__lora_B__weight=(4, 2)), target_parameters=("eight",))
     assert inner.modules == ("q",), "names are compared part by part"
     assert "names 1 parameters of experts" in refusal(
@@ -173,8 +178,8 @@ def test_biases_magnitudes_and_what_was_trained_whole() -> None:
     assert plan.tensors == {
         "q.bias": (Replaced("q", whole), Added("q", 3.0, bias)),  # replaced first, whatever came first
         "norm.weight": (Replaced("norm", norm),),
-        "q.weight": (LowRank("q", Form.ROWS, 2, 3.0, a, b, magnitude),),
-        "conv.weight": (LowRank("conv", Form.COLUMNS, 2, 3.0, conv_a, conv_b, conv_magnitude),),
+        "q.weight": (LowRank("q", WeightForm.ROWS, 2, 3.0, a, b, magnitude),),
+        "conv.weight": (LowRank("conv", WeightForm.COLUMNS, 2, 3.0, conv_a, conv_b, conv_magnitude),),
     }
 
 

@@ -14,8 +14,8 @@ from shardwise.errors import ConfigError
 from shardwise.formats import CheckpointIndex, NewFile, TensorEntry
 from shardwise.layout import LocalBox
 from shardwise.planning.consent import Consent, Ignore, Initialize, Refuse
-from shardwise.planning.faults import Fault, Faults
-from shardwise.planning.fingerprints import FINGERPRINTS_FILE, Recorded, from_bytes, to_bytes
+from shardwise.planning.faults import FaultKind, Faults
+from shardwise.planning.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
 from shardwise.planning.owners import choose_owners, wanted_by_owners
 from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
 from shardwise.planning.staging import staging_within
@@ -115,7 +115,7 @@ def test_staging_of_large_and_small_budgets() -> None:
 
 saves = st.lists(
     st.builds(
-        Recorded,
+        RecordedSave,
         st.dictionaries(st.text(max_size=5), st.integers(0, 2**60), max_size=3),
         st.dictionaries(st.text(max_size=5), st.integers(0, 2**64 - 1), max_size=3),
     ),
@@ -124,17 +124,17 @@ saves = st.lists(
 
 
 @given(saves)
-def test_fingerprints_come_back(recorded: list[Recorded]) -> None:
+def test_fingerprints_come_back(recorded: list[RecordedSave]) -> None:
     assert from_bytes(to_bytes(recorded)) == recorded
 
 
 def test_the_file_of_fingerprints() -> None:
-    content = to_bytes([Recorded({"f": 3}, {"a": 255}, {"c": "ab"})])
+    content = to_bytes([RecordedSave({"f": 3}, {"a": 255}, {"c": "ab"})])
     older = {"files": {"f": 3}, "tensors": {"a": "00000000000000ff"}}
     written = json.loads(content)
     assert written == {"format": "shardwise fingerprints 1", "saves": [{**older, "beside": {"c": "ab"}}]}
     by_older_code = json.dumps({**written, "saves": [older]}).encode()
-    assert from_bytes(by_older_code) == [Recorded({"f": 3}, {"a": 255})]
+    assert from_bytes(by_older_code) == [RecordedSave({"f": 3}, {"a": 255})]
     assert FINGERPRINTS_FILE == "model.fingerprints.json"
     assert content.endswith(b"}\n")
     sound = json.loads(content)
@@ -187,10 +187,10 @@ def test_faults_in_words() -> None:
     faults = Faults()
     assert not faults
     for number in range(30):
-        faults.add(Fault.MISSING, f"{chr(97 + number % 26)}{'x' * (number // 26)}weight")
-    faults.add(Fault.UNEXPECTED, "model.extra")
+        faults.add(FaultKind.MISSING, f"{chr(97 + number % 26)}{'x' * (number // 26)}weight")
+    faults.add(FaultKind.UNEXPECTED, "model.extra")
     for layer in range(4):
-        faults.add(Fault.MISMATCHED, f"layers.{layer}.weight")
+        faults.add(FaultKind.MISMATCHED, f"layers.{layer}.weight")
     assert faults
     lines = faults.message("place").splitlines()
     assert lines[0] == "the checkpoint place does not fit the model"

@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from shardwise.errors import StorageError
 from shardwise.storage import HubOptions, is_local, resolve
 from shardwise.storage.hub import commit_of, note_commit
-from shardwise.storage.hub_files import AdapterFiles, ModelFiles, Wanted
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles, WantedFiles
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -338,7 +338,7 @@ _SHARDS = {f"model-0000{number}-of-00002.safetensors": b"" for number in (1, 2)}
 def test_only_what_will_be_read_is_downloaded(
     repository: dict[str, bytes],
     options: dict[str, str],
-    wanted: Wanted,
+    wanted: WantedFiles,
     downloaded: set[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.storage import OBJECT_STORE, RemoteReader, Retries, remote, retries
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import (
-    Fault,
+    Disturbance,
     IgnoreRange,
     Redirect,
     Reset,
@@ -44,7 +44,7 @@ def reader_of(store: HttpStore, *, pieces: int = 1, quick: Retries = QUICK, **op
     return RemoteReader(store.url, policy=policy, retries=quick, **options)  # type: ignore[arg-type]
 
 
-def patience_for(fault: Fault) -> Retries:
+def patience_for(fault: Disturbance) -> Retries:
     """Long enough for a machine that is busy with other things, but where waiting is what is tested."""
     return IMPATIENT if isinstance(fault, Stall) else QUICK
 
@@ -71,7 +71,7 @@ def refusal(reader: RemoteReader, start: int = 100, stop: int = 5000) -> Storage
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again(store: HttpStore, fault: Fault) -> None:
+def test_what_passes_is_tried_again(store: HttpStore, fault: Disturbance) -> None:
     with reader_of(store, quick=patience_for(fault)) as reader:
         assert reader.size("a") == NBYTES
         store.inject(fault, times=2)
@@ -81,7 +81,7 @@ def test_what_passes_is_tried_again(store: HttpStore, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", [Status(503), Stall(30), Reset(0)], ids=str)
-def test_looking_at_a_file_is_tried_again_too(store: HttpStore, fault: Fault) -> None:
+def test_looking_at_a_file_is_tried_again_too(store: HttpStore, fault: Disturbance) -> None:
     store.inject(fault, times=2)
     with reader_of(store, quick=patience_for(fault)) as reader:
         assert reader.size("a") == NBYTES
@@ -136,7 +136,7 @@ def test_connections_are_used_again(store: HttpStore) -> None:
     ],
     ids=str,
 )
-def test_what_lasts_is_told_with_everything_one_needs(store: HttpStore, fault: Fault, cause: str) -> None:
+def test_what_lasts_is_told_with_everything_one_needs(store: HttpStore, fault: Disturbance, cause: str) -> None:
     with reader_of(store, quick=patience_for(fault)) as reader:
         reader.size("a")
         store.inject(fault)
@@ -431,7 +431,7 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("fault", [Stall(30), Status(503)], ids=str)
-def test_closing_ends_what_waits(store: HttpStore, fault: Fault) -> None:
+def test_closing_ends_what_waits(store: HttpStore, fault: Disturbance) -> None:
     patient = Retries(attempts=100, first_wait_s=60, longest_wait_s=60, timeout_s=0.3)
     reader = reader_of(store, quick=patient)
     reader.size("a")
@@ -453,7 +453,7 @@ SECRETS = ("hunter22", "alice", "X-Amz-Signature", "deadbeef", "tok_123")
 
 
 @pytest.mark.parametrize("fault", [None, Status(403), Status(404), Status(400), Status(503), Reset()], ids=str)
-def test_credentials_are_sent_but_never_shown(store: HttpStore, fault: Fault | None) -> None:
+def test_credentials_are_sent_but_never_shown(store: HttpStore, fault: Disturbance | None) -> None:
     url = store.url.replace("//", "//alice:hunter22@") + "/?X-Amz-Signature=deadbeef"
     options = {"headers": {"X-Token": "tok_123"}}
     with RemoteReader(url, retries=QUICK, storage_options=options) as reader:

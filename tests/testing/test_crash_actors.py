@@ -32,7 +32,7 @@ from shardwise.testing.crashes import (
     Partly,
     Removed,
     Renamed,
-    Replaced,
+    ReplacedFile,
     Returned,
     Synced,
     Wrote,
@@ -88,7 +88,7 @@ def test_an_empty_folder_is_put_down(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_what_was_done_and_the_first_steps_of_the_last_effect() -> None:
-    entries = [Created(0, "a", 1), Replaced(0, "b", b"2")]
+    entries = [Created(0, "a", 1), ReplacedFile(0, "b", b"2")]
     found = [(killed.done, dict(killed.state.files)) for killed in states_after_kill({"b": b"1"}, entries)]
     [interim] = [name for name in found[2][1] if name.endswith(".incomplete")]
     assert found[0] == ((), {"b": b"1"})
@@ -182,7 +182,7 @@ def test_what_is_neither_is_told_with_the_moment() -> None:
 
 
 def test_only_states_since_then_are_looked_at() -> None:
-    entries: list[Entry] = [Called("a"), Removed(0, "x"), Replaced(0, "x", b"2"), Returned("a")]
+    entries: list[Entry] = [Called("a"), Removed(0, "x"), ReplacedFile(0, "x", b"2"), Returned("a")]
     looked_at: list[int] = []
 
     def look(state: CrashState) -> bytes:
@@ -220,7 +220,7 @@ def test_whoever_opens_a_writer_is_recorded_with_the_folders_that_are_made(tmp_p
         NamesSynced(3, ".."),  # by the next writer, whoever made the folder
         FolderMade(3, "step-1"),
         NamesSynced(3, ""),
-        Replaced(3, "step-1/b", b"2"),
+        ReplacedFile(3, "step-1/b", b"2"),
         NamesSynced(3, "step-1"),
         Removed(3, "step-1/b"),
         FolderRemoved(3, "step-1"),

@@ -25,7 +25,7 @@ from shardwise.storage import (
     WritePolicy,
 )
 from shardwise.testing import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
-from shardwise.testing.crashes import Created, NamesSynced, Removed, Renamed, Replaced, Synced, Wrote
+from shardwise.testing.crashes import Created, NamesSynced, Removed, Renamed, ReplacedFile, Synced, Wrote
 
 NAMES = ["model-new-1", "model-new-2"]
 Save = Callable[[list[StorageWriter]], None]
@@ -141,13 +141,15 @@ def test_older_files_that_go_too_early_are_missed(tmp_path: Path) -> None:
     effects = recorded(old_save(), careful, tmp_path)
     removal = Removed(0, "model-0ld-1")
     early = [removal, *without(effects, removal)]
-    with pytest.raises(AssertionError, match=r"within Replaced|after Removed"):
+    with pytest.raises(AssertionError, match=r"within ReplacedFile|after Removed"):
         assert_old_or_new(old_save(), early, see, old=[OLD] * 2, new=[NEW] * 2)
 
 
 def test_a_save_that_does_not_commit_is_not_the_newer_one(tmp_path: Path) -> None:
     effects = [
-        effect for effect in recorded(old_save(), careful, tmp_path) if not isinstance(effect, (Replaced, Removed))
+        effect
+        for effect in recorded(old_save(), careful, tmp_path)
+        if not isinstance(effect, (ReplacedFile, Removed))
     ]
     with pytest.raises(AssertionError, match="leaves what was there before"):
         assert_old_or_new(old_save(), effects, see, old=[OLD] * 2, new=[NEW] * 2)

@@ -25,12 +25,12 @@ from shardwise.execution.world import World
 from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.training.checkpoints import Checkpoints, KeptInFolders, Standing
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders, TrainingProgress
 from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
 from shardwise.training.loop import Evaluation, evaluate, train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, TrainReport
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, TrainReport
 from shardwise.training.step import StepWork
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
@@ -56,7 +56,7 @@ def test_a_training_that_stopped_goes_on_as_if_it_had_not(data: TrainData) -> No
 
     keeper, stop = MemoryKeeper(), StopRequest()
 
-    def ask(facts: Facts) -> None:
+    def ask(facts: Event) -> None:
         if facts.step == 4:
             stop.number = signal.SIGTERM
 
@@ -67,7 +67,7 @@ def test_a_training_that_stopped_goes_on_as_if_it_had_not(data: TrainData) -> No
     assert (first.is_stopped, first.last_step, list(keeper.kept), keeper.waited) == (True, 5, [5], 1)
 
     model = tiny.model()
-    told: list[Facts] = []
+    told: list[Event] = []
     rest = train(model, step_loader(data, OPTIONS), OPTIONS, told.append, checkpoints=Checkpoints(keeper))
     assert (rest.is_stopped, rest.last_step) == (False, 9)
     assert isinstance(told[0], CheckpointFacts)
@@ -88,7 +88,7 @@ def test_what_is_asked_for_now_and_overruled_by_the_checkpoint_is_told(data: Tra
         (replace(OPTIONS, learning_rate=2e-3), "learning_rate 0.001 (asked for now: 0.002); a new run"),
         (replace(OPTIONS, weight_decay=0.5), "weight_decay 0 (asked for now: 0.5); a new run"),
     ):
-        told: list[Facts] = []
+        told: list[Event] = []
         report = train(
             tiny.model(), step_loader(data, options), options, told.append, checkpoints=Checkpoints(keeper)
         )
@@ -108,8 +108,8 @@ def test_a_checkpoint_of_another_loop_is_refused(data: TrainData, user: dict[str
 
 
 def test_what_a_loop_keeps_of_itself_comes_back() -> None:
-    for standing in (Standing(), Standing(7, 5, 0.25)):
-        assert Standing.from_dict(json.loads(json.dumps(standing.to_dict()))) == standing
+    for standing in (TrainingProgress(), TrainingProgress(7, 5, 0.25)):
+        assert TrainingProgress.from_dict(json.loads(json.dumps(standing.to_dict()))) == standing
 
 
 def test_checkpoints_every_so_many_steps_and_at_the_end(data: TrainData) -> None:
@@ -133,7 +133,7 @@ def test_a_loss_that_is_no_number_names_its_rows_and_keeps_nothing(data: TrainDa
     keeper = MemoryKeeper()
     model = tiny.model()
 
-    def spoil(facts: Facts) -> None:
+    def spoil(facts: Event) -> None:
         if facts.step == 4 and isinstance(facts, StepFacts):
             with torch.no_grad():
                 model.model.norm.weight.fill_(math.nan)
@@ -161,7 +161,7 @@ def test_evaluation_is_the_mean_of_all_tokens(data: TrainData) -> None:
 
 def test_the_best_is_kept_and_known_again(data: TrainData) -> None:
     best: list[int] = []
-    told: list[Facts] = []
+    told: list[Event] = []
     evaluation = Evaluation(evaluation_batches(data, Padded(), 8), 2, lambda facts: best.append(facts.step))
     keeper = MemoryKeeper()
     model = tiny.model()
@@ -193,7 +193,7 @@ def test_an_evaluation_that_a_stop_came_before_is_not_lost(data: TrainData) -> N
     whole = train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, evaluation=evaluation)
     keeper, stop = MemoryKeeper(), StopRequest()
 
-    def ask(facts: Facts) -> None:
+    def ask(facts: Event) -> None:
         if facts.step == 2:
             stop.number = signal.SIGTERM
 
@@ -215,7 +215,7 @@ def test_an_evaluation_that_is_no_number_ends_the_training_and_nothing_is_saved_
     model, best, keeper = tiny.model(), [], MemoryKeeper()
     spoilt = Evaluation(evaluation_batches(data, Padded(), 8), 3, best.append)
 
-    def spoil(facts: Facts) -> None:
+    def spoil(facts: Event) -> None:
         if facts.step == 3 and isinstance(facts, StepFacts):
             with torch.no_grad():
                 model.model.norm.weight.fill_(math.nan)
@@ -256,7 +256,7 @@ def test_going_on_with_more_steps_goes_on_at_the_rate_of_the_longer_schedule(dat
 
 
 def test_what_a_listener_raises_ends_the_training_at_the_next_step(data: TrainData) -> None:
-    def fail(facts: Facts) -> None:
+    def fail(facts: Event) -> None:
         raise StorageError(f"no place for step {facts.step}")
 
     with pytest.raises(StorageError, match="no place for step 1"):
@@ -306,7 +306,7 @@ def stopped_and_spoilt(file: str) -> tuple[bool, int, str]:
     data = read_data(file, tiny.tokenizer(), max_length=64)
     stop = StopRequest()
 
-    def ask(facts: Facts) -> None:
+    def ask(facts: Event) -> None:
         if facts.step == 2 and world.rank == 1:
             stop.number = signal.SIGTERM
 
@@ -344,7 +344,7 @@ def mixed_steps(file: str, folder: str, last_step: int) -> list[float]:
         wrap.wrap(model, wrap.Sharding(mesh=mesh, wrap=WholeModel()))
         average_replicated_gradients(model, mesh)
 
-    def ask(facts: Facts) -> None:
+    def ask(facts: Event) -> None:
         if facts.step == last_step - 1:
             stop.number = signal.SIGTERM
 

@@ -19,8 +19,8 @@ from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.training.data import (
     IGNORED,
+    BatchLayout,
     Flattened,
-    Layout,
     Packed,
     Padded,
     TrainData,
@@ -109,7 +109,7 @@ def test_flash_attention_is_told_where_rows_begin() -> None:
 @pytest.mark.parametrize("build", [tiny.model, mistral, gemma])
 @pytest.mark.parametrize("layout", [Packed(100), Flattened(100)])
 def test_the_loss_of_packed_rows_is_that_of_the_rows(
-    data: TrainData, build: Any, attention: str, layout: Layout
+    data: TrainData, build: Any, attention: str, layout: BatchLayout
 ) -> None:
     model = build()
     model.set_attn_implementation(attention)
@@ -134,7 +134,7 @@ def test_gradients_of_packed_rows_are_those_of_the_rows(data: TrainData) -> None
 
 
 @pytest.mark.parametrize("layout", [Packed(100), Flattened(100)])
-def test_a_model_whose_rows_are_blind_is_taken(layout: Layout) -> None:
+def test_a_model_whose_rows_are_blind_is_taken(layout: BatchLayout) -> None:
     for build in (tiny.model, mistral, gemma):
         model = build().train()
         require_blind_rows(model, layout, TrainOptions())

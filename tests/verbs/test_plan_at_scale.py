@@ -18,7 +18,7 @@ from shardwise.models.foresee import foresee
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
 from shardwise.planning import Consent, ModelRules, plan_load
-from shardwise.planning.exchange import Wanted
+from shardwise.planning.exchange import WantedBoxes
 from shardwise.planning.footprint import Footprints, Reading
 from shardwise.planning.forecast import Homes, forecast_rank
 from shardwise.planning.intervals import handed_over, intervals
@@ -109,7 +109,7 @@ def test_one_of_a_thousand_ranks_knows_soon_what_it_hands_over():
         spread: tuple(tuple(part.box for part in held) for held in spread.boxes)
         for spread in world.spreads.values()
     }
-    wanted = [Wanted(name, 2, boxes[world.spreads[name]]) for name in reads]
+    wanted = [WantedBoxes(name, 2, boxes[world.spreads[name]]) for name in reads]
     start = time.process_time()
     agenda = handed_over(wanted, intervals(reads, index, mesh.ranks), budget, rank=511)
     assert time.process_time() - start < 30

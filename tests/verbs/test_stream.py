@@ -8,7 +8,7 @@ from tests import zoo
 from tests.verbs import streaming
 
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.revert import Computed, Reverted
+from shardwise.models.revert import ComputedOutputs, Reverted
 from shardwise.tensors import DType
 from shardwise.verbs import stream
 from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_at_once():
 
 
 def test_a_conversion_that_computes_is_refused(monkeypatch):
-    computed = Computed(("scale",), (("scale_twice", DType.F32, ()),), lambda values: values)
+    computed = ComputedOutputs(("scale",), (("scale_twice", DType.F32, ()),), lambda values: values)
     monkeypatch.setattr(stream, "revert", lambda *args, **keywords: Reverted({}, (computed,), ("scale_twice",)))
     with pytest.raises(CoverageError, match="scale_twice: transformers computes"):
         next(iter_hf_tensors(streaming.Odd()))

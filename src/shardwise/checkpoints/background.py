@@ -84,7 +84,7 @@ def promised(world: World, job: write.Job) -> CheckpointReport:
     )
 
 
-def completed(report: CheckpointReport, written: write.Written) -> CheckpointReport:
+def completed(report: CheckpointReport, written: write.WrittenCheckpoint) -> CheckpointReport:
     """The same, now that it is."""
     return replace(
         report,

@@ -22,19 +22,19 @@ from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.modes import (
     Asynchronous,
     CheckpointerOptions,
-    Keep,
     KeepAll,
     KeepLast,
     Latest,
     Mode,
+    Retention,
     Synchronous,
     Which,
 )
 from shardwise.checkpoints.plain import packed
 from shardwise.checkpoints.state import (
-    Contents,
-    Keys,
+    KeyPath,
     Looked,
+    StateContents,
     TrainState,
     adapter_settings,
     contents_of,
@@ -43,12 +43,12 @@ from shardwise.checkpoints.state import (
     look,
 )
 from shardwise.errors import ConfigError, DisagreementError, StorageError
-from shardwise.execution.chunk_sources import InPlace, Staging, places_of, views_of
-from shardwise.execution.chunk_stream import Source
-from shardwise.execution.chunks import Chunk, TensorsPlan, plan_tensors
+from shardwise.execution.chunk_sources import ChunkStaging, InPlace, places_of, views_of
+from shardwise.execution.chunk_stream import ChunkSource
+from shardwise.execution.chunks import ArchivedChunk, TensorsPlan, plan_tensors
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
-from shardwise.execution.replicas import Replicas, Told, as_bytes, require_mode, settle_told
+from shardwise.execution.replicas import DigestWords, Replicas, as_bytes, require_mode, settle_told
 from shardwise.execution.replicas import tell as tell_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
@@ -94,7 +94,7 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: Keep = KeepLast(),  # noqa: B008 - frozen
+        keep: Retention = KeepLast(),  # noqa: B008 - frozen
         mode: Mode = Synchronous(),  # noqa: B008
         only: Selection = Everything(),  # noqa: B008
         on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
@@ -108,7 +108,7 @@ class Checkpointer:
         self._only = only
         self._on_differing_buffers = on_differing_buffers
         self._options = options
-        self._staging = Staging()
+        self._staging = ChunkStaging()
         self._looked: Looked | None = None
         self._planned: _Planned | None = None
         self._on_its_way: Background | None = None
@@ -174,8 +174,8 @@ class Checkpointer:
                 with clock.phase("compare"):
                     differing = self._compare(world, planned, agreed)
 
-                def content() -> write.Content:
-                    return write.Content(self._source(planned), own.stored(agreed, world.rank))
+                def content() -> write.RankContent:
+                    return write.RankContent(self._source(planned), own.stored(agreed, world.rank))
 
                 about = self._about(step, world.size, own, agreed)
                 job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
@@ -328,13 +328,13 @@ class Checkpointer:
         return replace(before, looked=looked) if before.layout == _layout(looked) else None
 
     @collected_later()
-    def _source(self, planned: _Planned) -> Source:
+    def _source(self, planned: _Planned) -> ChunkSource:
         """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
         if isinstance(self._mode, Synchronous):
             return InPlace(planned.views, self._options.budget_bytes)
         return self._staging.copy(planned.views)
 
-    def _about(self, step: int, world_size: int, own: _Own, agreed: _Agreed) -> Facts:
+    def _about(self, step: int, world_size: int, own: _Own, agreed: _AgreedSave) -> Facts:
         return Facts(
             step=step,
             world_size=world_size,
@@ -347,16 +347,16 @@ class Checkpointer:
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in own.looked.bounds],
         )
 
-    def _agree(self, world: World, step: int, state: TrainState) -> tuple[_Own, _Agreed]:
+    def _agree(self, world: World, step: int, state: TrainState) -> tuple[_Own, _AgreedSave]:
         """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
         call = repr((step, self._keep, self._mode, self._only))
         taken: list[_Own] = []
 
-        def tell() -> _Told:
+        def tell() -> _SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
             replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
-            return _Told(call, replicas, own.contents.data, dict(own.contents.random))
+            return _SaveWords(call, replicas, own.contents.data, dict(own.contents.random))
 
         told = world.each(tell)
         [own] = taken
@@ -372,16 +372,16 @@ class Checkpointer:
         if "" in positions and data != "none":
             raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
         replicas = [item.replicas for item in told if item.replicas is not None]
-        return own, _Agreed(replicas if len(replicas) == len(told) else None, alike, data)
+        return own, _AgreedSave(replicas if len(replicas) == len(told) else None, alike, data)
 
-    def _compare(self, world: World, planned: _Planned, agreed: _Agreed) -> tuple[str, ...]:
+    def _compare(self, world: World, planned: _Planned, agreed: _AgreedSave) -> tuple[str, ...]:
         """Look at what several ranks hold; names of buffers that differ."""
         told, mode = agreed.replicas, self._on_differing_buffers
         if told is None:
             told = world.each(lambda: tell_of(planned.replicas, mode))
         return tuple(planned.looked.buffers[key] for key in settle_told(world, planned.replicas, told, mode))
 
-    def _plan(self, world: World, own: _Own, agreed: _Agreed) -> _Planned:
+    def _plan(self, world: World, own: _Own, agreed: _AgreedSave) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
         looked = own.looked
         if agreed.replicas is not None and own.planned is not None:
@@ -395,7 +395,7 @@ class Checkpointer:
         return _Planned(looked, _layout(looked), plan, places, in_common(held, world.rank))
 
 
-_Layout: TypeAlias = Mapping[Keys, tuple[object, ...]]
+_LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]
 """What tells whether a tensor lies as it did before."""
 
 
@@ -404,9 +404,9 @@ class _Planned:
     """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
 
     looked: Looked
-    layout: _Layout
+    layout: _LayoutSignature
     plan: TensorsPlan
-    places: Mapping[Chunk, Strided]
+    places: Mapping[ArchivedChunk, Strided]
     common: Mapping[str, Common]
     """What this rank holds together with others."""
 
@@ -422,26 +422,26 @@ class _Planned:
         return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
 
     @cached_property
-    def views(self) -> Mapping[Chunk, torch.Tensor]:
+    def views(self) -> Mapping[ArchivedChunk, torch.Tensor]:
         """The elements of each of this rank's chunks."""
         return views_of(self.places, self.looked.local)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _SaveWords:
     """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
 
     call: str
-    replicas: Told | None
+    replicas: DigestWords | None
     data: str
     random: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Agreed:
+class _AgreedSave:
     """The same on every rank. ``replicas`` are what all tell, where the last plan holds on all of them."""
 
-    replicas: list[Told] | None
+    replicas: list[DigestWords] | None
     alike: list[str]
     data: str
 
@@ -455,16 +455,16 @@ class _Own:
 
     looked: Looked
     planned: _Planned | None
-    contents: Contents
-    values: Mapping[Keys, bytes]
+    contents: StateContents
+    values: Mapping[KeyPath, bytes]
 
-    def stored(self, agreed: _Agreed, rank: int) -> dict[Keys, bytes]:
+    def stored(self, agreed: _AgreedSave, rank: int) -> dict[KeyPath, bytes]:
         """Those values that this rank stores: a position in the data that is everybody's, the first one does."""
         stores_data = agreed.data == "each" or not rank
         return {path: value for path, value in self.values.items() if stores_data or path[0] != "data"}
 
 
-def _layout(looked: Looked) -> _Layout:
+def _layout(looked: Looked) -> _LayoutSignature:
     return {
         path: (
             tensor.shape,

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.execution.chunks import Chunk
+from shardwise.execution.chunks import ArchivedChunk
 from shardwise.execution.world import World
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
@@ -28,7 +28,7 @@ _WORD_BYTES = 8
 _MESSAGE_BYTES = 1 << 19
 
 
-class Run(NamedTuple):
+class FingerprintedRun(NamedTuple):
     """Bytes ``start .. stop`` of a file, and the fingerprint (16 hexadecimal digits) or digest (64) of them."""
 
     start: int
@@ -50,8 +50,8 @@ class FileFingerprints:
         around: a digest of all other bytes, in order.
     """
 
-    tensors: tuple[Run, ...]
-    values: tuple[Run, ...]
+    tensors: tuple[FingerprintedRun, ...]
+    values: tuple[FingerprintedRun, ...]
     around: str
 
     def gaps(self, nbytes: int) -> list[tuple[int, int]]:
@@ -111,17 +111,17 @@ class Fingerprinted:
     values: tuple[str, ...]
     around: str
 
-    def marks(self, chunks: Sequence[Chunk], end: int, values: Sequence[int]) -> FileFingerprints:
+    def marks(self, chunks: Sequence[ArchivedChunk], end: int, values: Sequence[int]) -> FileFingerprints:
         """``end`` is where the values begin, which have these bytes each."""
         words = (self.words[at : at + _WORD_BYTES].hex() for at in range(0, len(self.words), _WORD_BYTES))
         tensors = tuple(
-            Run(chunk.data_start, chunk.data_stop, word)
+            FingerprintedRun(chunk.data_start, chunk.data_stop, word)
             for chunk, word in zip(chunks, words, strict=True)
             if chunk.box.numel
         )
-        runs: list[Run] = []
+        runs: list[FingerprintedRun] = []
         for nbytes, mark in zip(values, self.values, strict=True):
-            runs.append(Run(end, end + nbytes, mark))
+            runs.append(FingerprintedRun(end, end + nbytes, mark))
             end += nbytes
         return FileFingerprints(tensors, tuple(runs), self.around)
 
@@ -142,7 +142,7 @@ def told_by_all(world: World, own: Fingerprinted) -> list[Fingerprinted]:
 def to_bytes(files: FingerprintsByFile) -> bytes:
     """The content of the file."""
 
-    def rows(runs: Sequence[Run]) -> list[list[int | str]]:
+    def rows(runs: Sequence[FingerprintedRun]) -> list[list[int | str]]:
         return [[run.start, run.stop, run.mark] for run in runs]
 
     content = {
@@ -183,8 +183,8 @@ def _is_in_order(item: Any, nbytes: int) -> bool:
     return True
 
 
-def _runs(rows: Any, digits: int) -> tuple[Run, ...]:
-    found = tuple(Run(start, stop, _mark(mark, digits)) for start, stop, mark in rows)
+def _runs(rows: Any, digits: int) -> tuple[FingerprintedRun, ...]:
+    found = tuple(FingerprintedRun(start, stop, _mark(mark, digits)) for start, stop, mark in rows)
     return tuple(sorted(found, key=lambda run: run.start))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoints.opened import Opened
-from shardwise.checkpoints.state import Keys, Looked, Stateful, TrainState, adapter_settings, in_words
+from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, adapter_settings, in_words
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.garbage import collected_later
 from shardwise.models.dtypes import in_memory
@@ -34,7 +34,7 @@ def compare(
     looked: Looked,
     state: TrainState,
     only: Selection,
-    common: Mapping[Keys, Any],
+    common: Mapping[KeyPath, Any],
     world_size: int,
     tolerance: Tolerance,
 ) -> Fits:
@@ -44,7 +44,7 @@ def compare(
         CoverageError: the checkpoint is of another kind of tuning, or does not fit; all faults at once.
     """
     _require_same_tuning(opened, looked, only)
-    faults = _Faults(tolerance)
+    faults = _Misfits(tolerance)
     model = _compare_model(opened, looked, faults)
     wanted = {"rng"}
     wanted |= {"optimizers"} if state.all_optimizers else set()
@@ -78,7 +78,7 @@ def compare(
     )
 
 
-class _Faults:
+class _Misfits:
     """What does not fit, told or not tolerated."""
 
     def __init__(self, tolerance: Tolerance) -> None:
@@ -128,7 +128,7 @@ def _require_same_tuning(opened: Opened, looked: Looked, only: Selection) -> Non
         )
 
 
-def _compare_model(opened: Opened, looked: Looked, faults: _Faults) -> dict[str, str]:
+def _compare_model(opened: Opened, looked: Looked, faults: _Misfits) -> dict[str, str]:
     """The key of every tensor that gets values, by FQN."""
     keys = opened.model
     stored = {item.key: item for item in opened.index.tensors()}

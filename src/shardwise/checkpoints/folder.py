@@ -53,7 +53,7 @@ def require_local(directory: str | os.PathLike[str]) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """The steps of which there is a complete checkpoint, in order. Links are no checkpoints."""
-    return [step for step, kind in _folders(root) if kind is Kind.COMPLETE]
+    return [step for step, kind in _folders(root) if kind is StepKind.COMPLETE]
 
 
 def newest_in(root: Path) -> int | None:
@@ -82,15 +82,15 @@ def is_whole(place: Path) -> bool:
 
 def leftovers_in(root: Path) -> list[int]:
     """The steps of which a checkpoint was begun and not completed."""
-    return [step for step, kind in _folders(root) if kind is Kind.LEFT]
+    return [step for step, kind in _folders(root) if kind is StepKind.LEFT]
 
 
 def foreign_in(root: Path) -> list[int]:
     """The steps of which there is a checkpoint of somebody else's."""
-    return [step for step, kind in _folders(root) if kind is Kind.FOREIGN]
+    return [step for step, kind in _folders(root) if kind is StepKind.FOREIGN]
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What is in the folder of a step."""
 
     COMPLETE = "a complete checkpoint"
@@ -98,8 +98,8 @@ class Kind(Enum):
     FOREIGN = "one in torch's format, without the facts of ours"
 
 
-def _folders(root: Path) -> list[tuple[int, Kind]]:
-    found: list[tuple[int, Kind]] = []
+def _folders(root: Path) -> list[tuple[int, StepKind]]:
+    found: list[tuple[int, StepKind]] = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
@@ -113,10 +113,10 @@ def _folders(root: Path) -> list[tuple[int, Kind]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def _kind_of(place: Path) -> Kind:
+def _kind_of(place: Path) -> StepKind:
     if not _is_file(place / METADATA):
-        return Kind.LEFT
-    return Kind.COMPLETE if _is_file(place / FACTS) else Kind.FOREIGN
+        return StepKind.LEFT
+    return StepKind.COMPLETE if _is_file(place / FACTS) else StepKind.FOREIGN
 
 
 def _is_file(path: Path) -> bool:

@@ -27,7 +27,7 @@ class KeepAll:
     """No checkpoint is ever removed."""
 
 
-Keep: TypeAlias = KeepLast | KeepAll
+Retention: TypeAlias = KeepLast | KeepAll
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,22 @@ from typing import Any
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
-from shardwise.checkpoints.fingerprints import MAX_FINGERPRINTS_BYTES, FingerprintsByFile, Run, digest, from_bytes
+from shardwise.checkpoints.fingerprints import (
+    MAX_FINGERPRINTS_BYTES,
+    FingerprintedRun,
+    FingerprintsByFile,
+    digest,
+    from_bytes,
+)
 from shardwise.checkpoints.modes import AtStep, Which
-from shardwise.checkpoints.state import Keys
+from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion import Expression
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.torch_out import loaded
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.checkpoint_index import open_state
-from shardwise.formats.distributed import METADATA, Place, parse_metadata
+from shardwise.formats.distributed import METADATA, ChunkPlace, parse_metadata
 from shardwise.planning import stored_tensors
 from shardwise.storage import LocalReader
 
@@ -38,8 +44,8 @@ class Opened:
     folder: Path
     facts: Facts
     index: CheckpointIndex
-    objects: Mapping[Keys, Place]
-    shapes: Mapping[Keys, tuple[int, ...]]
+    objects: Mapping[KeyPath, ChunkPlace]
+    shapes: Mapping[KeyPath, tuple[int, ...]]
     marks: FingerprintsByFile | None
 
     @cached_property
@@ -53,7 +59,7 @@ class Opened:
         return {(entry.file, entry.start): key for key, entry in self.index.entries.items()}
 
     @cached_property
-    def digests(self) -> dict[tuple[str, int], Run]:
+    def digests(self) -> dict[tuple[str, int], FingerprintedRun]:
         """Those of values, by file and first byte."""
         return {(file, run.start): run for file, item in (self.marks or {}).items() for run in item.values}
 
@@ -170,7 +176,7 @@ def _require_told(opened: Opened) -> None:
             )
 
 
-def _is_known(path: Keys) -> bool:
+def _is_known(path: KeyPath) -> bool:
     match path:
         case ("model", _) | ("optimizer", "state", _, _) | ("optimizer", "param_groups"):
             return True
@@ -203,7 +209,7 @@ def _require_size(reader: LocalReader, place: Path, file: str, nbytes: int) -> N
         )
 
 
-def value_of(reader: LocalReader, opened: Opened, path: Keys) -> Any:
+def value_of(reader: LocalReader, opened: Opened, path: KeyPath) -> Any:
     """A value that is no tensor: plain data, read as such.
 
     Raises:

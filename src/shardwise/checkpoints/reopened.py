@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS
-from shardwise.checkpoints.fingerprints import Run, digest
+from shardwise.checkpoints.fingerprints import FingerprintedRun, digest
 from shardwise.checkpoints.modes import AtStep
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
 from shardwise.checkpoints.witness import BLOCK_BYTES, Witness, mark_of
@@ -81,7 +81,7 @@ def _damaged(opened: Opened) -> list[str]:
     lock = threading.Lock()
     with Witness(opened.folder, opened.marks) as reader:
 
-        def compare(task: tuple[str, Run | None], memory: bytearray) -> None:
+        def compare(task: tuple[str, FingerprintedRun | None], memory: bytearray) -> None:
             file, run = task
             if run is None:
                 try:
@@ -104,7 +104,7 @@ def _damaged(opened: Opened) -> list[str]:
             with lock:
                 found.append((file, *fault))
 
-        tasks: list[tuple[str, Run | None]] = [
+        tasks: list[tuple[str, FingerprintedRun | None]] = [
             (file, run) for file, item in opened.marks.items() for run in (None, *item.tensors, *item.values)
         ]
         memories = [bytearray(BLOCK_BYTES) for _ in range(reader.policy.concurrency)]

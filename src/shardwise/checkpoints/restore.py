@@ -14,7 +14,7 @@ from shardwise.checkpoints import randomness
 from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
-from shardwise.checkpoints.state import Keys, Looked, TrainState, look
+from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
 from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import CoverageError, PlacementError
@@ -156,19 +156,19 @@ def _key_of_state(key: Key) -> str:
 # What is no tensor
 
 
-def _common_paths(opened: Opened) -> list[Keys]:
+def _common_paths(opened: Opened) -> list[KeyPath]:
     is_wanted = {"optimizer", "schedulers", "scaler"}
     return [path for path in opened.objects if path[0] in is_wanted or path == ("rng", "rank_0")]
 
 
-def _common(reader: LocalReader, opened: Opened) -> dict[Keys, Any]:
+def _common(reader: LocalReader, opened: Opened) -> dict[KeyPath, Any]:
     """The values that are the same for all ranks, and the first rank's generators of random numbers."""
     return {path: value_of(reader, opened, path) for path in _common_paths(opened)}
 
 
-def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, Keys]:
+def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
     """Where a rank's position in the data is, and its generators, if they are for it."""
-    found: dict[str, Keys] = {}
+    found: dict[str, KeyPath] = {}
     is_same_size = opened.facts.world_size == world_size
     if is_same_size:
         found["rng"] = "rng", f"rank_{rank}"
@@ -196,7 +196,7 @@ def _fit_optimizers(
     opened: Opened,
     placer: Placer,
     ours: Ours,
-    common: Mapping[Keys, Any],
+    common: Mapping[KeyPath, Any],
     tolerance: Tolerance,
 ) -> Fitting:
     """Which state of the checkpoint goes where in the optimizers. Collective: yes."""
@@ -209,14 +209,14 @@ def _fit_optimizers(
 
 
 @collected_later()
-def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any]) -> Given:
+def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[KeyPath, Any]) -> Given:
     """The state of the optimizers: numbers as they are, tensors without values."""
     values: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
         if path[:2] == ("optimizer", "state"):
             values.setdefault(path[2], {})[path[3]] = value
     expressions = opened.expressions
-    numbers: list[tuple[Keys, Expression]] = []
+    numbers: list[tuple[KeyPath, Expression]] = []
     for path, shape in opened.shapes.items():
         if path[0] == "model":
             continue
@@ -235,7 +235,7 @@ def _given(opened: Opened, placer: Placer, ours: Ours, common: Mapping[Keys, Any
     return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes)
 
 
-def _dtype_of(opened: Opened, path: Keys) -> torch.dtype:
+def _dtype_of(opened: Opened, path: KeyPath) -> torch.dtype:
     key = ".".join(path)
     index = opened.index
     return to_torch(index.composed[key].dtype if key in index.composed else index.entries[key].dtype)
@@ -309,7 +309,7 @@ def _finish(
     opened: Opened,
     state: TrainState,
     fits: Fits,
-    common: Mapping[Keys, Any],
+    common: Mapping[KeyPath, Any],
     own: Mapping[str, Any],
     world: World,
 ) -> dict[str, str]:

@@ -16,18 +16,18 @@ from shardwise.checkpoints import randomness
 from shardwise.checkpoints.facts import as_json
 from shardwise.checkpoints.plain import digest_of
 from shardwise.errors import ConfigError
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models.optimizer_state import labelled, written_out
 from shardwise.models.rebind import Bound, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.unchanged import Snapshot
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 
-Keys: TypeAlias = tuple[str, ...]
+KeyPath: TypeAlias = tuple[str, ...]
 """What leads to a value of a checkpoint, as in ``("optimizer", "state", FQN, "exp_avg")``."""
 
 
-def key_of(path: Keys) -> str:
+def key_of(path: KeyPath) -> str:
     """The name that torch gives to what lies at the end of this path."""
     return ".".join(path)
 
@@ -82,7 +82,7 @@ class Looked:
     bounds: list[Bound]
     stored: dict[str, Held]
     """The model's tensors that a checkpoint holds, tied ones once, by FQN."""
-    tensors: dict[Keys, torch.Tensor]
+    tensors: dict[KeyPath, torch.Tensor]
     """All that a checkpoint holds, the model's and the optimizers' own."""
     facts: tuple[tuple[tuple[str, ...], tuple[int, ...], bool], ...]
     """Names, shape and whether it is trained, of each of the model's tensors."""
@@ -100,7 +100,7 @@ class Looked:
         return hashlib.sha256(repr(others).encode()).hexdigest()[:32]
 
     @cached_property
-    def others_of(self) -> dict[Keys, Keys]:
+    def others_of(self) -> dict[KeyPath, KeyPath]:
         """The further names of those of the model's that have several, with their first ones."""
         return {
             ("model", name): ("model", fqn)
@@ -113,7 +113,7 @@ class Looked:
     def buffers(self) -> dict[str, str]:
         """Those of the model's that are buffers: their FQNs, by :func:`key_of`."""
         kinds = {fqn: item.kind for fqn, item in self.stored.items()}
-        return {key_of(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not Kind.PARAMETER}
+        return {key_of(("model", fqn)): fqn for fqn, kind in kinds.items() if kind is not TensorKind.PARAMETER}
 
     @cached_property
     def numbers(self) -> dict[str, object]:
@@ -160,8 +160,8 @@ def look(state: TrainState, only: Selection, before: Looked | None = None) -> Lo
     return Looked(model, held, bounds, stored, tensors, facts, snapshot)
 
 
-def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[Keys, torch.Tensor]:
-    found: dict[Keys, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
+def _tensors(stored: Mapping[str, Held], bounds: Sequence[Bound]) -> dict[KeyPath, torch.Tensor]:
+    found: dict[KeyPath, torch.Tensor] = {("model", fqn): item.tensor for fqn, item in stored.items()}
     for bound in bounds:
         for key, value in [*bound.tensors.items(), *bound.scalars.items()]:
             if isinstance(value, torch.Tensor):
@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Contents:
+class StateContents:
     """All of a checkpoint that this rank knows of, by the keys that lead to it.
 
     Attributes:
@@ -222,21 +222,21 @@ class Contents:
         user: JSON.
     """
 
-    tensors: Mapping[Keys, torch.Tensor]
-    common: dict[Keys, Any] = field(default_factory=dict)
-    own: dict[Keys, Any] = field(default_factory=dict)
+    tensors: Mapping[KeyPath, torch.Tensor]
+    common: dict[KeyPath, Any] = field(default_factory=dict)
+    own: dict[KeyPath, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
     data: str = ""
     user: dict[str, Any] = field(default_factory=dict)
 
 
-def contents_of(looked: Looked, state: TrainState, rank: int) -> Contents:
+def contents_of(looked: Looked, state: TrainState, rank: int) -> StateContents:
     """Take down what there is. Tensors are the model's and the optimizers' own.
 
     Raises:
         ConfigError: a part has no ``state_dict``, or the user's state is no JSON.
     """
-    found = Contents(looked.tensors, user=as_json(state.user))
+    found = StateContents(looked.tensors, user=as_json(state.user))
     for bound in looked.bounds:
         for key, value in bound.scalars.items():
             if not isinstance(value, torch.Tensor):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from shardwise.checkpoints.fingerprints import FingerprintsByFile, Run, hexadecimal
+from shardwise.checkpoints.fingerprints import FingerprintedRun, FingerprintsByFile, hexadecimal
 from shardwise.errors import FormatError
 from shardwise.execution.world import World
 from shardwise.storage import LocalReader
@@ -34,11 +34,11 @@ _NEAR_BYTES = 1 << 14
 
 _SHOWN = 5
 
-Names: TypeAlias = Mapping[tuple[str, int], str]
+RunNames: TypeAlias = Mapping[tuple[str, int], str]
 """What runs are called, by file and first byte."""
 
 
-class Seen(NamedTuple):
+class SeenBytes(NamedTuple):
     """Bytes ``start .. stop`` of a run that have been read, and their fingerprint."""
 
     start: int
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     mark: int
 
 
-_NOTHING = Seen(0, 0, 0)
+_NOTHING = SeenBytes(0, 0, 0)
 """Of a run that has been read in another way."""
 
 
@@ -55,11 +55,11 @@ class Settled:
     """What came of it, on all ranks: bytes of tensors that were compared, and the runs that were not, by file."""
 
     nbytes: int
-    passed: tuple[tuple[str, Run], ...]
+    passed: tuple[tuple[str, FingerprintedRun], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _WitnessWords:
     """What a rank tells the others, runs by number.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Told:
 
     same: bytes
     other: list[int]
-    parts: dict[int, list[Seen]]
+    parts: dict[int, list[SeenBytes]]
 
 
 class Witness(LocalReader):
@@ -83,11 +83,11 @@ class Witness(LocalReader):
         ends = list(accumulate(len(item.tensors) for item in marks.values()))
         self._first = dict(zip(marks, [0, *ends], strict=False))
         self._stops = {file: [run.stop for run in item.tensors] for file, item in marks.items()}
-        self._seen: dict[int, list[Seen]] = defaultdict(list)
+        self._seen: dict[int, list[SeenBytes]] = defaultdict(list)
         self._taking_down = threading.Lock()
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        found: list[tuple[int, Seen]] = []
+        found: list[tuple[int, SeenBytes]] = []
         most = self.policy.request_bytes if self.policy.is_remote else _PIECE_BYTES
         for piece in _pieces(buffers, most):
             super().read_vectored(file, start, piece)
@@ -97,7 +97,7 @@ class Witness(LocalReader):
                     run = self._runs[number][1]
                     first, last = max(start, run.start), min(stop, run.stop)
                     mark = sector_fingerprint(content[first - start : last - start], first - run.start)
-                    found.append((number, Seen(first - run.start, last - run.start, mark)))
+                    found.append((number, SeenBytes(first - run.start, last - run.start, mark)))
                 start = stop
         self._take_down(found)
 
@@ -128,7 +128,7 @@ class Witness(LocalReader):
                     "written; the file is damaged: restore another checkpoint"
                 )
 
-    def require_sound(self, names: Names) -> None:
+    def require_sound(self, names: RunNames) -> None:
         """See that what has been read whole so far is what was written. Collective: no.
 
         Raises:
@@ -136,14 +136,14 @@ class Witness(LocalReader):
         """
         self._refuse(self._told().other, names)
 
-    def settle(self, world: World, names: Names, read: Callable[[], None]) -> Settled:
+    def settle(self, world: World, names: RunNames, read: Callable[[], None]) -> Settled:
         """Compare all that the ranks have read, when each has read the last. Collective: yes.
 
         Raises:
             FormatError: naming what is not what was written, on every rank the same.
         """
 
-        def tell() -> _Told:
+        def tell() -> _WitnessWords:
             read()
             return self._told()
 
@@ -182,12 +182,12 @@ class Witness(LocalReader):
             last += 1
         return range(base + first, last)
 
-    def _take_down(self, found: Sequence[tuple[int, Seen]]) -> None:
+    def _take_down(self, found: Sequence[tuple[int, SeenBytes]]) -> None:
         with self._taking_down:
             for number, seen in found:
                 self._seen[number].append(seen)
 
-    def _told(self) -> _Told:
+    def _told(self) -> _WitnessWords:
         same, other, parts = bytearray(len(self._runs)), [], {}
         with self._taking_down:
             items = list(self._seen.items())
@@ -199,9 +199,9 @@ class Witness(LocalReader):
                 same[number] = 1
             else:
                 other.append(number)
-        return _Told(bytes(same), other, parts)
+        return _WitnessWords(bytes(same), other, parts)
 
-    def _refuse(self, bad: Sequence[int], names: Names) -> None:
+    def _refuse(self, bad: Sequence[int], names: RunNames) -> None:
         if not bad:
             return
         lines = [
@@ -216,7 +216,7 @@ class Witness(LocalReader):
         )
 
 
-def mark_of(reader: LocalReader, file: str, run: Run, memory: bytearray) -> str:
+def mark_of(reader: LocalReader, file: str, run: FingerprintedRun, memory: bytearray) -> str:
     """The fingerprint of a run, read into this memory block by block."""
     total, at = 0, 0
     for part in _blocks(reader, file, run.start, run.stop, memory):
@@ -262,20 +262,20 @@ def _blocks(reader: LocalReader, file: str, start: int, stop: int, memory: bytea
         yield part
 
 
-def _chained(seen: Iterable[Seen]) -> list[Seen]:
+def _chained(seen: Iterable[SeenBytes]) -> list[SeenBytes]:
     """Neighbours joined. Of parts that overlap, what begins first counts, the longest of them."""
-    found: list[Seen] = []
+    found: list[SeenBytes] = []
     for item in sorted(
         {item for item in seen if item.start < item.stop}, key=lambda item: (item.start, -item.stop)
     ):
         if found and item.start == found[-1].stop:
-            found[-1] = Seen(found[-1].start, item.stop, (found[-1].mark + item.mark) % MODULUS)
+            found[-1] = SeenBytes(found[-1].start, item.stop, (found[-1].mark + item.mark) % MODULUS)
         elif not found or item.start > found[-1].stop:
             found.append(item)
     return found
 
 
-def _verdict(run: Run, seen: Sequence[Seen]) -> bool | None:
+def _verdict(run: FingerprintedRun, seen: Sequence[SeenBytes]) -> bool | None:
     """Whether a run is what was written; None where what was seen of it is not all of it."""
     if len(seen) == 1 and (seen[0].start, seen[0].stop) == (0, run.nbytes):
         return hexadecimal(seen[0].mark) == run.mark

@@ -15,10 +15,10 @@ from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
 from shardwise.checkpoints.fingerprints import Fingerprinted, Fingerprinter, digest, told_by_all
 from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
-from shardwise.checkpoints.modes import Keep, KeepLast
-from shardwise.checkpoints.state import Keys
+from shardwise.checkpoints.modes import KeepLast, Retention
+from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
-from shardwise.execution.chunk_stream import ChunkStream, Source
+from shardwise.execution.chunk_stream import ChunkSource, ChunkStream
 from shardwise.execution.chunks import TensorsPlan, data_file, metadata_of
 from shardwise.execution.committing import let_count
 from shardwise.execution.marked import Marked, Saving, marked_by_first
@@ -30,11 +30,11 @@ from shardwise.storage import open_writer
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RankContent:
     """What this rank writes: its chunks of tensors, and what is no tensor, packed, by the keys that lead to it."""
 
-    source: Source
-    values: Mapping[Keys, bytes]
+    source: ChunkSource
+    values: Mapping[KeyPath, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Job:
     root: Path
     step: int
     newest: int | None
-    keep: Keep
+    keep: Retention
     plan: TensorsPlan
-    content: Callable[[], Content]
+    content: Callable[[], RankContent]
     facts: Facts
 
     @property
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCheckpoint:
     """What became of a job: bytes of all files and of this rank's, and the steps that were removed."""
 
     nbytes: int
@@ -84,7 +84,7 @@ def require_after(root: Path, step: int, newest: int | None) -> None:
         )
 
 
-def carry_out(world: World, job: Job) -> Written:
+def carry_out(world: World, job: Job) -> WrittenCheckpoint:
     """Mark the folder, write, sync, commit, and remove what is not kept; the same steps in both modes.
 
     Collective: yes.
@@ -121,7 +121,7 @@ def _begin(job: Job, marked: Marked) -> None:  # noqa: ARG001 - as of any folder
 def _commit(
     job: Job,
     marked: Marked,
-    sizes: Sequence[Mapping[Keys, int]],
+    sizes: Sequence[Mapping[KeyPath, int]],
     files: Mapping[str, int],
     told: Sequence[Fingerprinted],
 ) -> list[int]:
@@ -170,10 +170,10 @@ def _undo(job: Job, marked: Marked) -> None:
             inner.remove(on_its_way(METADATA, marked.token))
 
 
-def _carried_out(world: World, job: Job, saving: Saving) -> Written:
-    contents: list[Content] = []
+def _carried_out(world: World, job: Job, saving: Saving) -> WrittenCheckpoint:
+    contents: list[RankContent] = []
 
-    def ask() -> dict[Keys, int]:
+    def ask() -> dict[KeyPath, int]:
         contents.append(job.content())
         return {path: len(value) for path, value in contents[0].values.items()}
 
@@ -183,10 +183,10 @@ def _carried_out(world: World, job: Job, saving: Saving) -> Written:
     own = world.together(lambda: _write_own(world, job, saving.token, content, files[data_file(world.rank)]))
     told = told_by_all(world, own)
     removed = world.from_first(lambda: _commit(job, saving.marked, sizes, files, told))
-    return Written(sum(files.values()), files[data_file(world.rank)], tuple(removed))
+    return WrittenCheckpoint(sum(files.values()), files[data_file(world.rank)], tuple(removed))
 
 
-def _write_own(world: World, job: Job, token: str, content: Content, nbytes: int) -> Fingerprinted:
+def _write_own(world: World, job: Job, token: str, content: RankContent, nbytes: int) -> Fingerprinted:
     with open_writer(job.root) as writer:
         require_lock(writer, token)
     file = data_file(world.rank)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
     from shardwise.training.example import Comparison
     from shardwise.training.lesson import Learned
-    from shardwise.training.report import Facts, TrainReport
+    from shardwise.training.report import Event, TrainReport
 
 CORPUS = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
 """Short chats about plain facts, shipped with the package."""
@@ -112,13 +112,13 @@ def run_demo(out: Path, nproc_per_node: int, steps: int) -> list[DemoOutcome]:
     prepare_folder(out)
     checkpoint, truth = out / "checkpoint", out / "truth.pt"
 
-    part = Part(1, f"Train a tokenizer on the shipped chats ({CORPUS.name})")
+    part = DemoPart(1, f"Train a tokenizer on the shipped chats ({CORPUS.name})")
     from shardwise.training import example
 
     tokenizer = example.train_tokenizer(CORPUS, _VOCAB_SIZE)
     part.end(f"a byte-level BPE tokenizer with {len(tokenizer):,} tokens")
 
-    part = Part(2, f"Write a small Qwen3 model with random weights to {checkpoint}, by transformers")
+    part = DemoPart(2, f"Write a small Qwen3 model with random weights to {checkpoint}, by transformers")
     written = example.write_model(checkpoint, tokenizer, seed=_SEED)
     tensors = example.write_truth(checkpoint, truth)
     part.end(
@@ -190,7 +190,7 @@ def run_lesson(out: Path) -> LessonOutcome:
         checkpoint_every=_CHECKPOINT_EVERY,
         killed_at=_KILLED_AT,
     )
-    part = Part(7, f"Teach it a LoRA on 2 processes, and kill one of them after step {_KILLED_AT}")
+    part = DemoPart(7, f"Teach it a LoRA on 2 processes, and kill one of them after step {_KILLED_AT}")
     killed = ""
     try:
         run_ranks(2, lesson.learn, request, preloaded=TRAINING)
@@ -198,7 +198,7 @@ def run_lesson(out: Path) -> LessonOutcome:
         killed = str(error).splitlines()[-1]
     part.end(f"it ended: {killed}", f"checkpoints of the adapter are in {request.checkpoints}")
 
-    part = Part(8, f"Go on with the LoRA in this one process, and merge it into {merged}")
+    part = DemoPart(8, f"Go on with the LoRA in this one process, and merge it into {merged}")
     options = replace(request.options, batch_size=2 * request.options.batch_size)
     [learned] = run_ranks(1, lesson.learn, replace(request, options=options, killed_at=None))
     merge_adapter(out / "trained", adapter, merged)
@@ -221,23 +221,23 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
 
     rank, size = this_place()
     processes = "one process" if size == 1 else f"{size} processes, each reading its own part"
-    part = Part(
+    part = DemoPart(
         3, f"Load the model with shardwise.from_pretrained on {processes}", rank=rank, started=request.started
     )
     model, loaded = load_model(ModelRequest(request.checkpoint, request.options))
     part.end(*str(loaded).splitlines(), "(the time is mostly that of starting the processes)")
 
-    part = Part(4, "Compare every parameter and buffer, gathered, with what transformers loaded", rank=rank)
+    part = DemoPart(4, "Compare every parameter and buffer, gathered, with what transformers loaded", rank=rank)
     comparison = example.compare_with_truth(model, Path(request.truth))
     part.end(_describe(comparison))
 
-    part = Part(5, "Train all weights on the chats; of each, the assistant's answer is learned", rank=rank)
+    part = DemoPart(5, "Train all weights on the chats; of each, the assistant's answer is learned", rank=rank)
     tokenizer = load_tokenizer(request.checkpoint)
     data = read_data(request.corpus, tokenizer, max_length=request.options.max_length)
     steps = step_loader(data, request.options)
     every = max(1, len(steps) // 10)
 
-    def tell(facts: Facts) -> None:
+    def tell(facts: Event) -> None:
         if not isinstance(facts, StepFacts):
             return
         if facts.step == 1 or facts.step % every == 0 or facts.step == len(steps):
@@ -248,7 +248,7 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     part.end(f"{trained.tokens:,} tokens, {trained.tokens_per_second:,.0f} in a second")
     answers = tuple(example.answer(model, tokenizer, question) for question in QUESTIONS)
 
-    part = Part(
+    part = DemoPart(
         6, f"Save it to {request.saved}, each process its own bytes, and load that by transformers", rank=rank
     )
     saved = keep(model, tokenizer, request.saved, max_shard_size="3MB")
@@ -257,7 +257,7 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     return DemoOutcome(loaded, comparison, trained, answers, saved, reloaded)
 
 
-class Part:
+class DemoPart:
     """One numbered part of the demo, told on the first rank: a heading, then results and seconds."""
 
     def __init__(self, number: int, heading: str, *, rank: int = 0, started: float | None = None) -> None:

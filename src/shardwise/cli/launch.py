@@ -29,7 +29,7 @@ CUDA in a process that ranks are then forked from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class InThisProcess:
     """This process does all the work, without a process group."""
 
 
@@ -49,7 +49,7 @@ class Launched:
     local_rank: int
 
 
-Launch: TypeAlias = Alone | Spawned | Launched
+Launch: TypeAlias = InThisProcess | Spawned | Launched
 
 
 def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Launch:
@@ -59,7 +59,7 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Laun
         ConfigError: they contradict each other, or the environment is incomplete or makes no sense.
     """
     if "RANK" not in environment:
-        return Alone() if nproc_per_node == 1 else Spawned(nproc_per_node)
+        return InThisProcess() if nproc_per_node == 1 else Spawned(nproc_per_node)
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environment.get(name)]
     if missing:
@@ -108,7 +108,7 @@ def run_ranks(
     launch = read_launch(os.environ, nproc_per_node)
     with _defaults(_huge_pages(os.environ)):
         match launch:
-            case Alone():
+            case InThisProcess():
                 import_all(preloaded)
                 from shardwise.execution.ranks import run_alone
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.report import LoadReport, SaveReport
     from shardwise.training.config import TrainConfig
     from shardwise.training.data import TrainData
-    from shardwise.training.report import Facts, TrainReport
+    from shardwise.training.report import Event, TrainReport
     from shardwise.training.session import Session
 
 STOPPED = 75
@@ -155,7 +155,7 @@ class StepLog:
             self.say(describe_data(session.held_out, "evaluation"))
         self.say(f"training: {_count(self.total, 'step')} on {_count(session.size, 'rank')}")
 
-    def tell(self, facts: Facts) -> None:
+    def tell(self, facts: Event) -> None:
         """Tell about a step, where one of these is due, and about all else."""
         width = len(str(self.total))
         place = f"step {facts.step:>{width}}/{self.total}"

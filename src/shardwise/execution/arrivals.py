@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.execution.distribute import Landing, Shipment
+from shardwise.execution.distribute import LocalTensor, Shipment
 from shardwise.execution.materialize import home_of, managers_of, materialize
 from shardwise.execution.supply import Supply
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.replicated import average_replicated_gradients
@@ -31,7 +31,7 @@ def wrap_without_values(
     for bound in bounds:
         bound.unbind()
     for item in held:
-        if item.kind is Kind.PARAMETER:
+        if item.kind is TensorKind.PARAMETER:
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
             item.install(nn.Parameter(empty, requires_grad=item.tensor.requires_grad))
@@ -62,7 +62,7 @@ class Arrivals:
         for name in survey.names:
             source_of = self.supply.source_of[name]
             live = survey.live.pop(name, None)
-            is_buffer = name in self.held and self.held[name].kind is not Kind.PARAMETER
+            is_buffer = name in self.held and self.held[name].kind is not TensorKind.PARAMETER
             if source_of != NOBODY and not (is_buffer and source_of == tuple(range(world.size))):
                 boxes = self._boxes(name, coordinates)
                 shipments.append(Shipment(name, self.supply.dtypes[name], boxes, source_of, live))
@@ -95,24 +95,24 @@ class Arrivals:
             for coordinate in coordinates
         )
 
-    def prepare(self, names: Sequence[str]) -> dict[str, Landing]:
+    def prepare(self, names: Sequence[str]) -> dict[str, LocalTensor]:
         """Memory for tensors that are about to arrive."""
         keys = self.supply.survey.keys
         parameters = [self.held[keys[name].parameter if name in keys else name] for name in names]
-        wanted = [item for item in parameters if item.kind is Kind.PARAMETER]
+        wanted = [item for item in parameters if item.kind is TensorKind.PARAMETER]
         _, memory = materialize(wanted, self.managers, self.home)
         memory.touch_rest()
-        landings: dict[str, Landing] = {}
+        landings: dict[str, LocalTensor] = {}
         for name in names:
             if name in keys:
                 target = self._new_state(keys[name])
             else:
                 item = self.held[name]
-                if item.kind is not Kind.PARAMETER:
+                if item.kind is not TensorKind.PARAMETER:
                     shape, dtype = item.tensor.shape, self.supply.dtypes[name]
                     item.install(torch.empty(shape, dtype=dtype, device=self.home))
                 target = item.tensor
-            landings[name] = Landing(local_tensor(target), local_boxes(target, name))
+            landings[name] = LocalTensor(local_tensor(target), local_boxes(target, name))
         return landings
 
     def _new_state(self, key: Key) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Arrivals:
         awaiting = [
             item
             for item in self.held.values()
-            if item.kind is Kind.PARAMETER
+            if item.kind is TensorKind.PARAMETER
             and item.tensor.is_meta
             and (item.fqn in bound_names or _is_averaged(item.tensor, sharding))
         ]
@@ -135,7 +135,11 @@ class Arrivals:
             if item.tensor.dtype.is_floating_point and item.tensor.dtype.itemsize > 1:
                 item.local.fill_(float("nan"))
         for item in self.held.values():
-            if item.kind is not Kind.PARAMETER and not item.tensor.is_meta and item.tensor.device != self.home:
+            if (
+                item.kind is not TensorKind.PARAMETER
+                and not item.tensor.is_meta
+                and item.tensor.device != self.home
+            ):
                 item.install(item.tensor.to(self.home))
         parameters = {item.fqn: item.tensor for item in self.held.values() if isinstance(item.tensor, nn.Parameter)}
         for bound in bounds:

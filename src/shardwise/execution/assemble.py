@@ -17,7 +17,7 @@ from shardwise.execution.carriers import Carrier, Load, ToAll, ToEach, open_carr
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.models.view import Held, local_boxes, strided_view
-from shardwise.planning.assembly import Block, Gift, Piece, Round
+from shardwise.planning.assembly import Block, Gift, GivenPiece, Round
 from shardwise.planning.giving import Boxes
 from shardwise.tensors import Box
 
@@ -48,7 +48,7 @@ class Giver:
         return found.contiguous()
 
 
-def values_of(giver: Giver, block: Block, gift: Gift) -> Iterator[tuple[Piece, torch.Tensor]]:
+def values_of(giver: Giver, block: Block, gift: Gift) -> Iterator[tuple[GivenPiece, torch.Tensor]]:
     """What a rank gives of a block, piece by piece."""
     for piece in gift.pieces:
         share = giver.share(block.leaves[piece.leaf], piece.share)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models.view import Held, meta_leftovers, raw_bytes
 from shardwise.planning import LoadPlan, Tie
 from shardwise.report import collapse
@@ -48,7 +48,7 @@ def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
     Raises:
         DisagreementError: naming the buffers.
     """
-    digests = {item.fqn: _digest(item.local) for item in held if item.kind is Kind.BUFFER}
+    digests = {item.fqn: _digest(item.local) for item in held if item.kind is TensorKind.BUFFER}
     if len(set(world.gather(hashlib.sha256(repr(sorted(digests.items())).encode()).digest()))) == 1:
         return
     first = world.from_first(lambda: digests)

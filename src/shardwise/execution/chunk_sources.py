@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from shardwise.execution.chunks import Chunk
+from shardwise.execution.chunks import ArchivedChunk
 from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import memory_of
 from shardwise.execution.place import bytes_of
@@ -24,11 +24,11 @@ class InPlace:
     Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
     """
 
-    def __init__(self, views: Mapping[Chunk, torch.Tensor], budget_bytes: int) -> None:
+    def __init__(self, views: Mapping[ArchivedChunk, torch.Tensor], budget_bytes: int) -> None:
         self.block_bytes = budget_bytes // 2
         self._views = views
 
-    def blocks(self, chunk: Chunk) -> Iterator[memoryview]:
+    def blocks(self, chunk: ArchivedChunk) -> Iterator[memoryview]:
         """The bytes of a chunk, in order."""
         view = self._views[chunk]
         if not view.numel():
@@ -41,7 +41,7 @@ class InPlace:
             yield bytes_of(part.to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous())
 
 
-class Staging:
+class ChunkStaging:
     """Host memory for all chunks of a rank, used again by the next checkpoint; pinned with an accelerator.
 
     Memory: the bytes of this rank's chunks.
@@ -49,11 +49,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._places: dict[Chunk, tuple[int, int]] = {}
-        self._views: Mapping[Chunk, torch.Tensor] = {}
+        self._places: dict[ArchivedChunk, tuple[int, int]] = {}
+        self._views: Mapping[ArchivedChunk, torch.Tensor] = {}
         self._targets: list[torch.Tensor] = []
 
-    def copy(self, views: Mapping[Chunk, torch.Tensor]) -> Staged:
+    def copy(self, views: Mapping[ArchivedChunk, torch.Tensor]) -> Staged:
         """Copy the chunks; the tensors may change as soon as this returns. These very views may be copied again."""
         devices = {view.device for view in views.values() if view.device.type != "cpu"}
         if views is not self._views:
@@ -63,8 +63,8 @@ class Staging:
             torch.get_device_module(device).synchronize(device)
         return Staged(self._memory, self._places)
 
-    def _make_room(self, views: Mapping[Chunk, torch.Tensor], *, is_pinned: bool) -> None:
-        places: dict[Chunk, tuple[int, int]] = {}
+    def _make_room(self, views: Mapping[ArchivedChunk, torch.Tensor], *, is_pinned: bool) -> None:
+        places: dict[ArchivedChunk, tuple[int, int]] = {}
         total = 0
         for chunk, view in views.items():
             places[chunk] = total, total + view.nbytes
@@ -87,24 +87,26 @@ class Staged:
 
     block_bytes = 1 << 62
 
-    def __init__(self, memory: torch.Tensor, places: Mapping[Chunk, tuple[int, int]]) -> None:
+    def __init__(self, memory: torch.Tensor, places: Mapping[ArchivedChunk, tuple[int, int]]) -> None:
         self._memory = memory
         self._places = places
 
-    def blocks(self, chunk: Chunk) -> Iterator[memoryview]:
+    def blocks(self, chunk: ArchivedChunk) -> Iterator[memoryview]:
         """The bytes of a chunk."""
         start, stop = self._places[chunk]
         if start < stop:
             yield memory_of(self._memory[start:stop])
 
 
-def places_of(chunks: Sequence[Chunk], tensors: Mapping[str, torch.Tensor]) -> dict[Chunk, Strided]:
+def places_of(chunks: Sequence[ArchivedChunk], tensors: Mapping[str, torch.Tensor]) -> dict[ArchivedChunk, Strided]:
     """Where each chunk lies in this rank's own tensor."""
     held = {key: local_boxes(tensors[key], key) for key in dict.fromkeys(chunk.key for chunk in chunks)}
     nothing = Strided(0, (0,), (1,))
     return {chunk: place_of(chunk.box, held[chunk.key]) if chunk.box.numel else nothing for chunk in chunks}
 
 
-def views_of(places: Mapping[Chunk, Strided], tensors: Mapping[str, torch.Tensor]) -> dict[Chunk, torch.Tensor]:
+def views_of(
+    places: Mapping[ArchivedChunk, Strided], tensors: Mapping[str, torch.Tensor]
+) -> dict[ArchivedChunk, torch.Tensor]:
     """The elements of each chunk in this rank's memory. ``tensors`` are its own."""
     return {chunk: strided_view(tensors[chunk.key], place) for chunk, place in places.items()}

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from shardwise.execution.archive import envelope
-from shardwise.execution.chunks import Chunk
+from shardwise.execution.chunks import ArchivedChunk
 from shardwise.execution.workers import Ahead
 from shardwise.storage import StorageWriter
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """Where the bytes of chunks come from.
 
     Attributes:
@@ -21,7 +21,7 @@ class Source(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
-    def blocks(self, chunk: Chunk) -> Iterator[memoryview]: ...
+    def blocks(self, chunk: ArchivedChunk) -> Iterator[memoryview]: ...
 
 
 class Onlooker(Protocol):
@@ -75,7 +75,7 @@ class ChunkStream:
         self._onlooker: Onlooker = onlooker or Nobody()
         self._unseen: list[tuple[int, int, memoryview]] = []
 
-    def write(self, chunks: Sequence[Chunk], source: Source, values: Sequence[bytes]) -> None:
+    def write(self, chunks: Sequence[ArchivedChunk], source: ChunkSource, values: Sequence[bytes]) -> None:
         most = min(source.block_bytes, self._writer.policy.request_bytes)
         for chunk in chunks:
             around = envelope(chunk.box.sizes, chunk.dtype)

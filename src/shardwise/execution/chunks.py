@@ -54,7 +54,7 @@ def key_of(way: tuple[str | int, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ArchivedChunk:
     """A box of a tensor, and where its archive lies in the file of the rank that writes it."""
 
     key: str
@@ -83,7 +83,7 @@ class TensorsPlan:
     """
 
     tensors: Mapping[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]]
-    by_rank: tuple[tuple[Chunk, ...], ...]
+    by_rank: tuple[tuple[ArchivedChunk, ...], ...]
     others: Mapping[tuple[str | int, ...], str]
 
     @property
@@ -115,7 +115,7 @@ def plan_tensors(
     """
     require_same_tensors(told)
     ends = [0] * len(told)
-    files: list[list[Chunk]] = [[] for _ in told]
+    files: list[list[ArchivedChunk]] = [[] for _ in told]
     lacking: list[str] = []
     found: dict[str, tuple[tuple[str | int, ...], tuple[int, ...], torch.dtype]] = {}
     for number, (path, (shape, dtype)) in enumerate(tensors.items()):
@@ -139,11 +139,11 @@ def plan_tensors(
 
 
 def _lay_out(
-    key: str, dtype: torch.dtype, shares: Sequence[Boxes], files: list[list[Chunk]], ends: list[int]
+    key: str, dtype: torch.dtype, shares: Sequence[Boxes], files: list[list[ArchivedChunk]], ends: list[int]
 ) -> None:
     for rank, boxes in enumerate(shares):
         for box in boxes:
-            chunk = Chunk(key, box, dtype, -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT)
+            chunk = ArchivedChunk(key, box, dtype, -(-ends[rank] // _ALIGNMENT) * _ALIGNMENT)
             ends[rank] = chunk.stop
             files[rank].append(chunk)
 

@@ -30,12 +30,12 @@ from shardwise.planning import fingerprints
 from shardwise.planning.commit import (
     OLDER,
     Commit,
+    CommitStep,
+    FolderState,
     Publish,
     Remove,
     Rename,
     Replace,
-    Standing,
-    Step,
     commit_of,
     is_on_its_way,
     look_at_folder,
@@ -142,7 +142,7 @@ def _require_counting(writer: StorageWriter, commit: Commit) -> None:
         )
 
 
-def _take(writer: StorageWriter, step: Step) -> None:
+def _take(writer: StorageWriter, step: CommitStep) -> None:
     match step:
         case Rename(file, name) | Publish(file, name):
             try:
@@ -212,8 +212,8 @@ class Begun:
     """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
 
     held: HeldMark
-    standing: Standing
-    recorded: Sequence[fingerprints.Recorded]
+    standing: FolderState
+    recorded: Sequence[fingerprints.RecordedSave]
 
 
 def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
@@ -225,10 +225,10 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
     held = take_lock(writer, plan.token)
     try:
         nothing: frozenset[str] = frozenset()
-        remove_unnamed(writer, obsolete(plan, Standing(frozenset(writer.list()), nothing)))
+        remove_unnamed(writer, obsolete(plan, FolderState(frozenset(writer.list()), nothing)))
         standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
-        for name in obsolete(plan, Standing(standing.files, nothing)):
+        for name in obsolete(plan, FolderState(standing.files, nothing)):
             if name != plan.index_file and name not in standing.weights and not name.endswith(OLDER):
                 writer.remove(name)  # its space may be needed; older weights may be the only ones until the commit
     except BaseException:
@@ -272,7 +272,7 @@ def commit_save(
     """
     sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in small_files.items()}
-    recorded = fingerprints.Recorded(sizes, sums, digests)
+    recorded = fingerprints.RecordedSave(sizes, sums, digests)
     both = fingerprints.to_bytes([*begun.recorded, recorded])
     fingerprints_file = fingerprints.file_beside(plan.stem)
     bound = _bound(writer, plan, small_files)

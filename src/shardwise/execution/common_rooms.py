@@ -30,7 +30,7 @@ _MOST_LENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PlaceInRoom:
     """Where a tensor lies: in which piece of memory, and at which byte of it."""
 
     piece: int
@@ -47,7 +47,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _RoomPiece:
     """A piece of memory: its size, and the first and the last of the rounds that write to it."""
 
     nbytes: int
@@ -58,24 +58,24 @@ class _Piece:
 
 def lay_out(
     rounds: Sequence[Round], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> tuple[list[_Piece], dict[str, _Place]]:
+) -> tuple[list[_RoomPiece], dict[str, _PlaceInRoom]]:
     """A piece of memory for each large tensor, and one for all the small ones that a round begins. Pure."""
-    pieces: list[_Piece] = []
-    places: dict[str, _Place] = {}
+    pieces: list[_RoomPiece] = []
+    places: dict[str, _PlaceInRoom] = {}
     for number, items in enumerate(rounds):
         tray: int | None = None
         for key in dict.fromkeys(block.key for block in items.blocks):
             if key in places:
                 pieces[places[key].piece].last = number
                 continue
-            place = _Place(len(pieces), 0, shapes[key], dtypes[key])
+            place = _PlaceInRoom(len(pieces), 0, shapes[key], dtypes[key])
             if place.nbytes > _SMALL_BYTES or tray is None:
                 is_tray = place.nbytes <= _SMALL_BYTES
                 tray = len(pieces) if is_tray else tray
-                pieces.append(_Piece(place.nbytes, number, number, is_tray))
+                pieces.append(_RoomPiece(place.nbytes, number, number, is_tray))
             else:
                 start = -(-pieces[tray].nbytes // _ALIGNMENT) * _ALIGNMENT
-                place = _Place(tray, start, shapes[key], dtypes[key])
+                place = _PlaceInRoom(tray, start, shapes[key], dtypes[key])
                 pieces[tray].nbytes = start + place.nbytes
             places[key] = place
     return pieces, places
@@ -150,7 +150,7 @@ class CommonRooms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _RoomWords:
     """What ranks tell each other in a round: where the first one has made memory, and what they have let go of."""
 
     addresses: Mapping[int, Address]
@@ -172,7 +172,7 @@ def put_together(world: World, rounds: Sequence[Round], giver: Giver, rooms: Com
     """
 
     @torch.no_grad()
-    def step(number: int, told: Sequence[_Told]) -> _Told:
+    def step(number: int, told: Sequence[_RoomWords]) -> _RoomWords:
         rooms.enter(told[0].addresses)
         for block in rounds[number].blocks:
             world.check()
@@ -182,13 +182,13 @@ def put_together(world: World, rounds: Sequence[Round], giver: Giver, rooms: Com
                         strided_view(rooms.room(block), piece.target).copy_(values)
         return prepare(number + 1, told)
 
-    def prepare(number: int, told: Sequence[_Told]) -> _Told:
+    def prepare(number: int, told: Sequence[_RoomWords]) -> _RoomWords:
         if world.rank:
-            return _Told({}, rooms.let_go())
+            return _RoomWords({}, rooms.let_go())
         keeper.take_back([piece for one in told for piece in one.let_go])
-        return _Told(keeper.open(rooms.begun_by(number)), rooms.let_go())
+        return _RoomWords(keeper.open(rooms.begun_by(number)), rooms.let_go())
 
-    with _Keeper(world.size, rooms.spare_bytes) as keeper:
+    with _RoomAllocator(world.size, rooms.spare_bytes) as keeper:
         told = world.each(lambda: prepare(0, ()))
         for number, items in enumerate(rounds):
             told = world.each(partial(step, number, told))
@@ -196,7 +196,7 @@ def put_together(world: World, rounds: Sequence[Round], giver: Giver, rooms: Com
             rooms.leave(number)
 
 
-class _Keeper:
+class _RoomAllocator:
     """Makes the memory of rooms, on one rank, and knows which of it is free."""
 
     def __init__(self, ranks: int, spare_bytes: int) -> None:

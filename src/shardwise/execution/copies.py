@@ -20,7 +20,7 @@ from shardwise.execution.place import identities_of
 from shardwise.execution.workers import Workers
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
-from shardwise.planning.comparing import BLOCK_BYTES, CompareCopies, Portion, portions
+from shardwise.planning.comparing import BLOCK_BYTES, CompareCopies, ComparedBytes, portions
 from shardwise.storage import StorageReader
 from shardwise.storage.machine import process_space
 from shardwise.storage.names import shown
@@ -87,7 +87,7 @@ def require_one_checkpoint(
     leader = first_with[told[world.rank]]
     _require_sizes(world, reader, index, members, identities)
     mine = portions(index, compare)[members[leader].index(world.rank) :: len(members[leader])]
-    found: dict[Portion, int] = {}
+    found: dict[ComparedBytes, int] = {}
     sums = world.each(lambda: _sum(world, reader, mine, budget_bytes, found))
     totals = {first: sum(sums[rank] for rank in ranks) % _WORD for first, ranks in members.items()}
     if others := [first for first in members if totals[first] != totals[0]]:
@@ -136,14 +136,18 @@ def _require_sizes(
 
 
 def _sum(
-    world: World, reader: StorageReader, mine: Sequence[Portion], budget_bytes: int, found: dict[Portion, int]
+    world: World,
+    reader: StorageReader,
+    mine: Sequence[ComparedBytes],
+    budget_bytes: int,
+    found: dict[ComparedBytes, int],
 ) -> int:
     """The sum of the digests of this rank's portions, whatever their order; each of them into ``found``."""
     count = max(1, min(reader.policy.concurrency, budget_bytes // BLOCK_BYTES))
     nbytes = min(_MOST_READ_BYTES, budget_bytes // count)
     lock = threading.Lock()
 
-    def look(portion: Portion, buffer: bytearray) -> None:
+    def look(portion: ComparedBytes, buffer: bytearray) -> None:
         digest = hashlib.blake2b(
             f"{portion.file}\n{portion.key}\n".encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES
         )
@@ -165,7 +169,7 @@ def _difference(
     index: CheckpointIndex,
     members: Mapping[int, Sequence[int]],
     leader: int,
-    found: Mapping[Portion, int],
+    found: Mapping[ComparedBytes, int],
 ) -> DisagreementError:
     """What the first copy that differs has otherwise than the first rank's. Collective: yes."""
     other = next(first for first in members if first != 0)

@@ -13,7 +13,7 @@ from shardwise.execution.exchange import Traffic, exchange
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models.view import strided_view
-from shardwise.planning.exchange import Parcel, Round, Wanted, from_sources, rounds
+from shardwise.planning.exchange import Parcel, Round, WantedBoxes, from_sources, rounds
 from shardwise.tensors import Box, Strided
 
 
@@ -37,7 +37,7 @@ class Shipment:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class LocalTensor:
     """Where a tensor lies on this rank: local memory, and the boxes that are in it."""
 
     local: torch.Tensor
@@ -53,7 +53,7 @@ class Landing:
         raise PlacementError(f"{box} is not in the boxes that this rank holds: {self.boxes}")
 
 
-Prepare = Callable[[Sequence[str]], Mapping[str, Landing]]
+Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
 """Makes memory for tensors, just before the first of them arrives."""
 
 
@@ -67,7 +67,7 @@ def distribute(
     part has left.
     """
     spread = from_sources(
-        [Wanted(item.name, item.dtype.itemsize, item.boxes) for item in shipments],
+        [WantedBoxes(item.name, item.dtype.itemsize, item.boxes) for item in shipments],
         [item.source_of for item in shipments],
     )
     first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
@@ -86,7 +86,7 @@ class _Yard:
     ) -> None:
         self._shipments = {item.name: item for item in shipments}
         self._prepare = prepare
-        self._landed: dict[str, Landing] = {}
+        self._landed: dict[str, LocalTensor] = {}
         self._wave_of = dict.fromkeys(self._shipments, len(all_rounds))
         """The round in which a tensor first arrives anywhere; after all of them what has no elements."""
         for number in reversed(range(len(all_rounds))):
@@ -130,7 +130,7 @@ class _Yard:
             self._landed |= self._prepare(self._waiting)
             self._waiting = []
 
-    def _landing(self, name: str) -> Landing:
+    def _landing(self, name: str) -> LocalTensor:
         if name not in self._landed:
             wave: list[str] = []
             while self._waiting and self._wave_of[self._waiting[-1]] <= self._wave_of[name]:

@@ -34,7 +34,7 @@ _FIRST_NUMBER = 1 << 32
 
 
 @dataclass(frozen=True)
-class _Content:
+class _RankState:
     """What this rank has of a state: tensors, and what is none, as it is written; and what it tells the others."""
 
     tensors: Mapping[Levels, torch.Tensor]
@@ -83,9 +83,9 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
     return sum(files.values())
 
 
-def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_Content, list[Mapping[str, TensorFacts]]]:
+def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_RankState, list[Mapping[str, TensorFacts]]]:
     """What there is, on this rank and on all. Collective: yes."""
-    found: list[_Content] = []
+    found: list[_RankState] = []
 
     def look() -> Mapping[str, TensorFacts]:
         tensors: dict[Levels, torch.Tensor] = {}
@@ -101,7 +101,7 @@ def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_Content, list[M
             elif world.rank == 0:
                 values[way] = _packed(value)
         told = {key_of(way): facts_of(tensor, key_of(way)) for way, tensor in tensors.items()}
-        found.append(_Content(tensors, values, told))
+        found.append(_RankState(tensors, values, told))
         return told
 
     told = world.each(look)
@@ -141,7 +141,7 @@ def _write_own(
     folder: Path,
     token: str,
     plan: TensorsPlan,
-    content: _Content,
+    content: _RankState,
     files: Mapping[str, int],
     budget_bytes: int,
 ) -> None:

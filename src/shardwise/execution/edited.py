@@ -17,7 +17,7 @@ import torch
 from shardwise.conversion import Stored
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.stored import StoredTensors
-from shardwise.planning.merge_plan import Added, Edit, Form, LowRank, Replaced
+from shardwise.planning.merge_plan import Added, Edit, LowRank, Replaced, WeightForm
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, DType, numel, row_blocks
@@ -108,14 +108,14 @@ class EditedTensors:
         starts, stops = box.offsets, tuple(start + size for start, size in zip(box.offsets, box.sizes, strict=True))
         rank = edit.rank
         if edit.form.is_stacked:
-            outs, ins = (1, 2) if edit.form is Form.EXPERTS else (2, 1)
+            outs, ins = (1, 2) if edit.form is WeightForm.EXPERTS else (2, 1)
             experts, first, stop = shape[0], starts[0], stops[0]
             whole_a, whole_b = self._whole(edit.a), self._whole(edit.b)
             a = whole_a.view(experts, rank, -1)[first:stop, :, starts[ins] : stops[ins]].to(dtype)
             b = whole_b.view(-1, rank, experts)[starts[outs] : stops[outs], :, first:stop].to(dtype)
             delta = torch.bmm(b.permute(2, 0, 1), a)
-            return delta if edit.form is Form.EXPERTS else delta.transpose(1, 2)
-        if edit.form is Form.COLUMNS:
+            return delta if edit.form is WeightForm.EXPERTS else delta.transpose(1, 2)
+        if edit.form is WeightForm.COLUMNS:
             a = self._factor(edit.a, Box((0, starts[0]), (rank, box.sizes[0])), dtype)
             b = self._factor(edit.b, Box((starts[1], 0), (box.sizes[1], rank)), dtype)
             return a.t() @ b.t()
@@ -138,7 +138,7 @@ class EditedTensors:
         edit = edits[number]
         assert isinstance(edit, LowRank)
         assert edit.magnitude is not None
-        kept = 1 if edit.form is Form.COLUMNS else 0
+        kept = 1 if edit.form is WeightForm.COLUMNS else 0
         squares = torch.zeros(shape[kept], dtype=torch.float64)
         for box in row_blocks(shape, _NORM_BLOCK_BYTES // 4):
             base = read(box)
@@ -185,7 +185,7 @@ def computing_dtype(dtype: DType) -> torch.dtype:
 
 
 def _along(edit: LowRank, box: Box, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    kept = 1 if edit.form is Form.COLUMNS else 0
+    kept = 1 if edit.form is WeightForm.COLUMNS else 0
     return tuple(
         slice(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) if dim == kept else slice(None)
         for dim in range(len(shape))

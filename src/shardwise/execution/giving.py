@@ -9,7 +9,7 @@ from shardwise.errors import DisagreementError, PlacementError
 from shardwise.execution.replicas import Replicas, settle_replicas
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models.view import Held, local_boxes
 from shardwise.planning.consent import OnDiffering
 from shardwise.planning.giving import Boxes, in_common, shares_by_rank, shares_of_first
@@ -47,17 +47,17 @@ def agree_on_shares(world: World, held: Sequence[Held], on_differing_buffers: On
     """
     require_alike_models(world, held, ())
     saved = [item for item in held if item.kind.is_saved]
-    told = world.each(lambda: _Told.by_this_rank(saved))
+    told = world.each(lambda: _HoldingWords.by_this_rank(saved))
     boxes = world.together(lambda: _by_rank(saved, told))
     shares = world.together(lambda: _dealt(saved, boxes))
     tensors = {item.fqn: item.tensor for item in saved}
-    buffers = {item.fqn for item in saved if item.kind is not Kind.PARAMETER}
+    buffers = {item.fqn for item in saved if item.kind is not TensorKind.PARAMETER}
     replicas = world.together(lambda: Replicas.among(tensors, in_common(boxes, world.rank), buffers))
     return Shares(shares, settle_replicas(world, replicas, on_differing_buffers))
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _HoldingWords:
     """What a rank holds: the dtypes of tensors, and their boxes, as numbers of the few ways in which they lie."""
 
     dtypes: tuple[str, ...]
@@ -65,7 +65,7 @@ class _Told:
     way_of: tuple[int, ...]
 
     @classmethod
-    def by_this_rank(cls, saved: Sequence[Held]) -> _Told:
+    def by_this_rank(cls, saved: Sequence[Held]) -> _HoldingWords:
         absent = [item.fqn for item in saved if item.tensor.is_meta]
         if absent:
             raise PlacementError(
@@ -79,7 +79,7 @@ class _Told:
         return cls(tuple(str(item.tensor.dtype) for item in saved), tuple(ways), tuple(way_of))
 
 
-def _by_rank(saved: Sequence[Held], told: Sequence[_Told]) -> dict[str, tuple[Boxes, ...]]:
+def _by_rank(saved: Sequence[Held], told: Sequence[_HoldingWords]) -> dict[str, tuple[Boxes, ...]]:
     """The boxes that each rank holds of every tensor, by rank; one value for all tensors that lie alike."""
     made: dict[tuple[int, ...], tuple[Boxes, ...]] = {}
     found: dict[str, tuple[Boxes, ...]] = {}
@@ -103,7 +103,7 @@ def _dealt(saved: Sequence[Held], held: Mapping[str, tuple[Boxes, ...]]) -> dict
     lacking: list[str] = []
     for number, item in enumerate(saved):
         boxes, turn, itemsize = held[item.fqn], number % len(held[item.fqn]), item.tensor.element_size()
-        if item.kind is not Kind.PARAMETER:
+        if item.kind is not TensorKind.PARAMETER:
             given = shares_of_first(boxes)
         else:
             key = id(boxes), turn, itemsize

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.errors import DisagreementError, PlacementError
-from shardwise.execution.distribute import Landing
+from shardwise.execution.distribute import LocalTensor
 from shardwise.execution.exchange import Traffic, exchange
 from shardwise.execution.world import World
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.exchange import Parcel, Wanted, covers, from_holders, rounds
+from shardwise.planning.exchange import Parcel, WantedBoxes, covers, from_holders, rounds
 from shardwise.planning.forms import FullState
 from shardwise.report import collapse
 from shardwise.tensors import Box
@@ -37,13 +37,13 @@ class Handover:
     dtype: torch.dtype
     held: tuple[tuple[Box, ...], ...]
     wanted: tuple[tuple[Box, ...], ...]
-    mine: Landing | None
-    into: Landing | None
+    mine: LocalTensor | None
+    into: LocalTensor | None
 
 
-def landing(tensor: torch.Tensor, name: str) -> Landing:
+def landing(tensor: torch.Tensor, name: str) -> LocalTensor:
     """Where a tensor lies on this rank."""
-    return Landing(local_tensor(tensor), local_boxes(tensor, name))
+    return LocalTensor(local_tensor(tensor), local_boxes(tensor, name))
 
 
 def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, device: torch.device) -> Traffic:
@@ -57,7 +57,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     """
     by_name = {item.name: item for item in items}
     spread = from_holders(
-        [Wanted(item.name, item.dtype.itemsize, item.wanted) for item in items], [item.held for item in items]
+        [WantedBoxes(item.name, item.dtype.itemsize, item.wanted) for item in items], [item.held for item in items]
     )
 
     def give(parcel: Parcel) -> torch.Tensor:
@@ -80,7 +80,7 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     return traffic + exchange(world, then, give_on, take, dtype_of, device, budget_bytes=budget_bytes)
 
 
-def _there(place: Landing | None) -> Landing:
+def _there(place: LocalTensor | None) -> LocalTensor:
     assert place is not None, "the plan has this rank give or take what it has no part in"
     return place
 

@@ -46,7 +46,7 @@ class HostMemory:
         self._lock = threading.Lock()
         self._cannot_look = pages == MeasuredPages() and not can_populate()
         self._weighing = Weighing(HugePages() if self._cannot_look else pages)
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Slab] = []
         self._portion_bytes = _portion_bytes(sum(sizes))
         self._places = self._laid_out(sizes)
 
@@ -83,7 +83,7 @@ class HostMemory:
             with self._lock:
                 self._weighing.took(way, nbytes, seconds)
 
-    def _laid_out(self, sizes: Sequence[int]) -> Iterator[tuple[_Block | None, int, int]]:
+    def _laid_out(self, sizes: Sequence[int]) -> Iterator[tuple[_Slab | None, int, int]]:
         """(block, where in it, bytes) of each size; no block for what is empty."""
         group: list[int] = []
         total = 0
@@ -94,7 +94,7 @@ class HostMemory:
                 continue
             block = None
             if total:
-                block = _Block(total, self._portion_bytes)
+                block = _Slab(total, self._portion_bytes)
                 bisect.insort(self._blocks, block, key=lambda item: item.address)
             start = 0
             for item in group:
@@ -103,7 +103,7 @@ class HostMemory:
             group, total = [], 0
 
 
-class _Block:
+class _Slab:
     """Anonymous memory that begins with a portion."""
 
     def __init__(self, nbytes: int, portion_bytes: int) -> None:

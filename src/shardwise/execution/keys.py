@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Keys:
+class KeyStore:
     """The store under a prefix. All values are bytes."""
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -40,5 +40,5 @@ class Keys:
         for key in keys:
             self._store.delete_key(f"{self._prefix}/{key}")
 
-    def below(self, name: str) -> Keys:
-        return Keys(self._store, f"{self._prefix}/{name}")
+    def below(self, name: str) -> KeyStore:
+        return KeyStore(self._store, f"{self._prefix}/{name}")

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
-from shardwise.execution.keys import Keys
+from shardwise.execution.keys import KeyStore
 from shardwise.execution.presence import Pulses
 from shardwise.execution.talk import Talk
 
@@ -97,7 +97,7 @@ class Line:
         self.on_lost: Callable[[RankLostError], None] | None = None
         """Called once, on the line's thread, when a rank is lost while this one works."""
         self.name = name
-        self._keys = Keys(store, name)
+        self._keys = KeyStore(store, name)
         self._pulses = Pulses(store)
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._cut = threading.Event()

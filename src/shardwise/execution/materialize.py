@@ -43,7 +43,7 @@ def managers_of(model: nn.Module) -> Managers:
 def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
     """By FQN, the device that each tensor is on, or will be on once it is materialised."""
     return {
-        item.fqn: _Wanted.of(item, managers, home).device
+        item.fqn: _WantedMemory.of(item, managers, home).device
         if item.tensor.is_meta
         else local_tensor(item.tensor).device
         for item in held
@@ -65,13 +65,13 @@ def materialize(
     Memory: this rank's shards.
     """
     found = {item.fqn: local_tensor(item.tensor) for item in held if not item.tensor.is_meta}
-    wanted = [_Wanted.of(item, managers, home) for item in held if item.tensor.is_meta]
+    wanted = [_WantedMemory.of(item, managers, home) for item in held if item.tensor.is_meta]
     memory = HostMemory([item.nbytes for item in wanted if item.is_on_host], pages)
     return found | {item.item.fqn: item.fulfil(memory) for item in wanted}, memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedMemory:
     """A tensor on meta, and the memory it is to have: ``size`` is padded where FSDP2 wants it so."""
 
     item: Held
@@ -81,7 +81,7 @@ class _Wanted:
     is_pinned: bool
 
     @classmethod
-    def of(cls, item: Held, managers: Managers, home: torch.device) -> _Wanted:
+    def of(cls, item: Held, managers: Managers, home: torch.device) -> _WantedMemory:
         tensor = item.tensor
         manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:

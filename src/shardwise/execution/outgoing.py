@@ -10,10 +10,10 @@ import torch
 from shardwise.conversion import Stored, needed_boxes, pieces
 from shardwise.errors import CoverageError
 from shardwise.execution.edited import EditedTensors, computing_dtype
-from shardwise.execution.stored import StoredTensors, Wanted, box_slices
+from shardwise.execution.stored import StoredTensors, WantedBox, box_slices
 from shardwise.layout import ModelLayout
 from shardwise.models.dtypes import to_torch
-from shardwise.models.revert import Computed, Output, Reverted
+from shardwise.models.revert import ComputedOutputs, Output, Reverted
 from shardwise.models.view import strided_view
 from shardwise.planning.merge_plan import Edit
 from shardwise.planning.save_plan import Saved
@@ -33,7 +33,7 @@ class MergedModel:
     edits: Mapping[str, tuple[Edit, ...]]
     edited: EditedTensors
 
-    def values_of(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+    def values_of(self, wanted: Sequence[WantedBox]) -> list[torch.Tensor]:
         plain = iter(self.base.values_of([item for item in wanted if item[0] not in self.edits]))
         return [self._merged(*item) if item[0] in self.edits else next(plain) for item in wanted]
 
@@ -63,7 +63,7 @@ class Outgoing:
 
     reverted: Reverted
     layout: ModelLayout
-    model_values: Callable[[Sequence[Wanted]], list[torch.Tensor]]
+    model_values: Callable[[Sequence[WantedBox]], list[torch.Tensor]]
     stored: StoredTensors
     carried: Sequence[Saved] = ()
     edits: Mapping[str, tuple[Edit, ...]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Outgoing:
     def __post_init__(self) -> None:
         self._computing = {key: made for made in self.reverted.computed for key, _, _ in made.outputs}
         self._as_stored = {key: dtype for key, dtype, _ in self.carried}
-        self._computed: tuple[Computed, Mapping[str, torch.Tensor]] | None = None
+        self._computed: tuple[ComputedOutputs, Mapping[str, torch.Tensor]] | None = None
 
     def tensors(self) -> list[Saved]:
         """Key, dtype and shape of all, as transformers orders them; what is carried comes last."""
@@ -103,12 +103,14 @@ class Outgoing:
         found = [[next(read) for _ in needed] for needed in needs]
         return [self._made(*part, needed, values) for part, needed, values in zip(parts, needs, found, strict=True)]
 
-    def _needs(self, key: str, box: Box) -> list[Wanted]:
+    def _needs(self, key: str, box: Box) -> list[WantedBox]:
         """What of the model's tensors is moved into a box; nothing for what is made in another way."""
         output = self.reverted.outputs.get(key)
         return [] if output is None or key in self.edits else _moved_into(output, box, to_torch(output.dtype))
 
-    def _made(self, key: str, box: Box, needed: Sequence[Wanted], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _made(
+        self, key: str, box: Box, needed: Sequence[WantedBox], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         if key in self._as_stored:
             return self.stored.values_of([(key, box, to_torch(self._as_stored[key]))])[0]
         if key in self._computing:
@@ -126,7 +128,7 @@ class Outgoing:
 
         return self.edited.apply(key, output.shape, self.edits[key], box, read, dtype)
 
-    def _evaluated(self, made: Computed) -> Mapping[str, torch.Tensor]:
+    def _evaluated(self, made: ComputedOutputs) -> Mapping[str, torch.Tensor]:
         """The outputs of a conversion that computes; those of the last one are kept."""
         if self._computed is None or self._computed[0] is not made:
             shapes = {name: self.layout.by_name[name].shape for name in made.sources}
@@ -140,13 +142,13 @@ class Outgoing:
         return to_torch(self.layout.by_name[name].dtype)
 
 
-def _moved_into(output: Output, box: Box, dtype: torch.dtype) -> list[Wanted]:
+def _moved_into(output: Output, box: Box, dtype: torch.dtype) -> list[WantedBox]:
     needed = needed_boxes(output.expression, box)
     return [(name, part, dtype) for name, parts in needed.items() for part in parts]
 
 
 def _put_together(
-    output: Output, box: Box, dtype: torch.dtype, needed: Sequence[Wanted], values: Sequence[torch.Tensor]
+    output: Output, box: Box, dtype: torch.dtype, needed: Sequence[WantedBox], values: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """A box of an output, of boxes of the model's tensors."""
     if isinstance(output.expression, Stored) and len(values) == 1:

@@ -30,7 +30,7 @@ _BUCKETS = 4
 
 
 @dataclass
-class Written:
+class WrittenTensors:
     """What this rank wrote: bytes of tensors by file, and fingerprints of what it wrote by key."""
 
     bytes_by_file: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def write_by_owners(
     budget_bytes: int,
     device: torch.device,
     progress: Progress,
-) -> Written:
+) -> WrittenTensors:
     """Create, write and sync every file, each by one rank that gets what the others hold of it.
 
     For storages that take a file from one writer only. A file is written without a gap, its header first, and is
@@ -84,7 +84,7 @@ def write_by_owners(
     rounds = world.together(lambda: plan_assembly(streams, shares, world.size, bucket_bytes))
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    desk = _Desk(rounds, world.rank, dtypes, device)
+    desk = _RoundMemory(rounds, world.rank, dtypes, device)
     pen = _Pen(world, writer, own, progress)
     arrivals = assemble(world, rounds, giver, desk.room, dtypes, device)
     with contextlib.closing(arrivals):
@@ -94,7 +94,7 @@ def write_by_owners(
     return pen.written
 
 
-class _Desk:
+class _RoundMemory:
     """The memory in which this rank's blocks of a round are put together."""
 
     def __init__(
@@ -134,7 +134,7 @@ class _Pen:
     """Writes this rank's files, one after the other."""
 
     def __init__(self, world: World, writer: StorageWriter, files: Sequence[NewFile], progress: Progress) -> None:
-        self.written = Written()
+        self.written = WrittenTensors()
         self._world = world
         self._writer = writer
         self._waiting = list(reversed(files))

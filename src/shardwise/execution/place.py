@@ -20,7 +20,7 @@ from shardwise.formats import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
-from shardwise.planning.schedule import Request, Segment, aligned, schedule, segments_of
+from shardwise.planning.schedule import ReadRequest, Segment, aligned, schedule, segments_of
 from shardwise.planning.staging import staging_within
 from shardwise.storage import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
@@ -51,7 +51,7 @@ class Arrangement:
 
     destinations: tuple[Destination, ...]
     files: tuple[str, ...]
-    batches: tuple[tuple[torch.device, tuple[Request, ...]], ...]
+    batches: tuple[tuple[torch.device, tuple[ReadRequest, ...]], ...]
     computed: tuple[tuple[Opaque, tuple[int, ...]], ...]
 
 
@@ -81,7 +81,7 @@ def arrange(
             computed.setdefault(id(item.expression.operation), (item.expression, []))[1].append(number)
         else:
             on_device.setdefault(item.device, []).append((number, item))
-    batches: list[tuple[torch.device, tuple[Request, ...]]] = []
+    batches: list[tuple[torch.device, tuple[ReadRequest, ...]]] = []
     for device, group in on_device.items():
         is_on_host = device.type == "cpu"
         staging_bytes = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
@@ -178,7 +178,7 @@ class Placer:
 
     def _carry_out(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[ReadRequest],
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         device: torch.device,
@@ -192,7 +192,7 @@ class Placer:
                 memories[target] = bytes_of(tensors[target])
             return memories[target]
 
-        def carry_out(request: Request, landing: Landing) -> None:
+        def carry_out(request: ReadRequest, landing: Landing) -> None:
             if device.type == "cpu":
                 for segment in request.segments:
                     fresh.touch(*_span(tensors[segment.target], segment.copy.target))
@@ -212,7 +212,7 @@ class Placer:
 
     def _read_request(
         self,
-        request: Request,
+        request: ReadRequest,
         tensors: Sequence[torch.Tensor],
         memory: Callable[[int], memoryview],
         landing: Landing,
@@ -245,7 +245,7 @@ class Placer:
         if staging is not None:
             landing.end()
 
-    def _copy_from_cache(self, request: Request, tensors: Sequence[torch.Tensor]) -> bool:
+    def _copy_from_cache(self, request: ReadRequest, tensors: Sequence[torch.Tensor]) -> bool:
         """What would be staged straight from the system's page cache, where it has it; False where it has not.
 
         A read through staging moves every byte twice; a strided one the unwanted ones too.

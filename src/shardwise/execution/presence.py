@@ -18,7 +18,7 @@ import weakref
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from shardwise.execution.keys import Keys
+from shardwise.execution.keys import KeyStore
 from shardwise.storage import machine
 
 _ENDED = b"ended"
@@ -30,7 +30,7 @@ _LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """Where a rank's process is. Host names are for people: containers may share one."""
 
     host: str
@@ -84,14 +84,14 @@ class _Beating:
             self._ended.set()
             self._thread.join(timeout=_LAST_WORDS_S)
 
-    def _own_keys(self) -> Keys:
+    def _own_keys(self) -> KeyStore:
         store: Any = self._store()
         return _keys(store.clone() if hasattr(store, "clone") else store)
 
     def _beat(self) -> None:
         try:
             keys, beats = self._own_keys(), 0
-            keys.set(f"place/{self._rank}", Place.here().encode())
+            keys.set(f"place/{self._rank}", ProcessPlace.here().encode())
             while self._store() is not None:
                 beats += 1
                 keys.set(f"pulse/{self._rank}", f"{beats} {self.beat_s}".encode())
@@ -149,10 +149,10 @@ class Pulses:
         told = self._keys.get_all([f"pulse/{rank}" for rank in found]) if found else []
         return {rank: Pulse(value) for rank, value in zip(found, told, strict=True)}
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> ProcessPlace:
         """Of a rank that has a pulse."""
-        return Place.of(self._keys.get_all([f"place/{rank}"])[0])
+        return ProcessPlace.of(self._keys.get_all([f"place/{rank}"])[0])
 
 
-def _keys(store: Any) -> Keys:
-    return Keys(store, "shardwise/alive")
+def _keys(store: Any) -> KeyStore:
+    return KeyStore(store, "shardwise/alive")

@@ -90,7 +90,7 @@ class Replicas:
         }
 
 
-Told: TypeAlias = tuple[str, dict[_Circle, list[int]]]
+DigestWords: TypeAlias = tuple[str, dict[_Circle, list[int]]]
 """What a rank is asked for, and its digests."""
 
 
@@ -110,7 +110,7 @@ def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDi
 
 
 def settle_told(
-    world: World, replicas: Replicas, asked: Sequence[Told], on_differing_buffers: OnDiffering
+    world: World, replicas: Replicas, asked: Sequence[DigestWords], on_differing_buffers: OnDiffering
 ) -> tuple[str, ...]:
     """The same, where every rank has heard what each of them had to :func:`tell`.
 
@@ -153,7 +153,7 @@ def require_mode(on_differing_buffers: object) -> None:
         raise ConfigError(f"on_differing_buffers={on_differing_buffers!r}: pass TakeFirst() or Refuse()")
 
 
-def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> Told:
+def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> DigestWords:
     """What this rank tells of its replicas.
 
     Raises:

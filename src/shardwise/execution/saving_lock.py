@@ -136,7 +136,7 @@ def whose_mark(writer: StorageWriter, token: str) -> Whose:
         if _has_one_name(writer) or not _marks(writer.list()):
             return Whose.NOBODYS
         return Whose.ANOTHERS
-    mark = _Mark.of(found)
+    mark = _SaverMark.of(found)
     return Whose.OURS if mark is not None and mark.token == token else Whose.ANOTHERS
 
 
@@ -153,7 +153,7 @@ def require_lock(writer: StorageWriter, token: str) -> None:
             f"{writer.root}: {file}, which the first rank made there, is not to be seen; save to a directory "
             "that all ranks share, and leave that file alone meanwhile"
         )
-    mark = _Mark.of(found)
+    mark = _SaverMark.of(found)
     if mark is None or mark.token != token:
         raise _refusal(writer, file, mark)
 
@@ -161,7 +161,7 @@ def require_lock(writer: StorageWriter, token: str) -> None:
 def release_lock(writer: StorageWriter, token: str) -> None:
     """Take the mark of this save away, if it is there."""
     file = _name(writer, token)
-    mark = _Mark.of(writer.read(file) or b"")
+    mark = _SaverMark.of(writer.read(file) or b"")
     if mark is not None and mark.token == token:
         writer.remove(file)
     if not _has_one_name(writer):
@@ -187,7 +187,7 @@ def _marks(files: Collection[str]) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _SaverMark:
     """Who saves: a process, when it was born, on a host; and which of its saves.
 
     ``space`` tells whose processes it is one of, "" for a mark of an older version. ``renewed_s`` is 0 for never.
@@ -201,7 +201,7 @@ class _Mark:
     space: str = ""
 
     @classmethod
-    def of(cls, content: bytes) -> _Mark | None:
+    def of(cls, content: bytes) -> _SaverMark | None:
         """What a mark says; None when it says nothing."""
         try:
             found = json.loads(content)
@@ -212,7 +212,7 @@ class _Mark:
             return None
 
     @classmethod
-    def own(cls, token: str) -> _Mark:
+    def own(cls, token: str) -> _SaverMark:
         process = os.getpid()
         return cls(socket.gethostname(), process, born(process), token, RENEWED_S, process_space())
 
@@ -233,13 +233,13 @@ class _Mark:
 def _create(writer: StorageWriter, token: str) -> None:
     """The mark of one name, once a left one is gone."""
     _take_over(writer)
-    content = _Mark.own(token).to_bytes()
+    content = _SaverMark.own(token).to_bytes()
     try:
         writer.create(LOCK_FILE, len(content))
     except StorageError as error:
         found = writer.read(LOCK_FILE)
         if found is not None:
-            raise _refusal(writer, LOCK_FILE, _Mark.of(found)) from error
+            raise _refusal(writer, LOCK_FILE, _SaverMark.of(found)) from error
         raise
     try:
         writer.write(LOCK_FILE, 0, [memoryview(content)])
@@ -258,12 +258,12 @@ def _take_over(writer: StorageWriter) -> None:
     """
     deadline = time.monotonic() + _FILLED_S
     content = writer.read(LOCK_FILE)
-    while content is not None and _Mark.of(content) is None and time.monotonic() < deadline:
+    while content is not None and _SaverMark.of(content) is None and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         content = writer.read(LOCK_FILE)
     if content is None:
         return
-    mark = _Mark.of(content)
+    mark = _SaverMark.of(content)
     if mark is not None and not mark.is_left and not _is_silent(writer, LOCK_FILE, mark):
         raise _refusal(writer, LOCK_FILE, mark)
     aside = f".{LOCK_FILE}.{secrets.token_hex(4)}{INCOMPLETE}"
@@ -286,7 +286,7 @@ def _list_own(writer: StorageWriter, token: str) -> None:
         _require_left(writer, file)
     own = _name(writer, token)
     try:
-        writer.replace(own, _Mark.own(token).to_bytes())
+        writer.replace(own, _SaverMark.own(token).to_bytes())
         for file in sorted(_marks(writer.list()) - left - {own}):
             _require_left(writer, file, is_patient=False)
             left.add(file)
@@ -304,12 +304,12 @@ def _require_left(writer: StorageWriter, file: str, *, is_patient: bool = True) 
     content = writer.read(file)
     if content is None:
         return
-    mark = _Mark.of(content)
+    mark = _SaverMark.of(content)
     if mark is None or not (mark.is_left or (is_patient and _is_silent(writer, file, mark))):
         raise _refusal(writer, file, mark)
 
 
-def _is_silent(writer: StorageWriter, file: str, mark: _Mark) -> bool:
+def _is_silent(writer: StorageWriter, file: str, mark: _SaverMark) -> bool:
     """Whether a mark of another machine that is to be renewed has not been for a while. Waits for that while."""
     if mark.renewed_s <= 0 or mark.is_from_here:
         return False
@@ -332,7 +332,7 @@ def _changed_at(writer: StorageWriter, file: str) -> object:
         return None
 
 
-def _refusal(writer: StorageWriter, file: str, mark: _Mark | None) -> StorageError:
+def _refusal(writer: StorageWriter, file: str, mark: _SaverMark | None) -> StorageError:
     who = "it has not said who it is" if mark is None else f"process {mark.process} on {mark.host}"
     return StorageError(
         f"{writer.root}: another save is writing here ({who}); wait for it, or save to another directory. If that "

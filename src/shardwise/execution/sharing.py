@@ -22,14 +22,14 @@ from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models._torch_private import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
-from shardwise.planning.exchange import Agenda, Parcel, Round, Wanted, dealt, hull, rounds
+from shardwise.planning.exchange import Agenda, Parcel, Round, WantedBoxes, dealt, hull, rounds
 from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.sharing import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
-    Choice,
     InIntervals,
     SharedReads,
+    SharingChoice,
     choose,
     times_read,
 )
@@ -40,7 +40,7 @@ _ROUND_BYTES = 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class SharingPeers:
     """The ranks with which a tensor's bytes could be shared: along one axis of its mesh, or (None) all ranks."""
 
     axis: int | None
@@ -48,7 +48,7 @@ class Peers:
     replicas: int
 
 
-def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
+def peers_of(tensor: torch.Tensor, world: World) -> SharingPeers | None:
     """Who else needs (some of) the bytes that this rank needs of a tensor; None: nobody.
 
     These are replicas, and ranks that hold other columns of the same rows: between these pieces lies what they
@@ -57,7 +57,7 @@ def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
     if world.size == 1:
         return None
     if not isinstance(tensor, DTensor):
-        return Peers(None, world.size, world.size)
+        return SharingPeers(None, world.size, world.size)
     mesh = tensor.device_mesh
     sizes = dict(enumerate(mesh.shape))
     split = [splitting_dim(placement) for placement in tensor.placements]
@@ -70,21 +70,21 @@ def peers_of(tensor: torch.Tensor, world: World) -> Peers | None:
         replicas = 1
         for axis in replicated:
             replicas *= sizes[axis]
-        return Peers(None, world.size, replicas)
+        return SharingPeers(None, world.size, replicas)
     axis = max(candidates, key=lambda item: sizes[item])
-    return Peers(axis, sizes[axis], sizes[axis] if axis in replicated else 1)
+    return SharingPeers(axis, sizes[axis], sizes[axis] if axis in replicated else 1)
 
 
-def peers_in(mode: SharedReads, tensor: torch.Tensor, world: World) -> Peers | None:
+def peers_in(mode: SharedReads, tensor: torch.Tensor, world: World) -> SharingPeers | None:
     """With whom this rank could share its reads of a tensor in such a way; None: with nobody."""
     return _all_ranks(tensor, world) if isinstance(mode, InIntervals) else peers_of(tensor, world)
 
 
-def _all_ranks(tensor: torch.Tensor, world: World) -> Peers | None:
+def _all_ranks(tensor: torch.Tensor, world: World) -> SharingPeers | None:
     """All ranks, where all have a part in a tensor; None: it is sharded over some of them, or there is one only."""
     if world.size == 1 or (isinstance(tensor, DTensor) and tensor.device_mesh.size() != world.size):
         return None
-    return Peers(None, world.size, 1)
+    return SharingPeers(None, world.size, 1)
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ class SharePlan:
     """Which tensors are read together with which peers, in which way, and what was chosen for those with peers."""
 
     mode: SharedReads
-    shared: Mapping[str, Peers]
-    choices: Mapping[str, Choice]
+    shared: Mapping[str, SharingPeers]
+    choices: Mapping[str, SharingChoice]
 
 
 def plan_sharing(
     world: World,
     held: Mapping[str, Held],
     items: Sequence[Destination],
-    peers: Mapping[str, Peers],
+    peers: Mapping[str, SharingPeers],
     placer: Placer,
     mode: SharedReads,
 ) -> SharePlan:
     """What is shared of the tensors that have peers. The first rank decides for all. Collective: yes."""
 
-    def decide() -> dict[str, Choice]:
+    def decide() -> dict[str, SharingChoice]:
         return {
             item.fqn: choose(
                 mode,
@@ -210,18 +210,18 @@ class _Sharing:
         parcels = dealt(wanted, range(peers.size), budget_bytes // (4 * peers.size))
         return Agenda.of_all(rounds(parcels, budget_bytes))
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[WantedBoxes]:
         """The boxes of all ranks. Tensors of one shape that lie alike on a mesh have one value of these."""
         ranks = dist.get_process_group_ranks(self._peers.group)
         alike: dict[object, tuple[tuple[Box, ...], ...]] = {}
-        found: list[Wanted] = []
+        found: list[WantedBoxes] = []
         for name, item in self._members.items():
             tensor = self._held[name].tensor
             lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
             form = (tuple(tensor.shape), lies)
             if form not in alike:
                 alike[form] = boxes_of_ranks(tensor, name, ranks)
-            found.append(Wanted(name, item.dtype.itemsize, alike[form]))
+            found.append(WantedBoxes(name, item.dtype.itemsize, alike[form]))
         return found
 
     def _staging_device(self) -> torch.device:

@@ -12,7 +12,7 @@ from shardwise.conversion import Expression, Opaque
 from shardwise.execution.place import Placer
 from shardwise.tensors import Box
 
-Wanted: TypeAlias = tuple[str, Box, torch.dtype]
+WantedBox: TypeAlias = tuple[str, Box, torch.dtype]
 """A tensor by name, a box of it, and the dtype it is to have."""
 
 
@@ -24,7 +24,7 @@ class StoredTensors:
     expressions: Mapping[str, Expression]
     _computed: tuple[str, torch.Tensor] | None = None
 
-    def values_of(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+    def values_of(self, wanted: Sequence[WantedBox]) -> list[torch.Tensor]:
         """Boxes of tensors by name, as new tensors, read together."""
         moved = [item for item in wanted if not isinstance(self.expressions[item[0]], Opaque)]
         read = iter(self.placer.values_of([(self.expressions[name], box, dtype) for name, box, dtype in moved]))

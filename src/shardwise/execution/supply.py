@@ -10,7 +10,7 @@ import torch
 from shardwise.errors import DisagreementError
 from shardwise.execution.checksum import checksum
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models.rebind import Bound, Key, Scalar
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held
@@ -140,7 +140,7 @@ def compare(
     }
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(found.names, found.dtypes, strict=True)}
     for item in held:
-        if item.kind is Kind.PARAMETER:
+        if item.kind is TensorKind.PARAMETER:
             dtypes[item.fqn] = trained_dtype.dtype_of(dtypes[item.fqn], item.tensor.requires_grad)
     for name, key in found.keys.items():  # state in the parameter's dtype goes along, as when torch loads it
         if before[name][0] == before[key.parameter][0]:

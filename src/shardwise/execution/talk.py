@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import CheckpointError, DisagreementError, RankLostError
-from shardwise.execution.keys import Keys
-from shardwise.execution.presence import Place, Pulse, Pulses
+from shardwise.execution.keys import KeyStore
+from shardwise.execution.presence import ProcessPlace, Pulse, Pulses
 
 if TYPE_CHECKING:
     from shardwise.execution.line import Line
@@ -30,7 +30,7 @@ _LOST, _OTHER_CALL = "lost", "other call"
 class Talk:
     """What the line's thread does with the store, from this rank's first meeting on."""
 
-    def __init__(self, keys: Keys, pulses: Pulses, line: Line) -> None:
+    def __init__(self, keys: KeyStore, pulses: Pulses, line: Line) -> None:
         self._line = line
         self._pulses = pulses
         self.number, self._keys = self._next_line(keys)
@@ -40,13 +40,13 @@ class Talk:
         now = time.monotonic()
         others = range(1, line.size) if line.rank == 0 else (0,)
         self._watched = {rank: _Sign(since=now) for rank in others}
-        self._keys.set(f"joined/{line.rank}", Place.here().encode())
+        self._keys.set(f"joined/{line.rank}", ProcessPlace.here().encode())
         self._keys.set(f"call/{line.rank}", line.call.encode())
         if self._keys.set_first("call", line.call.encode()).decode() != line.call:
             self._publish(_OTHER_CALL, self._calls())
         self._keys.set(f"beat/{line.rank}", b"0 0")
 
-    def _next_line(self, keys: Keys) -> tuple[int, Keys]:
+    def _next_line(self, keys: KeyStore) -> tuple[int, KeyStore]:
         """A rank's n-th line meets the n-th of every other rank; but not one that is over, and was of another call.
 
         Whoever waited there for a rank that makes another call now is at the next line. Where the calls have the
@@ -110,7 +110,7 @@ class Talk:
 
     def leave(self, cause: str) -> list[bytes]:
         line = self._line
-        name = f"rank {line.numbers[line.rank]} ({Place.here()})"
+        name = f"rank {line.numbers[line.rank]} ({ProcessPlace.here()})"
         self._publish(_LOST, f"{name} has left the call: {cause}")
         return []
 
@@ -160,7 +160,7 @@ class Talk:
             sign = self._watched[rank]
             if beat != sign.beat:
                 sign.beat, sign.since = beat, now
-                sign.place = sign.place or Place.of(self._keys.get_all([f"joined/{rank}"])[0])
+                sign.place = sign.place or ProcessPlace.of(self._keys.get_all([f"joined/{rank}"])[0])
             assert sign.place is not None
             if self._is_gone(sign.place, now - sign.since, line.patience.silence_s) and not is_done():
                 self._raise_lost(rank, sign.place, now - sign.since)
@@ -191,10 +191,10 @@ class Talk:
                 )
 
     @staticmethod
-    def _is_gone(place: Place, silence: float, patience_s: float) -> bool:
+    def _is_gone(place: ProcessPlace, silence: float, patience_s: float) -> bool:
         return silence > patience_s or place.has_ended()
 
-    def _raise_lost(self, rank: int, place: Place, silence: float, *, has_ended: bool = False) -> NoReturn:
+    def _raise_lost(self, rank: int, place: ProcessPlace, silence: float, *, has_ended: bool = False) -> NoReturn:
         if has_ended or place.has_ended():
             cause = "its process has ended"
         else:
@@ -243,7 +243,7 @@ class _Sign:
     beat: bytes | None = None
     pulse: Pulse | None = None
     pulse_since: float = 0.0
-    place: Place | None = None
+    place: ProcessPlace | None = None
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import PlacementError
-from shardwise.execution.distribute import Landing
+from shardwise.execution.distribute import LocalTensor
 from shardwise.execution.handover import Handover, facts_of, hand_over, held_by_rank, landing
 from shardwise.execution.torch_out import Levels, Nest, RoomyFile
 from shardwise.execution.world import World
@@ -95,7 +95,7 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Extent:
     """A row-major run of a tensor, and the byte of the file where it begins."""
 
     key: str
@@ -108,9 +108,9 @@ class _Block:
         return f"{self.key} at {self.box.offsets}"
 
 
-def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator[list[_Block]]:
+def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator[list[_Extent]]:
     """The file in order, about so many bytes at a time."""
-    batch: list[_Block] = []
+    batch: list[_Extent] = []
     size = 0
     for place, (key, dtype, shape) in places:
         start = place.start
@@ -119,7 +119,7 @@ def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator
             if batch and size + length > nbytes:
                 yield batch
                 batch, size = [], 0
-            batch.append(_Block(key, to_torch(dtype), box, start))
+            batch.append(_Extent(key, to_torch(dtype), box, start))
             start += length
             size += length
     if batch:
@@ -129,7 +129,7 @@ def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator
 def _carry(
     world: World,
     file: RoomyFile | None,
-    batch: Sequence[_Block],
+    batch: Sequence[_Extent],
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, tuple[tuple[Box, ...], ...]],
     budget_bytes: int,
@@ -144,7 +144,7 @@ def _carry(
             into = None
             if file is not None:
                 arrived.append(torch.empty(block.box.sizes, dtype=block.dtype, device="cpu"))
-                into = Landing(arrived[-1], (LocalBox(block.box, Strided.contiguous(block.box.sizes)),))
+                into = LocalTensor(arrived[-1], (LocalBox(block.box, Strided.contiguous(block.box.sizes)),))
             wanted = tuple((block.box,) if rank == 0 else () for rank in range(world.size))
             mine = landing(tensors[block.key], block.key)
             items.append(Handover(block.name, block.dtype, held[block.key], wanted, mine, into))

@@ -19,7 +19,7 @@ from shardwise.execution.world import World
 from shardwise.formats import TensorEntry
 from shardwise.models.accelerators import settle
 from shardwise.models.view import strided_view
-from shardwise.planning.schedule import Request, Segment, aligned
+from shardwise.planning.schedule import ReadRequest, Segment, aligned
 from shardwise.planning.staging import Staging
 from shardwise.storage import StorageReader, StorageWriter
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
@@ -44,7 +44,7 @@ class Emitter:
     sums: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def write(self, requests: Sequence[Request]) -> None:
+    def write(self, requests: Sequence[ReadRequest]) -> None:
         """Carry out these requests; what they wrote is not durable yet. Memory: the staging.
 
         Where writes wait for the disk, fingerprints are added up meanwhile; else :meth:`finish` does, while a sync
@@ -54,7 +54,7 @@ class Emitter:
             StorageError: bytes could not be written.
         """
 
-        def carry_out(request: Request, desk: _Desk) -> None:
+        def carry_out(request: ReadRequest, desk: _WorkerStaging) -> None:
             buffers = self._buffers(request, desk)
             if self.writer.policy.is_direct:
                 self._add(request, buffers)
@@ -66,7 +66,7 @@ class Emitter:
 
         Workers(carry_out, self._desks(), self.world.check).run(requests)
 
-    def finish(self, requests: Sequence[Request], created: Collection[str] = ()) -> None:
+    def finish(self, requests: Sequence[ReadRequest], created: Collection[str] = ()) -> None:
         """Make what these requests wrote durable; all fingerprints of it are added up then.
 
         Files that this rank ``created`` are synced in any case: their sizes are not durable before.
@@ -77,7 +77,7 @@ class Emitter:
             for file in files:
                 self.writer.sync(file)
 
-        def add(request: Request, desk: _Desk) -> None:
+        def add(request: ReadRequest, desk: _WorkerStaging) -> None:
             self._add(request, self._buffers(request, desk))
 
         synced = Ahead(sync)
@@ -85,14 +85,14 @@ class Emitter:
             Workers(add, self._desks(), self.world.check).run(requests)
         synced.value(self.world.check)
 
-    def require_same(self, reader: StorageReader, requests: Sequence[Request]) -> list[str]:
+    def require_same(self, reader: StorageReader, requests: Sequence[ReadRequest]) -> list[str]:
         """Read everything back; the keys of tensors of which other bytes came than memory holds.
 
         Memory: the staging, and 4 MiB for each of its workers.
         """
         differing: set[str] = set()
 
-        def compare(request: Request, desk: _Desk) -> None:
+        def compare(request: ReadRequest, desk: _WorkerStaging) -> None:
             stored: Any = np.empty(min(_READ_BACK_BYTES, request.bytes.nbytes), dtype=np.uint8)
             first, known, place = 0, 0, 0  # bytes of the request: what is in ``stored``, and what comes next
             for segment, buffer in zip(request.segments, self._buffers(request, desk), strict=True):
@@ -112,12 +112,12 @@ class Emitter:
         Workers(compare, self._desks(), self.world.check).run(requests)
         return sorted(differing)
 
-    def _desks(self) -> list[_Desk]:
+    def _desks(self) -> list[_WorkerStaging]:
         is_pinned = any(tensor.device.type != "cpu" for tensor in self.tensors)
         settle(self.tensors)
-        return [_Desk(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
+        return [_WorkerStaging(self.staging.nbytes, is_pinned=is_pinned) for _ in range(self.staging.workers)]
 
-    def _buffers(self, request: Request, desk: _Desk) -> list[memoryview]:
+    def _buffers(self, request: ReadRequest, desk: _WorkerStaging) -> list[memoryview]:
         """The bytes of a request, segment by segment."""
         buffers: list[memoryview] = []
         used = 0
@@ -132,7 +132,7 @@ class Emitter:
             buffers.append(buffer)
         return buffers
 
-    def _add(self, request: Request, buffers: Sequence[memoryview]) -> None:
+    def _add(self, request: ReadRequest, buffers: Sequence[memoryview]) -> None:
         found: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
             assert isinstance(segment.copy.leaf, Stored)
@@ -143,7 +143,7 @@ class Emitter:
                 self.sums[key] = (self.sums.get(key, 0) + value) % MODULUS
 
 
-class _Desk:
+class _WorkerStaging:
     """One worker's staging memory. Memory: ``nbytes``, from the first use on; pinned for tensors of a GPU."""
 
     def __init__(self, nbytes: int, *, is_pinned: bool) -> None:

@@ -20,7 +20,7 @@ from shardwise.storage.names import shown
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SavedKind:
     """What is saved: ``what`` it is, and the ``stem`` of its names."""
 
     what: str
@@ -45,8 +45,8 @@ class Kind:
         return int(match[1]) if match else None
 
 
-MODEL = Kind("model", "pytorch_model_fsdp")
-OPTIMIZER = Kind("optimizer", "optimizer")
+MODEL = SavedKind("model", "pytorch_model_fsdp")
+OPTIMIZER = SavedKind("optimizer", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class OfRanks:
     files: tuple[str, ...]
 
 
-Found: TypeAlias = WholeFile | Distributed | OfRanks
+AccelerateSave: TypeAlias = WholeFile | Distributed | OfRanks
 
 
-def find(path: str | os.PathLike[str], kind: Kind, number: int) -> Found:
+def find(path: str | os.PathLike[str], kind: SavedKind, number: int) -> AccelerateSave:
     """What there is of the model or optimizer ``number``: at ``path`` itself, or in the folder ``path``.
 
     Raises:
@@ -92,7 +92,7 @@ def find(path: str | os.PathLike[str], kind: Kind, number: int) -> Found:
     names = _names_in(place)
     if METADATA in names:
         return Distributed(str(place))
-    found: list[Found] = []
+    found: list[AccelerateSave] = []
     if kind.file(number) in names:
         found.append(WholeFile(str(place), kind.file(number)))
     folder = place / kind.folder(number)
@@ -119,7 +119,7 @@ def _names_in(folder: Path) -> list[str]:
         raise StorageError(f"{folder}: listing it failed, {error.strerror}") from error
 
 
-def _of_ranks(folder: Path, kind: Kind, number: int) -> OfRanks:
+def _of_ranks(folder: Path, kind: SavedKind, number: int) -> OfRanks:
     """The files of all ranks, none of which is missing."""
     by_rank: dict[int, str] = {}
     for name in _names_in(folder):
@@ -138,7 +138,7 @@ def _of_ranks(folder: Path, kind: Kind, number: int) -> OfRanks:
     return OfRanks(str(folder), tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
-def _name(found: Found) -> str:
+def _name(found: AccelerateSave) -> str:
     match found:
         case WholeFile(_, file):
             return file
@@ -148,7 +148,7 @@ def _name(found: Found) -> str:
             return f"{files[0]} (of {len(files)} ranks)"
 
 
-def _nothing(place: Path, names: list[str], kind: Kind, number: int) -> FormatError:
+def _nothing(place: Path, names: list[str], kind: SavedKind, number: int) -> FormatError:
     if kind.folder(number) in names or any(name.endswith(".distcp") for name in names):
         inner = kind.folder(number) if kind.folder(number) in names else "."
         return FormatError(

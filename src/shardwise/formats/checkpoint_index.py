@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import Composed, FoundTensor, Joined, Part, StoredView, View, Whole, tiling
+from shardwise.formats.composed import Composed, ComposedPart, FoundTensor, Joined, StoredView, View, Whole, tiling
 from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
-from shardwise.formats.faults import Faults
+from shardwise.formats.faults import FormatFaults
 from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
 from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
-from shardwise.formats.selection import Layout, Selection, is_there, select, variant_in, where_models_are
-from shardwise.formats.torch_file import TorchFile, read_torch_file
-from shardwise.formats.wrappers import Choice, Path, choose_model
+from shardwise.formats.selection import FileSelection, Layout, is_there, select, variant_in, where_models_are
+from shardwise.formats.torch_file import TorchFileContents, read_torch_file
+from shardwise.formats.wrappers import Path, WrapperChoice, choose_model
 from shardwise.storage.local import LocalReader
 from shardwise.storage.names import shown
 from shardwise.storage.opening import OpenStorage, open_storage
@@ -113,7 +113,7 @@ def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> Chec
     )
 
 
-def _moved(part: Part, inside: Callable[[str], str]) -> Part:
+def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
     match part:
         case Whole(key) | View(key):
             return replace(part, key=inside(key))
@@ -121,7 +121,7 @@ def _moved(part: Part, inside: Callable[[str], str]) -> Part:
             return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
 
 
-def entries_of(part: Part) -> Iterator[str]:
+def entries_of(part: ComposedPart) -> Iterator[str]:
     """The keys of the entries that a part of a tensor is made of."""
     match part:
         case Whole(key) | View(key):
@@ -175,15 +175,15 @@ def open_state(
     Or those of one ``file`` of ``torch.save``. The folder's ``metadata`` are read where they are not given.
     Raises as :func:`open_checkpoint`.
     """
-    faults, found = Faults(reader.root), _Contents()
+    faults, found = FormatFaults(reader.root), _IndexSoFar()
     if file is not None:
         saved = read_torch_file(reader, file)
         found.files[saved.file] = saved.file_nbytes
-        _add_tensors(saved.tensors, Choice((), ()), found, faults)
+        _add_tensors(saved.tensors, WrapperChoice((), ()), found, faults)
         faults.raise_if_any()
         return CheckpointIndex(reader.root, found.files, found.entries, {}, "torch file", found.composed)
     metadata = read_metadata(reader) if metadata is None else metadata
-    contents = read_distributed(reader, choose=lambda _: Choice((), ()), metadata=metadata)
+    contents = read_distributed(reader, choose=lambda _: WrapperChoice((), ()), metadata=metadata)
     assert contents is not None
     found.files.update(contents.files)
     for place in metadata.objects.values():
@@ -209,7 +209,7 @@ def _open_local(place: pathlib.Path) -> OpenStorage:
 
 
 @dataclass
-class _Contents:
+class _IndexSoFar:
     """What has been found in the files so far."""
 
     files: dict[str, int] = field(default_factory=dict)
@@ -222,10 +222,10 @@ class _Contents:
 
 
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
-    faults = Faults(reader.root)
+    faults = FormatFaults(reader.root)
     selection = select(reader, weights_name, faults)
     extras = [name for name in extra_files if is_there(reader, name)]
-    found = _Contents()
+    found = _IndexSoFar()
     match selection.layout:
         case "torch distributed checkpoint":
             _add_distributed(reader, selection, found, faults)
@@ -252,7 +252,7 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
 
 
 def _read_each(
-    reader: StorageReader, files: Sequence[str], read: Callable[[StorageReader, str], T], faults: Faults
+    reader: StorageReader, files: Sequence[str], read: Callable[[StorageReader, str], T], faults: FormatFaults
 ) -> list[T]:
     """What is read of the sound files; the others are faults."""
 
@@ -274,7 +274,7 @@ def _read_each(
     return sound
 
 
-def _add_headers(headers: Iterable[FileHeader], found: _Contents, faults: Faults) -> None:
+def _add_headers(headers: Iterable[FileHeader], found: _IndexSoFar, faults: FormatFaults) -> None:
     chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
     for header in headers:
         found.files[header.file] = header.file_nbytes
@@ -304,7 +304,7 @@ def _add_headers(headers: Iterable[FileHeader], found: _Contents, faults: Faults
             faults.add_error("damaged files", error)
 
 
-def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: Faults) -> None:
+def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: FormatFaults) -> None:
     """Every key is where the index says. Keys of an opened file that the index leaves out are welcome."""
     for key, file in weight_map.items():
         if file in held and key not in held[file]:
@@ -314,8 +314,8 @@ def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]
 # Files of torch
 
 
-def _add_torch_files(reader: StorageReader, files: Sequence[str], found: _Contents, faults: Faults) -> None:
-    contents: list[TorchFile] = _read_each(reader, files, read_torch_file, faults)
+def _add_torch_files(reader: StorageReader, files: Sequence[str], found: _IndexSoFar, faults: FormatFaults) -> None:
+    contents: list[TorchFileContents] = _read_each(reader, files, read_torch_file, faults)
     choice = choose_model([tensor.path for item in contents for tensor in item.tensors])
     if choice is None:
         raise _no_model(reader, " and ".join(map(shown, files)))
@@ -325,7 +325,9 @@ def _add_torch_files(reader: StorageReader, files: Sequence[str], found: _Conten
         found.held[item.file] = _add_tensors(item.tensors, choice, found, faults)
 
 
-def _add_distributed(reader: StorageReader, selection: Selection, found: _Contents, faults: Faults) -> None:
+def _add_distributed(
+    reader: StorageReader, selection: FileSelection, found: _IndexSoFar, faults: FormatFaults
+) -> None:
     contents = read_distributed(reader, selection.folder)
     if contents is None:
         raise _no_model(reader, f"{selection.folder}{METADATA}")
@@ -339,14 +341,16 @@ def _no_model(reader: StorageReader, what: str) -> FormatError:
     return FormatError(f"{what} in {reader.root}: holds the state of an optimizer, not a model; {where}")
 
 
-def _add_ignored(others: Iterable[tuple[Path, str]], choice: Choice, found: _Contents) -> None:
+def _add_ignored(others: Iterable[tuple[Path, str]], choice: WrapperChoice, found: _IndexSoFar) -> None:
     """Note what is not loaded: an optimizer as a whole, all else one by one."""
     ignored = [f"{'.'.join(path)} (an optimizer's state)" for path in choice.others]
     ignored += [f"{'.'.join(path)} ({kind})" for path, kind in others if choice.key_of(path) is not None]
     found.ignored = list(dict.fromkeys([*found.ignored, *ignored]))
 
 
-def _add_tensors(tensors: Iterable[FoundTensor], choice: Choice, found: _Contents, faults: Faults) -> set[str]:
+def _add_tensors(
+    tensors: Iterable[FoundTensor], choice: WrapperChoice, found: _IndexSoFar, faults: FormatFaults
+) -> set[str]:
     """Add entries and what is composed of them; the keys of the tensors."""
     found.wrapper = ".".join(choice.wrapper)
     keys: set[str] = set()
@@ -362,13 +366,13 @@ def _add_tensors(tensors: Iterable[FoundTensor], choice: Choice, found: _Content
     return keys
 
 
-def _add_tensor(key: str, tensor: FoundTensor, found: _Contents, faults: Faults) -> None:
+def _add_tensor(key: str, tensor: FoundTensor, found: _IndexSoFar, faults: FormatFaults) -> None:
     def enter(name: str, view: StoredView, shape: tuple[int, ...]) -> None:
         entry = TensorEntry(name, view.dtype, shape, view.file, view.range.start, view.range.stop)
         if found.entries.setdefault(name, entry) is not entry:
             faults.add("keys held twice", f"{shown(name)}: as a tensor, and as a part of one")
 
-    def part(name: str, view: StoredView) -> Part:
+    def part(name: str, view: StoredView) -> ComposedPart:
         if view.is_whole:
             enter(name, view, view.shape)
             return Whole(name)

@@ -37,11 +37,11 @@ class View:
 class Joined:
     """Parts one after the other along a dimension."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ComposedPart, ...]
     dim: int
 
 
-Part: TypeAlias = Whole | View | Joined
+ComposedPart: TypeAlias = Whole | View | Joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Composed:
 
     dtype: DType
     shape: tuple[int, ...]
-    part: Part
+    part: ComposedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def why_not_strided(strided: Strided, available: int) -> str | None:
     return None
 
 
-def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, Part]]) -> Part | None:
+def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, ComposedPart]]) -> ComposedPart | None:
     """The tree that puts boxes together to a whole of this shape; None when they do not tile it.
 
     The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
@@ -118,7 +118,7 @@ def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, Part]]) -> Part | No
     return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
 
 
-def _tiling(whole: Box, boxes: list[tuple[Box, Part]], cuts: int) -> Part | None:
+def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> ComposedPart | None:
     if len(boxes) == 1:
         return boxes[0][1] if boxes[0][0] == whole else None
     if cuts == 0:
@@ -134,12 +134,14 @@ def _tiling(whole: Box, boxes: list[tuple[Box, Part]], cuts: int) -> Part | None
     return None
 
 
-def _cut(whole: Box, dim: int, boxes: list[tuple[Box, Part]]) -> list[tuple[Box, list[tuple[Box, Part]]]] | None:
+def _cut(
+    whole: Box, dim: int, boxes: list[tuple[Box, ComposedPart]]
+) -> list[tuple[Box, list[tuple[Box, ComposedPart]]]] | None:
     """The boxes in groups, cut along ``dim`` wherever no box is cut in two; None where there is a hole."""
     ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
-    groups: list[tuple[Box, list[tuple[Box, Part]]]] = []
+    groups: list[tuple[Box, list[tuple[Box, ComposedPart]]]] = []
     start = stop = whole.offsets[dim]
-    members: list[tuple[Box, Part]] = []
+    members: list[tuple[Box, ComposedPart]] = []
     for box, part in ordered:
         first = box.offsets[dim]
         if first >= stop and members:

@@ -18,7 +18,7 @@ from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor
 from shardwise.formats.pickles import Record, read_pickle
 from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA
-from shardwise.formats.wrappers import MAX_DEPTH, Choice, Path, choose_model
+from shardwise.formats.wrappers import MAX_DEPTH, Path, WrapperChoice, choose_model
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.reader import StorageReader
 from shardwise.tensors import Box, ByteRange, DType
@@ -30,7 +30,7 @@ MAX_METADATA_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """The bytes of a chunk."""
 
     file: str
@@ -44,7 +44,7 @@ class SavedTensor:
     key: str
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, ChunkPlace], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DistributedMetadata:
 
     tensors: Mapping[Path, SavedTensor]
     others: tuple[tuple[Path, str], ...]
-    objects: Mapping[Path, Place] = field(default_factory=dict)
+    objects: Mapping[Path, ChunkPlace] = field(default_factory=dict)
     levels: Mapping[Path, tuple[str | int, ...]] = field(default_factory=dict)
 
 
@@ -69,7 +69,7 @@ class DistributedFiles:
 
     files: Mapping[str, int]
     tensors: tuple[FoundTensor, ...]
-    choice: Choice
+    choice: WrapperChoice
     others: tuple[tuple[Path, str], ...]
 
 
@@ -86,7 +86,7 @@ def read_metadata(reader: StorageReader, folder: str = "") -> DistributedMetadat
 def read_distributed(
     reader: StorageReader,
     folder: str = "",
-    choose: Callable[[Collection[Path]], Choice | None] = choose_model,
+    choose: Callable[[Collection[Path]], WrapperChoice | None] = choose_model,
     metadata: DistributedMetadata | None = None,
 ) -> DistributedFiles | None:
     """The model in ``folder`` (empty, or ending in a slash) of a storage; None where it holds an optimizer only.
@@ -107,7 +107,7 @@ def read_distributed(
 
     known: dict[bytes, object] = {}
 
-    def read(item: tuple[SavedTensor, Box, Place]) -> Chunk:
+    def read(item: tuple[SavedTensor, Box, ChunkPlace]) -> Chunk:
         tensor, box, place = item
         named = f"{shown(tensor.key)} at {box.offsets} in {shown(place.file)}"
         view = read_torch_tensor(reader, place.file, place.bytes, known, what=named)
@@ -173,7 +173,7 @@ class _Parser:
     def __init__(self, folder: str, what: str) -> None:
         self.folder = folder
         self.what = what
-        self.objects: dict[str, Place] = {}
+        self.objects: dict[str, ChunkPlace] = {}
 
     def parse(self, root: object) -> DistributedMetadata:
         fields = self.fields(root, "Metadata")
@@ -183,7 +183,7 @@ class _Parser:
         paths = paths if isinstance(paths, dict) else {}
         tensors: dict[Path, SavedTensor] = {}
         others: list[tuple[Path, str]] = []
-        objects: dict[Path, Place] = {}
+        objects: dict[Path, ChunkPlace] = {}
         levels: dict[Path, tuple[str | int, ...]] = {}
         known: set[tuple[object, ...]] = set()
         for key, item in described.items():
@@ -231,9 +231,9 @@ class _Parser:
             self.refuse(f"{name} is not a tuple of sizes")
         return value
 
-    def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], Place]:
+    def places(self, stored: dict[object, object]) -> dict[tuple[str, tuple[int, ...]], ChunkPlace]:
         """Where chunks lie, by key and offsets."""
-        found: dict[tuple[str, tuple[int, ...]], Place] = {}
+        found: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         by_file: dict[str, list[tuple[ByteRange, str, tuple[int, ...]]]] = defaultdict(list)
         for index, info in stored.items():
             where = self.fields(index, "MetadataIndex")
@@ -256,7 +256,7 @@ class _Parser:
                     self.refuse(f"{shown(first)} and {shown(second)} overlap in {shown(file)}")
         return found
 
-    def place(self, key: str, info: dict[object, object]) -> Place:
+    def place(self, key: str, info: dict[object, object]) -> ChunkPlace:
         file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str):
             self.refuse(f"{shown(key)} is in no file")
@@ -269,16 +269,18 @@ class _Parser:
                 f"{self.what}: {shown(key)} was saved through a transform (compression, encryption), and cannot be "
                 "read in parts; load it with torch.distributed.checkpoint and save it without"
             )
-        return Place(f"{self.folder}{file}", ByteRange(start, start + nbytes))
+        return ChunkPlace(f"{self.folder}{file}", ByteRange(start, start + nbytes))
 
-    def tensor(self, key: str, item: Record, places: Mapping[tuple[str, tuple[int, ...]], Place]) -> SavedTensor:
+    def tensor(
+        self, key: str, item: Record, places: Mapping[tuple[str, tuple[int, ...]], ChunkPlace]
+    ) -> SavedTensor:
         fields = self.fields(item, "TensorStorageMetadata")
         shape = self.sizes(fields.get("size"), f"the size of {shown(key)}")
         dtype = self.dtype(key, fields.get("properties"))
         listed = fields.get("chunks")
         if not isinstance(listed, list):
             self.refuse(f"{shown(key)} has no list of chunks")
-        chunks: dict[Box, Place] = {}
+        chunks: dict[Box, ChunkPlace] = {}
         for chunk in listed:
             facts = self.fields(chunk, "ChunkStorageMetadata")
             offsets = self.sizes(facts.get("offsets"), f"the offsets of a chunk of {shown(key)}")

@@ -14,7 +14,7 @@ LISTED = 20
 
 
 @dataclass
-class Faults:
+class FormatFaults:
     """What is wrong with a checkpoint, by kind, so that all of it is said at once."""
 
     root: str

@@ -65,11 +65,11 @@ def read_pickle(content: bytes, vocabulary: Vocabulary, *, what: str) -> object:
     return _Machine(content, vocabulary, what).run()
 
 
-class _Mark:
+class _StackMark:
     """Where on the stack a sequence of items begins."""
 
 
-_MARK = _Mark()
+_MARK = _StackMark()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.formats.distributed import METADATA, SUFFIX
-from shardwise.formats.faults import LISTED, Faults, listed
+from shardwise.formats.faults import LISTED, FormatFaults, listed
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.local import LocalReader
 from shardwise.storage.names import shown, why_unsafe
@@ -50,7 +50,7 @@ _NAME_IT = f"the *{_WEIGHTS}, *.bin, *.pt or *.index.json file"
 
 
 @dataclass(frozen=True)
-class Selection:
+class FileSelection:
     """The files to open, and what the index file says about them; of a distributed checkpoint, its folder."""
 
     layout: Layout
@@ -99,7 +99,7 @@ def variant_names(variant: str) -> tuple[str, ...]:
     )
 
 
-def select(reader: StorageReader, weights_name: str | None, faults: Faults) -> Selection:
+def select(reader: StorageReader, weights_name: str | None, faults: FormatFaults) -> FileSelection:
     """Choose the files, in the order of :func:`shardwise.formats.open_checkpoint`.
 
     Raises :class:`FormatError` where nothing can be chosen; what is wrong with the choice is added to ``faults``.
@@ -125,11 +125,11 @@ def select(reader: StorageReader, weights_name: str | None, faults: Faults) -> S
     files = _without_side_files(name for name in names if name.endswith(_WEIGHTS))
     if files:
         _check_numbering(files, faults)
-        return Selection("single file" if len(files) == 1 else "several files without an index", files)
+        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
     return _select_distributed(reader, everything)
 
 
-def _select_probed(reader: StorageReader, faults: Faults) -> Selection:
+def _select_probed(reader: StorageReader, faults: FormatFaults) -> FileSelection:
     """By their usual names, one after the other, where the storage does not tell which files it has."""
     refusal: StorageError | None = None
     for name in (*_USUAL, METADATA):
@@ -150,7 +150,7 @@ def _select_probed(reader: StorageReader, faults: Faults) -> Selection:
     )
 
 
-def _select_named(reader: StorageReader, name: str, faults: Faults) -> Selection:
+def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
     is_distributed = name.rpartition("/")[2] == METADATA
     index = _INDEXES.fullmatch(name)
     if not is_distributed and index is None and not name.endswith((_WEIGHTS, *_TORCH_WEIGHTS)):
@@ -164,10 +164,10 @@ def _select_named(reader: StorageReader, name: str, faults: Faults) -> Selection
             "check weights_name (transformers_weights in config.json), or download the file"
         )
     if is_distributed:
-        return Selection("torch distributed checkpoint", [], folder=name.removesuffix(METADATA))
+        return FileSelection("torch distributed checkpoint", [], folder=name.removesuffix(METADATA))
     if index is not None:
         return _select_indexed(reader, name, faults)
-    return Selection("single file" if name.endswith(_WEIGHTS) else "torch file", [name])
+    return FileSelection("single file" if name.endswith(_WEIGHTS) else "torch file", [name])
 
 
 def _without_side_files(names: Iterable[str]) -> list[str]:
@@ -176,7 +176,7 @@ def _without_side_files(names: Iterable[str]) -> list[str]:
     return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
 
 
-def _check_numbering(files: Sequence[str], faults: Faults) -> None:
+def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
     """Where files are numbered "-00002-of-00003" and no index says which there are, none may be missing."""
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
     for file in files:
@@ -226,10 +226,10 @@ def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
 # Folders of torch.distributed.checkpoint
 
 
-def _select_distributed(reader: StorageReader, names: Sequence[str]) -> Selection:
+def _select_distributed(reader: StorageReader, names: Sequence[str]) -> FileSelection:
     layout: Layout = "torch distributed checkpoint"
     if METADATA in names:
-        return Selection(layout, [])
+        return FileSelection(layout, [])
     here = [name for name in names if "/" not in name]
     models = [
         folder
@@ -237,7 +237,7 @@ def _select_distributed(reader: StorageReader, names: Sequence[str]) -> Selectio
         if any(fnmatchcase(folder, pattern) for pattern in _MODEL_FOLDERS)
     ]
     if len(models) == 1:
-        return Selection(layout, [], folder=f"{models[0]}/")
+        return FileSelection(layout, [], folder=f"{models[0]}/")
     chunks = [name for name in names if name.endswith(SUFFIX) and name.count("/") <= 1]
     if not chunks and not distributed_folders(names):
         raise _nothing_there(reader.root, here)
@@ -291,7 +291,7 @@ def _beside(reader: StorageReader) -> list[str]:
 # The index file
 
 
-def _select_indexed(reader: StorageReader, name: str, faults: Faults) -> Selection:
+def _select_indexed(reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
     nbytes = reader.size(name)
     if nbytes > MAX_INDEX_BYTES:
         _refuse_index(reader, name, f"it has {nbytes} bytes, {MAX_INDEX_BYTES} is the limit")
@@ -302,10 +302,10 @@ def _select_indexed(reader: StorageReader, name: str, faults: Faults) -> Selecti
         metadata = {}
     texts = {key: text if isinstance(text, str) else json.dumps(text) for key, text in metadata.items()}
     layout: Layout = "indexed" if _is_of_safetensors(name) else "indexed torch files"
-    return Selection(layout, sorted(set(weight_map.values())), weight_map, texts)
+    return FileSelection(layout, sorted(set(weight_map.values())), weight_map, texts)
 
 
-def _weight_map(reader: StorageReader, name: str, value: object, faults: Faults) -> dict[str, str]:
+def _weight_map(reader: StorageReader, name: str, value: object, faults: FormatFaults) -> dict[str, str]:
     """The index's map of keys to files, without the files that must not be opened; those are faults."""
     if not isinstance(value, dict):
         _refuse_index(reader, name, "it has no object named weight_map")

@@ -17,7 +17,7 @@ from shardwise.formats.composed import Chunk, FoundTensor, StoredView, why_not_s
 from shardwise.formats.pickles import Other, Record, read_pickle
 from shardwise.formats.torch_values import TORCH_FILE, PickledTensor, Storage
 from shardwise.formats.wrappers import MAX_DEPTH, Path
-from shardwise.formats.zip_archive import Archive, Part
+from shardwise.formats.zip_archive import Archive, FileWindow
 from shardwise.storage.names import shown
 from shardwise.storage.reader import StorageReader
 from shardwise.tensors import ByteRange, Strided
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFileContents:
     """What a file holds: its tensors, and of all else the path and the name of its type."""
 
     file: str
@@ -42,7 +42,7 @@ class TorchFile:
     others: tuple[tuple[Path, str], ...]
 
 
-def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
+def read_torch_file(reader: StorageReader, file: str) -> TorchFileContents:
     """The tensors of ``file``, from its directory and its pickle; no element is read.
 
     Raises :class:`FormatError` for a file that is not a sound one or holds what is no data,
@@ -50,7 +50,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
     """
     what = shown(file)
     file_nbytes = reader.size(file)
-    part = Part(reader, file, 0, file_nbytes)
+    part = FileWindow(reader, file, 0, file_nbytes)
     _refuse_others(part, what)
     archive = TorchArchive(part, what, {})
     tensors, others = _walk(archive.value, archive.pickle_nbytes, what)
@@ -62,7 +62,7 @@ def read_torch_file(reader: StorageReader, file: str) -> TorchFile:
         for path, tensor in tensors
         for view in (archive.view_of(tensor, by_name[tensor.storage.name], ".".join(path)),)
     ]
-    return TorchFile(file, file_nbytes, tuple(found), tuple(others))
+    return TorchFileContents(file, file_nbytes, tuple(found), tuple(others))
 
 
 def read_torch_tensor(
@@ -72,7 +72,7 @@ def read_torch_tensor(
 
     ``known`` are the pickles that have been read before: chunks of equal shapes have equal ones.
     """
-    archive = TorchArchive(Part(reader, file, where.start, where.stop), what, known)
+    archive = TorchArchive(FileWindow(reader, file, where.start, where.stop), what, known)
     tensor = archive.value
     if not isinstance(tensor, PickledTensor):
         archive.refuse(f"it holds a {type(tensor).__name__}, not a tensor")
@@ -90,7 +90,7 @@ def each(reader: StorageReader, function: Callable[[T], R], items: Iterable[T]) 
 class TorchArchive(Archive):
     """The archive that ``torch.save`` makes of an object; ``value`` is that object, also kept in ``known``."""
 
-    def __init__(self, part: Part, what: str, known: dict[bytes, object]) -> None:
+    def __init__(self, part: FileWindow, what: str, known: dict[bytes, object]) -> None:
         super().__init__(part, what)
         self._file = part.file
         name = next((name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1), None)
@@ -138,10 +138,10 @@ class TorchArchive(Archive):
 
 def refuse_others(reader: StorageReader, file: str) -> None:
     """Raise :class:`FormatError` for files that are well known and no archives of ``torch.save``."""
-    _refuse_others(Part(reader, file, 0, reader.size(file)), shown(file))
+    _refuse_others(FileWindow(reader, file, 0, reader.size(file)), shown(file))
 
 
-def _refuse_others(part: Part, what: str) -> None:
+def _refuse_others(part: FileWindow, what: str) -> None:
     """Refuse what is well known and no archive."""
     first = part.read(0, min(part.nbytes, len(_LFS)))
     if first.startswith(_LEGACY):

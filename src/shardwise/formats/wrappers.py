@@ -14,7 +14,7 @@ _OPTIMIZER_STATE = frozenset({"state", "param_groups"})
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WrapperChoice:
     """Which tensors are the model's: those whose paths begin with ``wrapper``, less the optimizer's.
 
     ``others`` are the paths of the optimizers beside the model.
@@ -30,7 +30,7 @@ class Choice:
         return ".".join(path[len(self.wrapper) :])
 
 
-def choose_model(paths: Collection[Path]) -> Choice | None:
+def choose_model(paths: Collection[Path]) -> WrapperChoice | None:
     """What of the tensors at these paths is the model; None when they are all an optimizer's.
 
     A dict is entered where everything but optimizers is in it. Where there are several, none is chosen: all
@@ -52,4 +52,4 @@ def choose_model(paths: Collection[Path]) -> Choice | None:
         if is_flat or len(inner) != 1:
             break
         wrapper = (*wrapper, *inner)
-    return Choice(wrapper, tuple(others)) if kept or not paths else None
+    return WrapperChoice(wrapper, tuple(others)) if kept or not paths else None

@@ -42,7 +42,7 @@ class Member:
     flags: int
 
 
-class Part:
+class FileWindow:
     """A range of a file, its beginning and end kept: most questions are about those."""
 
     def __init__(self, reader: StorageReader, file: str, start: int, stop: int) -> None:
@@ -71,7 +71,7 @@ class Part:
 class Archive:
     """The members of an archive by name, and where their bytes lie. ``what`` names it in messages."""
 
-    def __init__(self, part: Part, what: str) -> None:
+    def __init__(self, part: FileWindow, what: str) -> None:
         self._part = part
         self.what = what
         self._rooms: dict[str, int] = {}  # where what follows a member begins

@@ -11,7 +11,7 @@ from functools import cached_property
 from shardwise.tensors import Box, DType, Strided, numel
 
 
-class Kind(enum.Enum):
+class TensorKind(enum.Enum):
     """What a tensor is to its module."""
 
     PARAMETER = "parameter"
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     @property
     def is_saved(self) -> bool:
         """Whether the tensor belongs to a state dict, so that a checkpoint is expected to hold it."""
-        return self is not Kind.BUFFER
+        return self is not TensorKind.BUFFER
 
 
 class Origin(enum.Enum):
@@ -74,7 +74,7 @@ class TensorLayout:
     """
 
     names: tuple[str, ...]
-    kind: Kind
+    kind: TensorKind
     shape: tuple[int, ...]
     dtype: DType
     boxes: tuple[LocalBox, ...]

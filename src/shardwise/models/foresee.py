@@ -17,12 +17,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from shardwise.errors import PlacementError
 from shardwise.layout import (
     GroupLayout,
-    Kind,
     LocalBox,
     MeshShape,
     ModelLayout,
     Origin,
     Spread,
+    TensorKind,
     TensorLayout,
     WorldLayout,
 )
@@ -104,7 +104,7 @@ class _Spreader:
     def spread(self, item: Held) -> tuple[Spread, str]:
         """Where a tensor lies, and the same in words."""
         tensor = item.tensor
-        if item.kind is not Kind.PARAMETER or tensor in self.whole:
+        if item.kind is not TensorKind.PARAMETER or tensor in self.whole:
             whole_key = (tuple(tensor.shape), tuple(tensor.stride()))
             if whole_key not in self.made:
                 boxes = local_boxes(tensor, item.fqn)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CoverageError
-from shardwise.layout import Kind, Origin
+from shardwise.layout import Origin, TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import buffers_of, modules_in, tree_leaves, tree_map_only, walk, writes_to
 from shardwise.models.additions import NOTHING_ADDED, Additions
@@ -46,7 +46,7 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
                 item.replace(chosen[item.fqn])
                 continue
             stand_in = torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
-            if item.kind is Kind.PARAMETER:
+            if item.kind is TensorKind.PARAMETER:
                 stand_in = nn.Parameter(stand_in, requires_grad=False)
             compat.mark_initialized(stand_in)
             item.replace(stand_in)
@@ -148,7 +148,7 @@ def initialize_whole(
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedBuffer:
     """Where the value of a non-persistent buffer comes from, and the value (on the CPU) if it was computed."""
 
     origin: Origin
@@ -157,32 +157,32 @@ class Computed:
 
 def recompute_buffers(
     model: nn.Module, held: Sequence[Held], rules: BufferRules, *, seed: int
-) -> dict[str, Computed]:
+) -> dict[str, ComputedBuffer]:
     """The non-persistent buffers, by FQN.
 
     For a model of transformers this is what ``from_pretrained`` does: its initialisers write the buffers. Of
     other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
     """
     inside = _inside_pretrained(model)
-    buffers = [item for item in held if item.kind is Kind.BUFFER]
-    outcome = {item.fqn: _by_rule(item, rules) or Computed(_buffer_origin(item, inside)) for item in buffers}
+    buffers = [item for item in held if item.kind is TensorKind.BUFFER]
+    outcome = {item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, inside)) for item in buffers}
     by_initialiser = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
     chosen = [item for item in buffers if outcome[item.fqn].origin in by_initialiser]
     values = _written_by_initialisers(model, held, chosen, seed=seed)
     for item in chosen:
         if item.fqn in values:
-            outcome[item.fqn] = Computed(outcome[item.fqn].origin, values[item.fqn])
+            outcome[item.fqn] = ComputedBuffer(outcome[item.fqn].origin, values[item.fqn])
         else:
-            outcome[item.fqn] = Computed(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
+            outcome[item.fqn] = ComputedBuffer(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
     return outcome
 
 
-def _by_rule(item: Held, rules: BufferRules) -> Computed | None:
+def _by_rule(item: Held, rules: BufferRules) -> ComputedBuffer | None:
     rule = next((rules[glob] for glob in rules if fnmatchcase(item.fqn, glob)), None)
     if rule is None:
         return None
     with torch.device("cpu"):
-        return Computed(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
+        return ComputedBuffer(Origin.CALLABLE, _checked(rule(item.slots[0].module), item))
 
 
 def _buffer_origin(item: Held, inside: Collection[nn.Module]) -> Origin:

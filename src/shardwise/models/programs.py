@@ -28,7 +28,7 @@ BLOCK_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _InPlaceStep:
     """An in-place operation on the flat elements ``start <= i < stop`` of the tensor."""
 
     func: Any
@@ -44,10 +44,10 @@ class Program:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_InPlaceStep] = field(default_factory=list)
     is_elementwise: bool = True
 
-    def add(self, step: _Step, *, overwrites: bool) -> None:
+    def add(self, step: _InPlaceStep, *, overwrites: bool) -> None:
         if overwrites and step.stop - step.start == math.prod(self.shape):
             self.steps.clear()
         self.steps.append(step)
@@ -105,7 +105,7 @@ class Programmed(torch.Tensor):
             # The values may be random, drawn by the initialiser itself; they are to follow from the FQN.
             self.program.is_elementwise = False
             args = (args[0].expand(self.shape).reshape(-1), *args[1:])
-        step = _Step(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
+        step = _InPlaceStep(func, args, kwargs, self.rows[0] * row, self.rows[1] * row)
         self.program.add(step, overwrites=func in _OVERWRITES or func is _TRUNCATED_NORMAL)
 
 
@@ -253,5 +253,5 @@ def truncated_normal_as_one_step() -> Iterator[None]:
 
 def program_of(whole: torch.Tensor) -> Program:
     """The program that copies a tensor already computed."""
-    step = _Step(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
+    step = _InPlaceStep(aten.copy_.default, (whole.reshape(-1),), {}, 0, whole.numel())
     return Program(tuple(whole.shape), whole.dtype, [step])

@@ -34,7 +34,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedOutputs:
     """Tensors of the checkpoint that are computed: from which of the model's (by name, whole), and how."""
 
     sources: tuple[str, ...]
@@ -50,7 +50,7 @@ class Reverted:
     """
 
     outputs: Mapping[str, Output]
-    computed: tuple[Computed, ...]
+    computed: tuple[ComputedOutputs, ...]
     order: tuple[str, ...]
 
 
@@ -75,7 +75,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     except NotStructural:
         pass
     outputs: dict[str, Output] = {}
-    computed: list[Computed] = []
+    computed: list[ComputedOutputs] = []
     followed = backwards({name: _followed(name, names[name]) for name in names})
     for sources, keys in _groups(followed, names):
         try:
@@ -83,7 +83,7 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
             outputs |= found.outputs
         except NotStructural:
             shapes = tuple((key, from_torch(followed[key].dtype, key), tuple(followed[key].shape)) for key in keys)
-            computed.append(Computed(sources, shapes, backwards))
+            computed.append(ComputedOutputs(sources, shapes, backwards))
     return Reverted(outputs, tuple(computed), tuple(followed))
 
 

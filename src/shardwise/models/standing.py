@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlacementError
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models._torch_private import modules_in, walk
 from shardwise.models.view import Held, canonical
 from shardwise.report import collapse
@@ -28,7 +28,7 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
             are distributed, but not by ``fully_shard``.
     """
     groups = [canonical(name) for name, module in walk(model) if isinstance(module, FSDPModule)]
-    parameters = [item for item in held if item.kind is Kind.PARAMETER]
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
     if isinstance(model, FSDPModule) or (groups and not outside):
@@ -69,7 +69,7 @@ def refuse_unmovable(held: Sequence[Held]) -> None:
         PlacementError: naming parameters of subclasses, whose values are not all in the tensor; with gradients,
             which would be lost; or that share memory without being one parameter, and would be one no more.
     """
-    parameters = [item for item in held if item.kind is Kind.PARAMETER]
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     faults = [
         f"{item.fqn} is a {type(item.tensor).__name__}: shard the model before it is quantised or wrapped"
         for item in parameters

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.errors import PlacementError
-from shardwise.layout import Kind, LocalBox, ModelLayout, Origin, TensorLayout
+from shardwise.layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import _torch_private
 from shardwise.models._torch_private import buffers_of, is_temporary, is_under_replicate, parameters_of, walk
 from shardwise.models.dtypes import from_torch, in_memory
@@ -50,7 +50,7 @@ class Held:
     """A parameter or buffer of a model with all the places it is registered at."""
 
     tensor: torch.Tensor
-    kind: Kind
+    kind: TensorKind
     slots: list[Slot] = field(default_factory=list)
 
     @property
@@ -79,7 +79,7 @@ class Held:
     def replace(self, tensor: torch.Tensor) -> None:
         """Register another tensor at every place, whatever its type: also stand-ins that are no parameters."""
         for slot in self.slots:
-            registry_of = parameters_of if self.kind is Kind.PARAMETER else buffers_of
+            registry_of = parameters_of if self.kind is TensorKind.PARAMETER else buffers_of
             registry_of(slot.module)[slot.name] = tensor
         self.tensor = tensor
 
@@ -144,20 +144,20 @@ def saved_names(model: nn.Module, held: Sequence[Held]) -> dict[str, Held]:
 
 def _registered(
     modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[nn.Module, torch.Tensor, str, Kind, str]]:
+) -> Iterator[tuple[nn.Module, torch.Tensor, str, TensorKind, str]]:
     for prefix, module in modules:
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                yield module, parameter, name, Kind.PARAMETER, prefix
+                yield module, parameter, name, TensorKind.PARAMETER, prefix
         if not buffers_of(module):
             continue
         buffers = {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
         temporary = sorted(name for name in buffers if is_temporary(module, name))
         for name, buffer in buffers.items():
             if name not in temporary:
-                yield module, buffer, name, Kind.PERSISTENT_BUFFER, prefix
+                yield module, buffer, name, TensorKind.PERSISTENT_BUFFER, prefix
         for name in temporary:
-            yield module, buffers[name], name, Kind.BUFFER, prefix
+            yield module, buffers[name], name, TensorKind.BUFFER, prefix
 
 
 def layout_of(held: Sequence[Held], origin_of: Callable[[Held], Origin]) -> ModelLayout:

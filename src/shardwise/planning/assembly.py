@@ -25,7 +25,7 @@ _SPARE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedTensor:
     """A tensor of the checkpoint that is to be put together.
 
     Attributes:
@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GivenPiece:
     """Elements that go from a share to a block. Both sides count elements of row-major tensors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Gift:
     """What a rank gives of a block, in this order."""
 
     source: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GivenPiece, ...]
     numel: int
 
 
@@ -117,7 +117,7 @@ class Round:
 
 
 def plan_assembly(
-    streams: Sequence[Sequence[Wanted]],
+    streams: Sequence[Sequence[WantedTensor]],
     shares: Mapping[str, Sequence[Boxes]],
     size: int,
     bucket_bytes: int,
@@ -141,7 +141,7 @@ def plan_assembly(
     return rounds
 
 
-def _blocks(cutter: _Cutter, stream: Sequence[Wanted], bucket_bytes: int) -> Iterator[Block]:
+def _blocks(cutter: _Cutter, stream: Sequence[WantedTensor], bucket_bytes: int) -> Iterator[Block]:
     for wanted in stream:
         form = cutter.form_of(wanted.expression)
         for box in cut(Box.whole(wanted.expression.shape), max(1, bucket_bytes // wanted.itemsize)):
@@ -213,7 +213,7 @@ class _Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _GivingForm:
     """What tensors have alike of which ranks give the same. ``ways`` are the shares of each leaf, by identity."""
 
     skeleton: Hashable
@@ -227,13 +227,13 @@ class _Cutter:
     def __init__(self, shares: Mapping[str, Sequence[Boxes]], size: int) -> None:
         self._shares = shares
         self._size = size
-        self._made: dict[tuple[_Form, Box], tuple[Gift, ...]] = {}
+        self._made: dict[tuple[_GivingForm, Box], tuple[Gift, ...]] = {}
 
-    def form_of(self, expression: Expression) -> _Form:
+    def form_of(self, expression: Expression) -> _GivingForm:
         bare, leaves = skeleton(expression)
-        return _Form(bare, tuple(id(self._shares[leaf]) for leaf in leaves), leaves)
+        return _GivingForm(bare, tuple(id(self._shares[leaf]) for leaf in leaves), leaves)
 
-    def gifts(self, expression: Expression, form: _Form, box: Box) -> tuple[Gift, ...]:
+    def gifts(self, expression: Expression, form: _GivingForm, box: Box) -> tuple[Gift, ...]:
         if (form, box) not in self._made:
             self._made[form, box] = self._gifts(expression, form.leaves, box)
         return self._made[form, box]
@@ -253,13 +253,13 @@ class _Cutter:
                     starts.append(used)
                     used += share.numel
         number_of = {leaf: number for number, leaf in enumerate(leaves)}
-        given: dict[int, list[Piece]] = {}
+        given: dict[int, list[GivenPiece]] = {}
         for copy in pieces(expression, held, box):
             assert isinstance(copy.leaf, Stored)
             home = bisect_right(starts, copy.source.offset) - 1
             rank, share_number = homes[home]
             source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)
-            piece = Piece(number_of[copy.leaf.key], share_number, source, copy.target)
+            piece = GivenPiece(number_of[copy.leaf.key], share_number, source, copy.target)
             given.setdefault(rank, []).append(piece)
         return tuple(
             Gift(rank, tuple(found), sum(piece.source.numel for piece in found))

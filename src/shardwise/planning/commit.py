@@ -25,7 +25,7 @@ _OF_A_SAVE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class FolderState:
     """What a folder holds before a save: its files, and those of them that make up the weights that count."""
 
     files: frozenset[str]
@@ -63,7 +63,7 @@ class Remove:
     file: str
 
 
-Step: TypeAlias = Rename | Publish | Replace | Remove
+CommitStep: TypeAlias = Rename | Publish | Replace | Remove
 
 NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
 
@@ -83,7 +83,7 @@ class Commit:
     """
 
     files: Mapping[str, int]
-    steps: tuple[Step, ...]
+    steps: tuple[CommitStep, ...]
     then: Mapping[str, int]
     ready: Mapping[str, bytes] = field(default_factory=dict)
     says: Mapping[str, bytes] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def is_on_its_way(file: str) -> bool:
     return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
 
 
-def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> Standing:
+def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
     weights = {single_file} & set(files)
     if not weights and index is not None:
@@ -115,11 +115,11 @@ def look_at_folder(files: Collection[str], index: bytes | None, single_file: str
             weights = {name for name in named if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             weights = set()
-    return Standing(frozenset(files), frozenset(weights))
+    return FolderState(frozenset(files), frozenset(weights))
 
 
 def commit_of(
-    plan: SavePlan, standing: Standing, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
+    plan: SavePlan, standing: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
 ) -> Commit:
     """The commit of a save in the hub's layout.
 
@@ -130,7 +130,7 @@ def commit_of(
     files = {file.name: file.nbytes for file in plan.files}
     then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
     removed = tuple(obsolete(plan, standing))
-    aside: list[Step] = []
+    aside: list[CommitStep] = []
     if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
@@ -150,7 +150,7 @@ def set_aside(plan: SavePlan) -> str:
     return f"{plan.stem}.{plan.token}{OLDER}"
 
 
-def obsolete(plan: SavePlan, standing: Standing) -> list[str]:
+def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
     """Files to remove once the new save counts: those of the older one, and of saves that were never committed."""
     new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
     old = {name for name in standing.weights if name.endswith(".safetensors")}

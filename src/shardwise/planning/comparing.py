@@ -44,7 +44,7 @@ CompareCopies: TypeAlias = SampledBlocks | WholeFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class ComparedBytes:
     """Bytes of a file that are compared as one; ``key`` is the tensor's, "" for what is around the tensors."""
 
     file: str
@@ -52,7 +52,7 @@ class Portion:
     ranges: tuple[tuple[int, int], ...]
 
 
-def portions(index: CheckpointIndex, compare: CompareCopies) -> list[Portion]:
+def portions(index: CheckpointIndex, compare: CompareCopies) -> list[ComparedBytes]:
     """What is compared, in the same order for every copy."""
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in index.entries.values():
@@ -76,14 +76,14 @@ def portions(index: CheckpointIndex, compare: CompareCopies) -> list[Portion]:
             assert_never(compare)
 
 
-def _sampled(file: str, nbytes: int, entries: Sequence[TensorEntry], count: int) -> Iterator[Portion]:
+def _sampled(file: str, nbytes: int, entries: Sequence[TensorEntry], count: int) -> Iterator[ComparedBytes]:
     first = min((entry.start for entry in entries), default=nbytes)
     last = max((entry.stop for entry in entries), default=nbytes)
     around = ((0, min(first, _MOST_FRAME_BYTES)), (max(last, nbytes - _MOST_FRAME_BYTES), nbytes))
-    yield Portion(file, "", tuple((start, stop) for start, stop in around if start < stop))
+    yield ComparedBytes(file, "", tuple((start, stop) for start, stop in around if start < stop))
     for entry in entries:
         if blocks := _blocks(entry, count):
-            yield Portion(file, entry.key, blocks)
+            yield ComparedBytes(file, entry.key, blocks)
 
 
 def _blocks(entry: TensorEntry, count: int) -> tuple[tuple[int, int], ...]:
@@ -103,7 +103,7 @@ def _blocks(entry: TensorEntry, count: int) -> tuple[tuple[int, int], ...]:
     return tuple((entry.start + start, entry.start + start + BLOCK_BYTES) for start in starts)
 
 
-def _whole(file: str, nbytes: int, entries: Sequence[TensorEntry]) -> Iterator[Portion]:
+def _whole(file: str, nbytes: int, entries: Sequence[TensorEntry]) -> Iterator[ComparedBytes]:
     starting = {entry.start: entry.key for entry in reversed(entries) if entry.start < entry.stop}
     edges = sorted({0, nbytes, *starting, *(entry.stop for entry in entries)})
     key, end = "", 0
@@ -113,4 +113,4 @@ def _whole(file: str, nbytes: int, entries: Sequence[TensorEntry]) -> Iterator[P
             key = starting[start]
             end = ends[key]
         for begin in range(start, stop, _PIECE_BYTES):
-            yield Portion(file, key if start < end else "", ((begin, min(stop, begin + _PIECE_BYTES)),))
+            yield ComparedBytes(file, key if start < end else "", ((begin, min(stop, begin + _PIECE_BYTES)),))

@@ -1,8 +1,8 @@
 """Who hands which box to whom, and in which rounds: the plan of an exchange between ranks.
 
-A tensor lies on the ranks in boxes (:class:`Wanted`). Where its values come from is one of three questions: from
-ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`), or
-from ranks that fetch it, each a part of what a group of ranks needs (:func:`dealt`). All answer with parcels.
+A tensor lies on the ranks in boxes (:class:`WantedBoxes`). Where its values come from is one of three questions:
+from ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`),
+or from ranks that fetch it, each a part of what a group of ranks needs (:func:`dealt`). All answer with parcels.
 :func:`rounds` then cuts these into rounds, none of which takes more staging memory on any rank than it may. All of
 it is the same on every rank.
 
@@ -55,7 +55,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedBoxes:
     """A tensor, and the boxes of it that each rank is to have; a rank's boxes do not overlap."""
 
     tensor: str
@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SpreadParcels:
     """Parcels from the sources, and those that ranks then hand to each other. See [Note: Spreading]."""
 
     first: tuple[Parcel, ...]
@@ -92,7 +92,7 @@ class Agenda:
         return cls(tuple(rounds), tuple(moves))
 
 
-def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> Spread:
+def from_sources(wanted: Sequence[WantedBoxes], sources: Sequence[Sequence[int]]) -> SpreadParcels:
     """Every rank's boxes from a rank that has the tensor whole: ``sources[tensor][rank]``, perhaps the rank itself.
 
     Who is a source is its own source.
@@ -113,11 +113,11 @@ def from_sources(wanted: Sequence[Wanted], sources: Sequence[Sequence[int]]) -> 
             for given, onward in _spread(item, source, box, others, load):
                 first.append(given)
                 then += onward
-    return Spread(tuple(first), tuple(then))
+    return SpreadParcels(tuple(first), tuple(then))
 
 
 def _spread(
-    item: Wanted, source: int, box: Box, others: Sequence[int], load: dict[int, int]
+    item: WantedBoxes, source: int, box: Box, others: Sequence[int], load: dict[int, int]
 ) -> Iterator[tuple[Parcel, list[Parcel]]]:
     """What the source gives to each of the others, and what that one then hands on. See [Note: Spreading]."""
     for reader, share in _shares(box, item.itemsize, others, load):
@@ -126,7 +126,7 @@ def _spread(
         yield Parcel(item.tensor, source, (reader,), share, item.itemsize), onward
 
 
-def from_holders(wanted: Sequence[Wanted], held: Sequence[Sequence[Sequence[Box]]]) -> Spread:
+def from_holders(wanted: Sequence[WantedBoxes], held: Sequence[Sequence[Sequence[Box]]]) -> SpreadParcels:
     """Every rank's boxes from ranks that hold them: ``held[tensor][rank]`` are boxes, which cover the tensor.
 
     Boxes that ranks hold are equal or have nothing in common. What a rank holds it takes from itself; of several
@@ -156,7 +156,7 @@ def from_holders(wanted: Sequence[Wanted], held: Sequence[Sequence[Sequence[Box]
                 for parcel, onward in _spread(item, source, part, others, load):
                     first.append(parcel)
                     then += onward
-    return Spread(tuple(first), tuple(then))
+    return SpreadParcels(tuple(first), tuple(then))
 
 
 def covers(shape: Sequence[int], held: Sequence[Sequence[Box]]) -> bool:
@@ -185,7 +185,7 @@ def _parts(box: Box, holders: Mapping[Box, Sequence[int]]) -> Iterator[tuple[Box
             yield whole, common
 
 
-def dealt(wanted: Sequence[Wanted], readers: Sequence[int], block_bytes: int) -> tuple[Parcel, ...]:
+def dealt(wanted: Sequence[WantedBoxes], readers: Sequence[int], block_bytes: int) -> tuple[Parcel, ...]:
     """The boxes of the ranks ``readers`` from these ranks, each of which fetches an even part of the rows.
 
     What the group needs is fetched once in all: by all of them, in rows, or by one of them where it is small. Boxes
@@ -208,7 +208,7 @@ class Holders:
     """Which of some ranks hold what of a tensor, to be asked block by block.
 
     Args:
-        boxes: that each rank holds, as of :class:`Wanted`.
+        boxes: that each rank holds, as of :class:`WantedBoxes`.
         ranks: those that count.
     """
 
@@ -222,7 +222,7 @@ class Holders:
         self.replicas = max(Counter(box for box, _ in held).values(), default=1)
         """The most ranks that hold the same box."""
 
-    def parcels(self, item: Wanted, source: int, block: Box, target: int | None = None) -> Iterator[Parcel]:
+    def parcels(self, item: WantedBoxes, source: int, block: Box, target: int | None = None) -> Iterator[Parcel]:
         """A block of the tensor, from who fetches it to all who hold some of it, or to one of these."""
         targets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         ranks, starts, sizes = self._common(block, target)
@@ -232,7 +232,7 @@ class Holders:
         for (offsets, extent), found in sorted(targets.items()):
             yield Parcel(item.tensor, source, tuple(sorted(found)), Box(offsets, extent), item.itemsize, block)
 
-    def staging_of(self, item: Wanted, source: int, block: Box, size: int) -> npt.NDArray[np.int64]:
+    def staging_of(self, item: WantedBoxes, source: int, block: Box, size: int) -> npt.NDArray[np.int64]:
         """As :func:`staging_of` of all parcels of a block together, for each of ``size`` ranks."""
         ranks, _, sizes = self._common(block)
         staged = -(-sizes.prod(axis=1) * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

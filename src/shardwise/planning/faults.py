@@ -9,7 +9,7 @@ from shardwise.report import collapse
 _SHOWN = 12
 
 
-class Fault(enum.Enum):
+class FaultKind(enum.Enum):
     """Kinds of faults: the word shown, and what to do about it."""
 
     MISMATCHED = ("mismatched", "on_mismatched=Initialize(only=...) for tensors that may start afresh")
@@ -25,18 +25,18 @@ class Faults:
     """Faults by kind, in the order found. True when there is one."""
 
     def __init__(self) -> None:
-        self.sentences: dict[Fault, list[str]] = {}
+        self.sentences: dict[FaultKind, list[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.sentences)
 
-    def add(self, kind: Fault, sentence: str) -> None:
+    def add(self, kind: FaultKind, sentence: str) -> None:
         self.sentences.setdefault(kind, []).append(sentence)
 
     def message(self, root: str) -> str:
         """The error's text: every kind with its count, its first dozen of names (collapsed), and the way out."""
         lines = [f"the checkpoint {root} does not fit the model"]
-        for kind in Fault:
+        for kind in FaultKind:
             sentences = self.sentences.get(kind, [])
             groups = collapse(sentences)
             for position, (pattern, count) in enumerate(groups[:_SHOWN]):
@@ -44,6 +44,6 @@ class Faults:
                 lines.append(f"  {head:<17}{pattern}" + (f" (x{count})" if count > 1 else ""))
             if len(groups) > _SHOWN:
                 lines.append(f"  {'':<17}... and {sum(count for _, count in groups[_SHOWN:])} more")
-        remedies = [kind.value[1] for kind in Fault if kind in self.sentences]
+        remedies = [kind.value[1] for kind in FaultKind if kind in self.sentences]
         lines.append("Pass " + "; ".join(remedies) + ".")
         return "\n".join(lines)

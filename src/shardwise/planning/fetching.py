@@ -16,7 +16,7 @@ from shardwise.tensors import Box, Strided
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class FetchingPeers:
     """The ranks that need the same bytes: all, or those that hold the same. ``replicas`` hold each element."""
 
     are_all: bool
@@ -24,18 +24,18 @@ class Peers:
     replicas: int
 
 
-def peers_on(mesh: MeshShape, spread: Spread, shape: tuple[int, ...], *, is_sharded: bool) -> Peers | None:
+def peers_on(mesh: MeshShape, spread: Spread, shape: tuple[int, ...], *, is_sharded: bool) -> FetchingPeers | None:
     """With whom each rank could share its reads of a tensor; None: with nobody."""
     if mesh.ranks == 1:
         return None
     replicas = mesh.ranks // mesh.shard_size
     if not is_sharded or mesh.shard_size == 1:
-        return Peers(True, mesh.ranks, mesh.ranks)
+        return FetchingPeers(True, mesh.ranks, mesh.ranks)
     first = spread.boxes[0][0].box
     is_by_rows = first.sizes[1:] == shape[1:]
     if not is_by_rows:
-        return Peers(True, mesh.ranks, replicas)
-    return Peers(False, replicas, replicas) if replicas > 1 else None
+        return FetchingPeers(True, mesh.ranks, replicas)
+    return FetchingPeers(False, replicas, replicas) if replicas > 1 else None
 
 
 class Fetching:
@@ -46,7 +46,7 @@ class Fetching:
         self._made: dict[tuple[int, bool, int | None], Spread] = {}
         self._turn = {True: 0, False: 0}
 
-    def spread(self, spread: Spread, shape: tuple[int, ...], itemsize: int, peers: Peers) -> Spread:
+    def spread(self, spread: Spread, shape: tuple[int, ...], itemsize: int, peers: FetchingPeers) -> Spread:
         """Of one tensor of this shape, spread over the positions as ``spread``."""
         largest = Box.whole(shape) if peers.are_all else spread.boxes[0][0].box
         reader: int | None = None
@@ -58,7 +58,7 @@ class Fetching:
             self._made[key] = self._dealt(spread, shape, peers, reader)
         return self._made[key]
 
-    def _dealt(self, spread: Spread, shape: tuple[int, ...], peers: Peers, reader: int | None) -> Spread:
+    def _dealt(self, spread: Spread, shape: tuple[int, ...], peers: FetchingPeers, reader: int | None) -> Spread:
         if peers.are_all:
             parts = _parts(Box.whole(shape), peers.size, reader)
             return Spread(tuple(_local(part) for part in parts), spread.padded_numel)

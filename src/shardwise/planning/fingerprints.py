@@ -21,7 +21,7 @@ _DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedSave:
     """What one save recorded.
 
     Attributes:
@@ -35,7 +35,7 @@ class Recorded:
     beside: Mapping[str, str] = field(default_factory=dict)
 
 
-def to_bytes(saves: Sequence[Recorded]) -> bytes:
+def to_bytes(saves: Sequence[RecordedSave]) -> bytes:
     """The content of the file. While a save is committed, it has what the older save and the new one recorded."""
     content = {
         "format": _FORMAT,
@@ -51,14 +51,14 @@ def to_bytes(saves: Sequence[Recorded]) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def from_bytes(content: bytes | None) -> list[Recorded]:
+def from_bytes(content: bytes | None) -> list[RecordedSave]:
     """What saves recorded; nothing where the file is not there, or is not one of these."""
     try:
         parsed = json.loads(content or b"{}")
         if parsed["format"] != _FORMAT:
             return []
         return [
-            Recorded(
+            RecordedSave(
                 {str(name): int(nbytes) for name, nbytes in save["files"].items()},
                 {str(key): int(value, _DIGITS) for key, value in save["tensors"].items()},
                 {str(name): str(value) for name, value in save.get("beside", {}).items()},

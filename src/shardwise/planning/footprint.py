@@ -56,7 +56,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReadPart:
     """A box that one rank reads of a tensor of this dtype, into host memory, whoever holds it."""
 
     expression: Expression
@@ -83,7 +83,7 @@ class Footprints:
         wanted: Iterable[Reading],
         policy: ReadPolicy,
         budget_bytes: int,
-        parts: Sequence[Sequence[Part]] = (),
+        parts: Sequence[Sequence[ReadPart]] = (),
     ) -> None:
         self._mesh = mesh
         self._map = _FileMap(index, policy.max_gap_bytes)
@@ -93,17 +93,19 @@ class Footprints:
             for on_device in (False, True)
         }
         self._parts = parts
-        self._computed: dict[int, _Computed] = {}
-        kinds: dict[object, _Kind] = {}
+        self._computed: dict[int, _WholeOperation] = {}
+        kinds: dict[object, _AlikeTensors] = {}
         for item in wanted:
             if isinstance(item.expression, Opaque):
-                computed = self._computed.setdefault(id(item.expression.operation), _Computed(item.expression))
+                computed = self._computed.setdefault(
+                    id(item.expression.operation), _WholeOperation(item.expression)
+                )
                 computed.spreads.append(item.spread)
                 continue
             bare, keys = skeleton(item.expression)
             kind = kinds.setdefault(
                 (bare, id(item.spread), item.dtype, item.on_device, id(item.fetched)),
-                _Kind(item, keys, policy, self._staging_bytes[item.on_device]),
+                _AlikeTensors(item, keys, policy, self._staging_bytes[item.on_device]),
             )
             kind.places.append([self._map.place_of(key) for key in keys])
         self._kinds = list(kinds.values())
@@ -155,7 +157,7 @@ class Footprints:
             found += [self._of_part(part) for part in self._parts[rank]]
         return Segments.all_of(found)
 
-    def _of_part(self, part: Part) -> Segments:
+    def _of_part(self, part: ReadPart) -> Segments:
         found: list[Segments] = []
         for copy in copies(part.expression, part.box):
             leaf = copy.leaf
@@ -234,7 +236,7 @@ class _FileMap:
 
 
 @dataclass
-class _Kind:
+class _AlikeTensors:
     """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
 
     wanted: Reading
@@ -275,7 +277,7 @@ class _Kind:
 
 
 @dataclass
-class _Computed:
+class _WholeOperation:
     """An operation that reads its inputs whole, and how its outputs are spread."""
 
     leaf: Opaque

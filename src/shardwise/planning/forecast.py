@@ -19,9 +19,9 @@ from shardwise.conversion import (
 )
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
-from shardwise.layout import Kind, LocalBox, MeshShape, ModelLayout, Spread, TensorLayout, WorldLayout
-from shardwise.planning.fetching import Fetching, Peers, peers_on
-from shardwise.planning.footprint import Footprint, Footprints, Part, Reading
+from shardwise.layout import LocalBox, MeshShape, ModelLayout, Spread, TensorKind, TensorLayout, WorldLayout
+from shardwise.planning.fetching import Fetching, FetchingPeers, peers_on
+from shardwise.planning.footprint import Footprint, Footprints, Reading, ReadPart
 from shardwise.planning.intervals import intervals
 from shardwise.planning.load_plan import LoadPlan
 from shardwise.planning.sharing import (
@@ -83,7 +83,7 @@ def forecast_ranks(
     index: CheckpointIndex,
     homes: Homes,
     policy: ReadPolicy,
-    shared: Mapping[str, Peers] | None = None,
+    shared: Mapping[str, FetchingPeers] | None = None,
     sharing: SharedReads = Alone(),  # noqa: B008 - frozen
 ) -> tuple[RankForecast, ...]:
     """What the load of ``plan`` will take, for every rank of the mesh.
@@ -93,14 +93,14 @@ def forecast_ranks(
     foreseen as far as :mod:`shardwise.planning.fetching` says.
     """
     readings = _readings(plan, world.spreads, homes)
-    parts: list[list[Part]] = []
+    parts: list[list[ReadPart]] = []
     if isinstance(sharing, InIntervals):
         nothing = Spread(((),) * world.mesh.ranks, 0)
         for name in shared or {}:
             readings[name] = replace(readings[name], on_device=False, fetched=nothing)
         wanted = {name: readings[name].expression for name in shared or {}}
         parts = [
-            [Part(wanted[part.tensor], readings[part.tensor].dtype, part.box) for part in interval]
+            [ReadPart(wanted[part.tensor], readings[part.tensor].dtype, part.box) for part in interval]
             for interval in intervals(wanted, index, world.mesh.ranks)
         ]
     else:
@@ -130,9 +130,9 @@ def shared_tensors(
     homes: Homes,
     policy: ReadPolicy,
     sharing: SharedReads,
-) -> dict[str, Peers]:
+) -> dict[str, FetchingPeers]:
     """The tensors that are read once by ranks that need the same of them, with these ranks."""
-    found: dict[str, Peers] = {}
+    found: dict[str, FetchingPeers] = {}
     if isinstance(sharing, Alone) or (isinstance(sharing, Weighed) and not policy.is_remote):
         return found
     chosen: dict[object, bool] = {}
@@ -142,7 +142,7 @@ def shared_tensors(
             continue
         if isinstance(sharing, InIntervals):
             if world.mesh.ranks > 1 and not isinstance(read.expression, Opaque):
-                found[name] = Peers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
+                found[name] = FetchingPeers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
             continue
         peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=_is_sharded(tensor))
         if peers is None or isinstance(read.expression, Opaque):
@@ -218,7 +218,7 @@ def forecast_training(
     padded = 0
     itemsizes: dict[Spread, int] = {}
     for tensor in world.first.tensors:
-        if tensor.kind is Kind.PARAMETER and tensor.requires_grad:
+        if tensor.kind is TensorKind.PARAMETER and tensor.requires_grad:
             spread, itemsize = world.spreads[tensor.fqn], tensor.dtype.bits // 8
             padded += spread.padded_numel * itemsize
             itemsizes[spread] = itemsizes.get(spread, 0) + itemsize
@@ -381,7 +381,7 @@ class _Stacks:
         alike: dict[tuple[Spread, tuple[int, ...]], list[str]] = {}
         for tensor in layout.tensors:
             read = reads.get(tensor.fqn)
-            if tensor.kind is Kind.PARAMETER and _is_stack(tensor, read.expression if read else None):
+            if tensor.kind is TensorKind.PARAMETER and _is_stack(tensor, read.expression if read else None):
                 alike.setdefault((spreads[tensor.fqn], tensor.shape), []).append(tensor.fqn)
         self._stacks = [
             (pattern, spread, shape) for (spread, shape), names in alike.items() for pattern, _ in collapse(names)
@@ -431,7 +431,7 @@ def _readings(plan: LoadPlan, spreads: Mapping[str, Spread], homes: Homes) -> di
 
 
 def _is_sharded(tensor: TensorLayout) -> bool:
-    return tensor.kind is Kind.PARAMETER and tensor.placement != "whole"
+    return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
 
 
 def _forecast(

@@ -33,7 +33,7 @@ class ShardedState:
     """What each rank has: DTensors where tensors are sharded, in the model's own memory. Nothing is moved."""
 
 
-Form: TypeAlias = FullState | ShardedState
+StateForm: TypeAlias = FullState | ShardedState
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from shardwise.conversion import (
     skeleton,
 )
 from shardwise.formats import CheckpointIndex
-from shardwise.planning.exchange import Agenda, Holders, Parcel, Wanted, cut
+from shardwise.planning.exchange import Agenda, Holders, Parcel, WantedBoxes, cut
 from shardwise.tensors import Box, Strided, contiguous_strides, numel
 
 _GRAINS = 64
@@ -47,7 +47,7 @@ blocks has room for those of several readers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class IntervalPart:
     """A box of a tensor that one rank reads, a part of its interval.
 
     ``order`` has the dimensions of the tensor as the file has them, outermost first; ``nbytes`` are as stored.
@@ -58,11 +58,11 @@ class Portion:
     order: tuple[int, ...]
     nbytes: int
 
-    def blocks(self, max_numel: int) -> Iterator[Portion]:
+    def blocks(self, max_numel: int) -> Iterator[IntervalPart]:
         """The portion in parts of at most so many elements, in the order of the file."""
         for part in cut(_in_order(self.box, self.order), max_numel):
             nbytes = self.nbytes * part.numel // self.box.numel
-            yield Portion(self.tensor, _back_in_place(part, self.order), self.order, nbytes)
+            yield IntervalPart(self.tensor, _back_in_place(part, self.order), self.order, nbytes)
 
 
 _OPEN = 16
@@ -71,7 +71,7 @@ _OPEN = 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, less their whole parts, are spread evenly and come near no simple fraction."""
 
-Interval = tuple[Portion, ...]
+Interval = tuple[IntervalPart, ...]
 """What one rank reads, in the order of the files."""
 
 
@@ -84,7 +84,7 @@ def intervals(reads: Mapping[str, Expression], index: CheckpointIndex, ranks: in
     pieces = _pieces(reads, index)
     total = sum(piece.nbytes for piece in pieces)
     grain_bytes = total // (ranks * _GRAINS)
-    found: list[list[Portion]] = [[] for _ in range(ranks)]
+    found: list[list[IntervalPart]] = [[] for _ in range(ranks)]
     before = 0
     for piece in pieces:
         first, last = before * ranks // total, -(-(before + piece.nbytes) * ranks // total) - 1
@@ -97,7 +97,9 @@ def intervals(reads: Mapping[str, Expression], index: CheckpointIndex, ranks: in
     return tuple(map(tuple, found))
 
 
-def handed_over(wanted: Sequence[Wanted], intervals: Sequence[Interval], budget_bytes: int, rank: int) -> Agenda:
+def handed_over(
+    wanted: Sequence[WantedBoxes], intervals: Sequence[Interval], budget_bytes: int, rank: int
+) -> Agenda:
     """What one rank gives of its interval and gets of the others', in rounds that keep the budget on every rank.
 
     Parcels are written down of this rank alone: at a thousand ranks there are tens of millions in all. What is gone
@@ -143,17 +145,20 @@ def handed_over(wanted: Sequence[Wanted], intervals: Sequence[Interval], budget_
     return Agenda(tuple(map(tuple, rounds[:filled])), tuple(moves[:filled]))
 
 
-def _halves(block: Portion, budget_bytes: int) -> list[Portion]:
+def _halves(block: IntervalPart, budget_bytes: int) -> list[IntervalPart]:
     if block.box.numel == 1:
         raise ValueError(f"{budget_bytes} bytes are too few to hand an element of {block.tensor} to who holds it")
     return list(block.blocks(-(-block.box.numel // 2)))
 
 
 def _blocks(
-    intervals: Sequence[Interval], wanted: Mapping[str, Wanted], holders: Mapping[str, Holders], budget_bytes: int
-) -> list[tuple[int, Portion]]:
+    intervals: Sequence[Interval],
+    wanted: Mapping[str, WantedBoxes],
+    holders: Mapping[str, Holders],
+    budget_bytes: int,
+) -> list[tuple[int, IntervalPart]]:
     """(reader, what it hands over at once), in the order of the rounds."""
-    found: list[tuple[float, int, Portion]] = []
+    found: list[tuple[float, int, IntervalPart]] = []
     for reader, interval in enumerate(intervals):
         length = sum(portion.nbytes for portion in interval)
         done = 0
@@ -230,25 +235,25 @@ def _below(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _BoxForm:
     """A box of tensors of one kind: which of their leaves it is made of, and from which byte of each on."""
 
-    portion: Portion
+    portion: IntervalPart
     leaves: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StoredPiece:
     """A box of a tensor at its place: the number of the file, and the first byte in it."""
 
     place: tuple[int, int]
-    portion: Portion
+    portion: IntervalPart
 
     @property
     def nbytes(self) -> int:
         return self.portion.nbytes
 
-    def stretch(self, start: int, stop: int) -> Iterator[Portion]:
+    def stretch(self, start: int, stop: int) -> Iterator[IntervalPart]:
         """The elements from ``start`` to ``stop``, in the order of the file."""
         whole = self.portion
         sizes = _in_order(whole.box, whole.order).sizes
@@ -256,14 +261,14 @@ class _Piece:
             box = _back_in_place(part, whole.order)
             offsets = tuple(map(sum, zip(box.offsets, whole.box.offsets, strict=True)))
             nbytes = whole.nbytes * part.numel // whole.box.numel
-            yield Portion(whole.tensor, Box(offsets, box.sizes), whole.order, nbytes)
+            yield IntervalPart(whole.tensor, Box(offsets, box.sizes), whole.order, nbytes)
 
 
-def _pieces(reads: Mapping[str, Expression], index: CheckpointIndex) -> list[_Piece]:
+def _pieces(reads: Mapping[str, Expression], index: CheckpointIndex) -> list[_StoredPiece]:
     """All boxes of all tensors, in the order of their places. See [Note: Intervals]."""
     number_of = {file: number for number, file in enumerate(index.files)}
-    forms: dict[Hashable, list[_Form]] = {}
-    found: list[_Piece] = []
+    forms: dict[Hashable, list[_BoxForm]] = {}
+    found: list[_StoredPiece] = []
     for name, expression in sorted(reads.items()):
         bare, keys = skeleton(expression)
         if bare not in forms:  # equal layers have the same boxes, of other keys
@@ -272,12 +277,12 @@ def _pieces(reads: Mapping[str, Expression], index: CheckpointIndex) -> list[_Pi
         places = [(number_of[entry.file], entry.start) for entry in entries]
         for form in forms[bare]:
             file, start = min((places[leaf][0], places[leaf][1] + offset) for leaf, offset in form.leaves)
-            found.append(_Piece((file, start), replace(form.portion, tensor=name)))
+            found.append(_StoredPiece((file, start), replace(form.portion, tensor=name)))
     found.sort(key=lambda piece: piece.place)  # stable: those of one place stay in the order of the names
     return found
 
 
-def _forms(expression: Expression, keys: Sequence[str]) -> Iterator[_Form]:
+def _forms(expression: Expression, keys: Sequence[str]) -> Iterator[_BoxForm]:
     number_of = {key: number for number, key in enumerate(keys)}
     for box in leaf_boxes(expression):
         starts: dict[int, int] = {}
@@ -289,7 +294,7 @@ def _forms(expression: Expression, keys: Sequence[str]) -> Iterator[_Form]:
             starts[number] = min(start, starts.get(number, start))
             nbytes += copy.numel * itemsize
         if nbytes:
-            yield _Form(Portion("", box, _order(expression, box), nbytes), tuple(starts.items()))
+            yield _BoxForm(IntervalPart("", box, _order(expression, box), nbytes), tuple(starts.items()))
 
 
 def _order(expression: Expression, box: Box) -> tuple[int, ...]:
@@ -305,7 +310,7 @@ def _order(expression: Expression, box: Box) -> tuple[int, ...]:
     return tuple(sorted(range(len(steps)), key=lambda dim: -steps[dim]))
 
 
-def _cut(piece: _Piece, times_ranks: int, ranks: int, grain_bytes: int) -> int:
+def _cut(piece: _StoredPiece, times_ranks: int, ranks: int, grain_bytes: int) -> int:
     """The element of a piece at which the interval of a rank ends that goes ``times_ranks / ranks`` bytes into it.
 
     It is the nearest at which what is shorter than a grain stays whole.

@@ -13,9 +13,9 @@ from typing import TypeAlias
 from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_leaves
 from shardwise.errors import CoverageError
 from shardwise.formats import CheckpointIndex
-from shardwise.layout import Kind, ModelLayout, Origin, TensorLayout
+from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.planning.consent import Consent
-from shardwise.planning.faults import Fault, Faults
+from shardwise.planning.faults import FaultKind, Faults
 from shardwise.tensors.dtypes import casts_safely
 
 
@@ -121,10 +121,10 @@ def plan_load(
     Raises:
         CoverageError: with every missing, unexpected, mismatched, ambiguous or uncomputable tensor at once.
     """
-    return _Planner(index, layout, bindings, rules, consent, known_as).plan()
+    return _LoadPlanner(index, layout, bindings, rules, consent, known_as).plan()
 
 
-class _Planner:
+class _LoadPlanner:
     """The state of one :func:`plan_load`: fills found so far, and faults found so far."""
 
     def __init__(
@@ -153,9 +153,9 @@ class _Planner:
 
     def plan(self) -> LoadPlan:
         for sentence in self.bindings.faults:
-            self.faults.add(Fault.CONVERSION, sentence)
+            self.faults.add(FaultKind.CONVERSION, sentence)
         for tensor in self.layout.tensors:
-            if tensor.kind is Kind.BUFFER:
+            if tensor.kind is TensorKind.BUFFER:
                 self.fills[tensor.fqn] = self.recompute(tensor)
             else:
                 self.fills[tensor.fqn] = self.fill(tensor)
@@ -180,7 +180,7 @@ class _Planner:
             claims = self.bindings.offers.get(name, ())
             if len(claims) > 1:
                 keys = ", ".join(_keys(claim) for claim in claims)
-                self.faults.add(Fault.AMBIGUOUS, f"{name}: stored more than once, as {keys}")
+                self.faults.add(FaultKind.AMBIGUOUS, f"{name}: stored more than once, as {keys}")
             offers += claims[:1]
         if not offers:
             return self.fill_missing(tensor)
@@ -189,7 +189,7 @@ class _Planner:
                 if self.consent.mismatched.covers(self.known(tensor.fqn)):
                     self.mismatched.append(tensor.fqn)
                     return self.init(tensor)
-                self.faults.add(Fault.MISMATCHED, f"{tensor.fqn}: {reason}")
+                self.faults.add(FaultKind.MISMATCHED, f"{tensor.fqn}: {reason}")
                 return Read(offer)
         if len(offers) > 1:
             self.twins[tensor.fqn] = tuple(offers[1:])
@@ -209,12 +209,12 @@ class _Planner:
                 self.missing.append(tensor.fqn)
                 return self.init(tensor)
         if not self.spoiled.intersection(tensor.names):  # else a fault of the conversion, already told
-            self.faults.add(Fault.MISSING, tensor.fqn)
+            self.faults.add(FaultKind.MISSING, tensor.fqn)
         return Init(tensor.origin)
 
     def init(self, tensor: TensorLayout) -> Fill:
         if tensor.origin in (Origin.NOWHERE, Origin.AS_IT_IS):
-            self.faults.add(Fault.UNINITIALISED, f"{tensor.fqn}: nothing initialises it")
+            self.faults.add(FaultKind.UNINITIALISED, f"{tensor.fqn}: nothing initialises it")
         return Init(tensor.origin)
 
     def recompute(self, tensor: TensorLayout) -> Fill:
@@ -222,7 +222,7 @@ class _Planner:
             return Keep()
         if tensor.origin is Origin.NOWHERE:
             self.faults.add(
-                Fault.UNCOMPUTABLE,
+                FaultKind.UNCOMPUTABLE,
                 f"{tensor.fqn}: a non-persistent buffer on meta that nothing computes",
             )
         return Recompute(tensor.origin)
@@ -255,7 +255,7 @@ class _Planner:
                 renamed = f" (renamed to {name})" if name != key else ""
                 if name.endswith("_extra_state"):
                     renamed += " (extra state of a module, which cannot be loaded yet)"
-                self.faults.add(Fault.UNEXPECTED, f"{key}{renamed}")
+                self.faults.add(FaultKind.UNEXPECTED, f"{key}{renamed}")
 
 
 def _keys(expression: Expression) -> str:

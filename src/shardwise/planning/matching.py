@@ -44,7 +44,7 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StateSlot:
     """A tensor that takes values; a state may have it under any of its names, or under several."""
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Place:
 class Taken:
     """A place that gets values, from the tensor of this name, which ranks have in these boxes."""
 
-    place: Place
+    place: StateSlot
     name: str
     dtype: DType
     held: tuple[tuple[Box, ...], ...]
@@ -85,7 +85,9 @@ class Match:
         }
 
 
-def match(places: Sequence[Place], brought_by_rank: Sequence[Mapping[str, Brought]], tolerance: Tolerance) -> Match:
+def match(
+    places: Sequence[StateSlot], brought_by_rank: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+) -> Match:
     """Find the tensor of every place.
 
     Raises:
@@ -96,7 +98,7 @@ def match(places: Sequence[Place], brought_by_rank: Sequence[Mapping[str, Brough
     _require_same_names(brought_by_rank, bringing)
     names = list(brought_by_rank[bringing[0]]) if bringing else []
     known = {name for place in places for name in place.names}
-    faults = _Faults(tolerance)
+    faults = _Mismatches(tolerance)
     unexpected = [name for name in names if name not in known]
     faults.unexpected = [name for name in unexpected if not tolerance.unexpected.covers(name)]
     taken: list[Taken] = []
@@ -139,7 +141,10 @@ def _require_same_names(brought_by_rank: Sequence[Mapping[str, Brought]], bringi
 
 
 def _misfit(
-    place: Place, present: Sequence[str], brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int]
+    place: StateSlot,
+    present: Sequence[str],
+    brought_by_rank: Sequence[Mapping[str, Brought]],
+    bringing: Sequence[int],
 ) -> tuple[str, str] | None:
     for name in present:
         for rank in bringing:
@@ -150,7 +155,7 @@ def _misfit(
 
 
 @dataclass(slots=True)
-class _Faults:
+class _Mismatches:
     tolerance: Tolerance
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardwise.conversion import Stored
+from shardwise.conversion.expression import Shape
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
 from shardwise.storage.names import shown
-
-Shape: TypeAlias = tuple[int, ...]
 
 _LISTED = 20
 _PREFIX = "base_model.model."
@@ -31,7 +30,7 @@ _FACTOR = re.compile(
 )
 
 
-class Form(enum.Enum):
+class WeightForm(enum.Enum):
     """How a weight lies with respect to ``lora_B @ lora_A``, which is (out, in)."""
 
     ROWS = "(out, in, ...)"
@@ -41,18 +40,18 @@ class Form(enum.Enum):
 
     @property
     def is_stacked(self) -> bool:
-        return self in (Form.EXPERTS, Form.EXPERT_COLUMNS)
+        return self in (WeightForm.EXPERTS, WeightForm.EXPERT_COLUMNS)
 
     def factors(self, shape: Shape, rank: int) -> tuple[Shape, Shape]:
         """The shapes of (lora_A, lora_B) for a weight of this shape."""
         match self:
-            case Form.ROWS:
+            case WeightForm.ROWS:
                 return (rank, *shape[1:]), (shape[0], rank, *(1 for _ in shape[2:]))
-            case Form.COLUMNS:
+            case WeightForm.COLUMNS:
                 return (rank, shape[0]), (shape[1], rank)
-            case Form.EXPERTS:
+            case WeightForm.EXPERTS:
                 return (shape[0] * rank, shape[2]), (shape[1], shape[0] * rank)
-            case Form.EXPERT_COLUMNS:
+            case WeightForm.EXPERT_COLUMNS:
                 return (shape[0] * rank, shape[1]), (shape[2], shape[0] * rank)
 
 
@@ -61,7 +60,7 @@ class LowRank:
     """``scaling * B @ A`` is added to a weight; with a magnitude (DoRA), rows, or columns, are then given that."""
 
     module: str
-    form: Form
+    form: WeightForm
     rank: int
     scaling: float
     a: Stored
@@ -146,7 +145,7 @@ def plan_merge(
         CoverageError: with every tensor that is not used, every module that the base does not have, and every
             shape that does not fit, at once.
     """
-    return _Planner(config, stored, targets, adapter_name).plan(what)
+    return _MergePlanner(config, stored, targets, adapter_name).plan(what)
 
 
 def tensors_trained_whole(config: LoraConfig, stored: Mapping[str, Stored], *, adapter_name: str) -> dict[str, str]:
@@ -163,7 +162,7 @@ def _bare(key: str, adapter_name: str) -> str:
     return name
 
 
-class _Planner:
+class _MergePlanner:
     def __init__(
         self, config: LoraConfig, stored: Mapping[str, Stored], targets: MergeTargets, adapter_name: str
     ) -> None:
@@ -306,7 +305,11 @@ class _Planner:
         rank = self.config.rank(named)
         form = self.form_of(place, is_parameter=is_parameter, is_embedding="lora_embedding_A" in parts.tensors)
         shape = place[2]
-        if len(shape) < 2 or (form.is_stacked and len(shape) != 3) or (form is Form.COLUMNS and len(shape) != 2):
+        if (
+            len(shape) < 2
+            or (form.is_stacked and len(shape) != 3)
+            or (form is WeightForm.COLUMNS and len(shape) != 2)
+        ):
             self.fault("shapes that do not fit", f"{listed}: the base has {shown(weight)} as {shape}")
             return
         wanted = form.factors(shape, rank)
@@ -321,18 +324,18 @@ class _Planner:
                     f"shape {shape}",
                 )
                 return
-        magnitude = self.magnitude(module, shape[1 if form is Form.COLUMNS else 0], parts)
+        magnitude = self.magnitude(module, shape[1 if form is WeightForm.COLUMNS else 0], parts)
         self.add(place, named, LowRank(named, form, rank, self.config.scaling(named), a, b, magnitude))
         self.fold_bias(module, named, parts)
 
-    def form_of(self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool) -> Form:
+    def form_of(self, place: tuple[object, str, Shape], *, is_parameter: bool, is_embedding: bool) -> WeightForm:
         _, name, shape = place
         keeps_columns = name.rpartition(".")[0] in self.targets.columns
         if is_parameter:
             if len(shape) != 3:
-                return Form.ROWS
-            return Form.EXPERT_COLUMNS if keeps_columns else Form.EXPERTS
-        return Form.COLUMNS if is_embedding or keeps_columns else Form.ROWS
+                return WeightForm.ROWS
+            return WeightForm.EXPERT_COLUMNS if keeps_columns else WeightForm.EXPERTS
+        return WeightForm.COLUMNS if is_embedding or keeps_columns else WeightForm.ROWS
 
     def magnitude(self, module: str, size: int, parts: _Parts) -> Stored | None:
         found = parts.get("lora_magnitude_vector")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.conversion import Expression
 from shardwise.formats import NewFile
-from shardwise.planning.assembly import Wanted
+from shardwise.planning.assembly import WantedTensor
 
 
 def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
@@ -26,11 +26,11 @@ def choose_owners(files: Sequence[NewFile], size: int) -> tuple[int, ...]:
 
 def wanted_by_owners(
     files: Sequence[NewFile], owners: Sequence[int], expressions: Mapping[str, Expression], size: int
-) -> list[list[Wanted]]:
+) -> list[list[WantedTensor]]:
     """For every rank, the tensors of its files, in the order in which they lie in these."""
     return [
         [
-            Wanted(entry.key, expressions[entry.key], entry.dtype.itemsize, (rank,))
+            WantedTensor(entry.key, expressions[entry.key], entry.dtype.itemsize, (rank,))
             for file, owner in zip(files, owners, strict=True)
             if owner == rank
             for entry in file.entries

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shardwise.conversion import Copy, Expression, Stored, pieces
 from shardwise.formats import NewFile, TensorEntry, lay_out
-from shardwise.planning.schedule import Request, Segment, schedule, segments_of
+from shardwise.planning.schedule import ReadRequest, Segment, schedule, segments_of
 from shardwise.storage import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
@@ -138,7 +138,7 @@ def arrange_writes(
     staged: Collection[str],
     policy: WritePolicy,
     staging_bytes: int,
-) -> list[Request]:
+) -> list[ReadRequest]:
     """What this rank writes where: requests of runs that touch, in the order of the files and of the bytes in them.
 
     In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.

@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReadRequest:
     """One range to ask a storage for, and the segments in it, in order and without overlap."""
 
     file: str
@@ -113,7 +113,7 @@ def _inside(view: Strided, kept: int, steps: tuple[int, ...]) -> Strided:
 
 def schedule(
     segments: Iterable[tuple[str, Segment]], policy: ReadPolicy, *, staging_bytes: int, start_at: float = 0.0
-) -> list[Request]:
+) -> list[ReadRequest]:
     """Requests, in the order of the files and of the bytes in them.
 
     Neighbours are joined when the gap is at most ``policy.max_gap_bytes``, gaps are a small part of the whole,
@@ -126,7 +126,7 @@ def schedule(
         staging_bytes: of one worker.
         start_at: the fraction of the list to begin with, so that ranks do not all begin with the same file.
     """
-    requests: list[Request] = []
+    requests: list[ReadRequest] = []
     file, start, stop, staged, gaps = "", 0, 0, 0, 0
     joined: list[Segment] = []
     for name, segment in sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop)):
@@ -142,13 +142,13 @@ def schedule(
             and (gaps + gap) * WASTE <= segment.bytes.stop - start
         )
         if joined and not fits:
-            requests.append(Request(file, ByteRange(start, stop), tuple(joined)))
+            requests.append(ReadRequest(file, ByteRange(start, stop), tuple(joined)))
         if not joined or not fits:
             file, start, staged, gaps, joined = name, segment.bytes.start, 0, 0, []
             gap, more = 0, own
         joined.append(segment)
         stop, staged, gaps = segment.bytes.stop, staged + more, gaps + gap
     if joined:
-        requests.append(Request(file, ByteRange(start, stop), tuple(joined)))
+        requests.append(ReadRequest(file, ByteRange(start, stop), tuple(joined)))
     first = int(len(requests) * start_at)
     return requests[first:] + requests[:first]

@@ -97,7 +97,7 @@ def times_read(
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SharingChoice:
     """What was chosen, and why, in words."""
 
     is_shared: bool
@@ -106,7 +106,7 @@ class Choice:
 
 def choose(
     mode: SharedReads, policy: ReadPolicy, *, replicas: int, factor: float, network_bytes_per_s: float
-) -> Choice:
+) -> SharingChoice:
     """Whether a tensor is read once per group.
 
     Args:
@@ -118,16 +118,18 @@ def choose(
     """
     match mode:
         case Alone():
-            return Choice(is_shared=False, reason="as asked")
+            return SharingChoice(is_shared=False, reason="as asked")
         case OncePerGroup() | InIntervals():
-            return Choice(is_shared=True, reason="as asked")
+            return SharingChoice(is_shared=True, reason="as asked")
         case Weighed(given):
             if not policy.is_remote:
-                return Choice(is_shared=False, reason="a local disk: the page cache serves the second reader")
+                return SharingChoice(
+                    is_shared=False, reason="a local disk: the page cache serves the second reader"
+                )
             network = given or network_bytes_per_s
             pays = (factor - 1) * network > replicas * policy.bytes_per_s
             weighed = (
                 f"{factor:.3g} reads of each byte at {policy.bytes_per_s / 1e9:.3g} GB/s against one, and "
                 f"{replicas} x over a network of {network / 1e9:.3g} GB/s"
             )
-            return Choice(pays, weighed)
+            return SharingChoice(pays, weighed)

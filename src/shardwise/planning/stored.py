@@ -6,7 +6,7 @@ from typing import assert_never
 
 from shardwise.conversion import Expression, Stored, concat, view
 from shardwise.formats import CheckpointIndex
-from shardwise.formats.composed import Joined, Part, View, Whole
+from shardwise.formats.composed import ComposedPart, Joined, View, Whole
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
@@ -19,7 +19,7 @@ def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
     }
 
 
-def _expression(index: CheckpointIndex, part: Part) -> Expression:
+def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
     match part:
         case Whole(key):
             return _leaf(index, key)

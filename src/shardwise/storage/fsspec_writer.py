@@ -75,7 +75,7 @@ class FsspecWriter:
         self._files, path = open_file_system(url, made_of, doing="writing to")
         self._folder = path.rstrip("/")
         self._is_shown_when_closed = scheme in _SHOWN_WHEN_CLOSED
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _FsspecStream] = {}
         self._lock = threading.Lock()
         self._closed = False
         self.bytes_written = 0
@@ -123,7 +123,7 @@ class FsspecWriter:
         self._files.invalidate_cache()
         with self._failures(file, doing):
             is_there = self._files.exists(path)
-        fresh = _Stream(self._files, path, self._interim(path), nbytes)
+        fresh = _FsspecStream(self._files, path, self._interim(path), nbytes)
         with self._lock:
             if is_there or self._streams.setdefault(file, fresh) is not fresh:
                 raise StorageError(f"{self._named(file)}: {doing} failed, it is there already; remove it first")
@@ -259,7 +259,7 @@ class FsspecWriter:
             self._files.makedirs(self._folder, exist_ok=True)
             act()
 
-    def _require_whole(self, file: str, stream: _Stream) -> None:
+    def _require_whole(self, file: str, stream: _FsspecStream) -> None:
         if stream.is_broken:
             raise StorageError(
                 f"{self._named(file)}: an earlier write to it failed, so it cannot be completed; "
@@ -286,7 +286,7 @@ class FsspecWriter:
             raise StorageError(message) from self._redacted.made_anew(fault)
 
 
-class _Stream:
+class _FsspecStream:
     """One file on its way: written at ``interim``, and seen at ``path`` once it is complete."""
 
     def __init__(self, files: Any, path: str, interim: str, nbytes: int) -> None:

@@ -42,7 +42,7 @@ _STAGE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Endpoint:
     """Where a request goes."""
 
     scheme: str
@@ -83,7 +83,7 @@ class HttpTransport:
         self._headers = {name.title(): value for name, value in {**user_headers, **headers}.items()}
         self._retries = retries
         self._connections = _Connections(retries.timeout_s, context, None if proxy is None else _Proxy.at(proxy))
-        self._targets: dict[str, _Place] = {}
+        self._targets: dict[str, _Endpoint] = {}
 
     def list(self) -> list[str]:
         raise CannotListError(f"{self._shown}: an HTTP server does not tell which files it has")
@@ -149,7 +149,7 @@ class HttpTransport:
         raise PermanentFault(f"more than {_MAX_REDIRECTS} redirects", "check the URL")
 
     @contextmanager
-    def _at(self, place: _Place, byte_range: str) -> Iterator[http.client.HTTPResponse]:
+    def _at(self, place: _Endpoint, byte_range: str) -> Iterator[http.client.HTTPResponse]:
         own = self._headers if place.origin == self._root.origin else {}
         headers = {"User-Agent": "shardwise", **own, "Range": byte_range}
         try:
@@ -171,17 +171,17 @@ class HttpTransport:
         except OSError as error:
             raise TransientFault(f"the server cannot be reached ({type(error).__name__}: {error})") from error
 
-    def _place_of(self, file: str) -> _Place:
+    def _place_of(self, file: str) -> _Endpoint:
         path, mark, query = self._root.target.partition("?")
         root = self._root
-        return _Place(root.scheme, root.host, root.port, f"{path}/{quote(file)}{mark}{query}")
+        return _Endpoint(root.scheme, root.host, root.port, f"{path}/{quote(file)}{mark}{query}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Proxy:
     """What is asked in the servers' place, and who we are to it."""
 
-    place: _Place
+    place: _Endpoint
     headers: Mapping[str, str]
 
     @classmethod
@@ -204,7 +204,7 @@ class _Connections:
         self._closed = False
 
     @contextmanager
-    def exchange(self, place: _Place, headers: Mapping[str, str]) -> Iterator[http.client.HTTPResponse]:
+    def exchange(self, place: _Endpoint, headers: Mapping[str, str]) -> Iterator[http.client.HTTPResponse]:
         connection, response = self._send(place, headers)
         is_usable = False
         try:
@@ -228,7 +228,7 @@ class _Connections:
             connection.close()
 
     def _send(
-        self, place: _Place, headers: Mapping[str, str]
+        self, place: _Endpoint, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         while True:
             with self._lock:
@@ -250,7 +250,7 @@ class _Connections:
                 connection.close()
                 raise
 
-    def _connect(self, place: _Place) -> http.client.HTTPConnection:
+    def _connect(self, place: _Endpoint) -> http.client.HTTPConnection:
         proxy = self._proxy
         host, port = (place.host, place.port) if proxy is None else (proxy.place.host, proxy.place.port)
         if place.scheme == "http":
@@ -262,13 +262,13 @@ class _Connections:
             connection.set_tunnel(place.host, place.port, dict(proxy.headers))
         return connection
 
-    def _addressed(self, place: _Place) -> tuple[str, Mapping[str, str]]:
+    def _addressed(self, place: _Endpoint) -> tuple[str, Mapping[str, str]]:
         """What is asked for, as a server or a proxy wants it (RFC 9112, 3.2.2), and headers for the latter."""
         if self._proxy is None or place.scheme == "https":
             return place.target, {}
         return place.url, self._proxy.headers
 
-    def _keep(self, place: _Place, connection: http.client.HTTPConnection) -> None:
+    def _keep(self, place: _Endpoint, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle[place.origin].append(connection)
@@ -336,7 +336,7 @@ class _Body:
                 raise TransientFault(f"only {self._received} of {self._nbytes} bytes came in time")
 
 
-def _root_of(url: str, shown_url: str) -> tuple[_Place, dict[str, str]]:
+def _root_of(url: str, shown_url: str) -> tuple[_Endpoint, dict[str, str]]:
     """The folder's place, its path without a slash at the end; and the user of the URL as a header."""
     parts = urlsplit(url)
     try:
@@ -351,10 +351,10 @@ def _root_of(url: str, shown_url: str) -> tuple[_Place, dict[str, str]]:
     if parts.username is not None:
         user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
-    return _Place(parts.scheme.lower(), parts.hostname, port, path + query), headers
+    return _Endpoint(parts.scheme.lower(), parts.hostname, port, path + query), headers
 
 
-def _redirected(place: _Place, response: http.client.HTTPResponse) -> _Place:
+def _redirected(place: _Endpoint, response: http.client.HTTPResponse) -> _Endpoint:
     location = response.getheader("Location")
     response.read(_RECEIVE_BYTES)
     parts = urlsplit(urljoin(place.url, location or ""))
@@ -364,7 +364,7 @@ def _redirected(place: _Place, response: http.client.HTTPResponse) -> _Place:
     if place.scheme == "https" and scheme == "http":
         raise PermanentFault("https:// leads to http://, which anybody on the way can change", "check the URL")
     target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_KEPT)
-    return _Place(scheme, parts.hostname, parts.port or (443 if scheme == "https" else 80), target)
+    return _Endpoint(scheme, parts.hostname, parts.port or (443 if scheme == "https" else 80), target)
 
 
 def _check_status(response: http.client.HTTPResponse) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub_files import ModelFiles, Wanted, needed_files, small_files, weights
+from shardwise.storage.hub_files import ModelFiles, WantedFiles, needed_files, small_files, weights
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.urls import is_url, without_secrets
 
@@ -57,7 +57,7 @@ def resolve(
     options: HubOptions = HubOptions(),
     *,
     download: bool = True,
-    wanted: Wanted = ModelFiles(),  # noqa: B008 - frozen
+    wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
     """The local folder (or file) with the checkpoint, downloaded first where it is not there yet.
 
@@ -154,7 +154,7 @@ class _Listing:
     files: tuple[str, ...]
 
 
-def _snapshot(repo_id: str, options: HubOptions, wanted: Wanted) -> Path:
+def _snapshot(repo_id: str, options: HubOptions, wanted: WantedFiles) -> Path:
     """The snapshot, with what will be read in it: the small files first, which tell of the weights."""
     prefix = f"{options.subfolder.strip('/')}/" if options.subfolder else ""
     try:
@@ -184,7 +184,7 @@ def _snapshot(repo_id: str, options: HubOptions, wanted: Wanted) -> Path:
     return folder
 
 
-def _cached(repo_id: str, options: HubOptions, wanted: Wanted, prefix: str) -> Path:
+def _cached(repo_id: str, options: HubOptions, wanted: WantedFiles, prefix: str) -> Path:
     """The snapshot as the cache has it: what will be read is there, or it is refused."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 

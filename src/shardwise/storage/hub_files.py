@@ -42,22 +42,22 @@ class AdapterFiles:
     """An adapter of PEFT's: its tensors and its config."""
 
 
-Wanted: TypeAlias = ModelFiles | AdapterFiles
+WantedFiles: TypeAlias = ModelFiles | AdapterFiles
 
 
-def small_files(names: Collection[str], wanted: Wanted) -> list[str]:
+def small_files(names: Collection[str], wanted: WantedFiles) -> list[str]:
     """The small files among ``names``, which lie in one folder; Python only where it is to be run."""
     patterns = (*_SMALL, _CODE) if isinstance(wanted, ModelFiles) and wanted.code else _SMALL
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def needed_files(names: Collection[str], wanted: Wanted) -> list[str]:
+def needed_files(names: Collection[str], wanted: WantedFiles) -> list[str]:
     """The small files without which nothing can be loaded."""
     patterns = (*_NEEDED, _CODE) if isinstance(wanted, ModelFiles) and wanted.code else _NEEDED
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def weights(names: Collection[str], folder: Path, wanted: Wanted, variant: str | None) -> list[str]:
+def weights(names: Collection[str], folder: Path, wanted: WantedFiles, variant: str | None) -> list[str]:
     """The files of weights that a load will read, of those that there are.
 
     Args:

@@ -23,7 +23,7 @@ _PATH = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _HubFile:
     nbytes: int
     digest: str
 
@@ -34,14 +34,14 @@ def named_commit(url: str, hub: HubOptions) -> str:
     Raises :class:`StorageError` for what is no repository, or cannot be found out.
     """
     _, mark, query = url.partition("?")
-    named = _Named.of(url, hub.revision)
+    named = _HubName.of(url, hub.revision)
     commit = commit_of(named.repo_id, replace(hub, revision=named.revision), kind=named.kind)
     kind = "" if named.kind == "model" else f"{named.kind}s/"
     return f"hf://{kind}{named.repo_id}@{commit}/{named.folder}".rstrip("/") + mark + query
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _HubName:
     """What a URL names."""
 
     kind: str
@@ -77,7 +77,7 @@ class HubTransport:
     """
 
     def __init__(self, url: str, *, retries: Retries, options: Mapping[str, Any]) -> None:
-        named = _Named.of(url, options.get("revision"))
+        named = _HubName.of(url, options.get("revision"))
         unknown = sorted(set(options) - {"token", "endpoint", "revision", "proxy"})
         if unknown:
             raise StorageError(f"{shown(url)}: storage_options {unknown} mean nothing to the hub; leave them out")
@@ -88,7 +88,7 @@ class HubTransport:
         self._options = options
         self._retries = retries
         self._lock = threading.Lock()
-        self._opened: tuple[HttpTransport, dict[str, _File]] | None = None
+        self._opened: tuple[HttpTransport, dict[str, _HubFile]] | None = None
 
     def list(self) -> list[str]:
         _, files = self._open()
@@ -121,13 +121,13 @@ class HubTransport:
             raise FileNotFoundError(f"no such file in {self._repo_id} at {self._revision or 'main'}")
         return http, FileState(files[file].nbytes, files[file].digest)
 
-    def _open(self) -> tuple[HttpTransport, dict[str, _File]]:
+    def _open(self) -> tuple[HttpTransport, dict[str, _HubFile]]:
         with self._lock:
             if self._opened is None:
                 self._opened = self._ask()
             return self._opened
 
-    def _ask(self) -> tuple[HttpTransport, dict[str, _File]]:
+    def _ask(self) -> tuple[HttpTransport, dict[str, _HubFile]]:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
 
@@ -148,7 +148,7 @@ class HubTransport:
                 raise
         siblings: Sequence[Any] = getattr(info, "siblings", None) or ()
         files = {
-            file.rfilename.removeprefix(self._folder): _File(file.size, _digest(file))
+            file.rfilename.removeprefix(self._folder): _HubFile(file.size, _digest(file))
             for file in siblings
             if file.rfilename.startswith(self._folder) and file.size is not None
         }

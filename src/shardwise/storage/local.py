@@ -26,7 +26,7 @@ _CACHE_SAMPLES = 5
 
 
 @dataclass(slots=True)
-class _OpenFile:
+class _SharedDescriptor:
     """A descriptor and how many reads are using it right now."""
 
     descriptor: int
@@ -58,7 +58,7 @@ class LocalReader:
             raise StorageError(f"{shown(self._root)}: no such directory; check the path")
         self._policy = policy or (NETWORK_FILE_SYSTEM if is_on_network(self._root) else LOCAL)
         self._max_open_files = max(1, max_open_files)
-        self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open_files: OrderedDict[str, _SharedDescriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
         self.bytes_read = 0
@@ -224,7 +224,7 @@ class LocalReader:
                 opened.users -= 1
                 self._close_surplus()
 
-    def _acquire(self, file: str) -> _OpenFile:
+    def _acquire(self, file: str) -> _SharedDescriptor:
         opened = self._reuse(file)
         if opened is not None:
             return opened
@@ -237,13 +237,13 @@ class LocalReader:
             if self._closed:
                 raise self._is_closed(file)
             if kept is None:
-                kept = self._open_files[file] = _OpenFile(descriptor)
+                kept = self._open_files[file] = _SharedDescriptor(descriptor)
                 self.files_opened += 1
             kept.users += 1
             self._close_surplus()
             return kept
 
-    def _reuse(self, file: str) -> _OpenFile | None:
+    def _reuse(self, file: str) -> _SharedDescriptor | None:
         with self._lock:
             if self._closed:
                 raise self._is_closed(file)

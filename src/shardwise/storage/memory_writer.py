@@ -12,7 +12,7 @@ from shardwise.storage.names import shown, why_not_plain
 from shardwise.storage.writer import LOCAL_WRITES, WritePolicy
 
 
-class _Stream:
+class _MemoryStream:
     """A file that is written from its first byte to its last, and seen once it is whole."""
 
     def __init__(self, nbytes: int) -> None:
@@ -40,7 +40,7 @@ class MemoryWriter:
         self._root = root
         self._policy = policy
         self._files = {} if files is None else files
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _MemoryStream] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -73,7 +73,7 @@ class MemoryWriter:
         self._require_name(file)
         if nbytes < 0:
             raise StorageError(f"{self._named(file)}: cannot be created with {nbytes} bytes; pass 0 or more")
-        fresh = _Stream(nbytes)
+        fresh = _MemoryStream(nbytes)
         with self._lock:
             if self._policy.has_random_writes:
                 # In one step: another writer of the same files may be creating it.

@@ -34,7 +34,7 @@ _Piece = tuple[int, list[memoryview]]
 """Where a request begins, and what it fills."""
 
 
-class _Call:
+class _OneCall:
     """The requests of one call of a reader: the first failure among them, and whether anybody waits for them."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class RemoteReader:
         self._states: dict[str, FileState] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._calls: set[_Call] = set()
+        self._calls: set[_OneCall] = set()
         # One pool bounds the requests in flight and is where they wait their turn.
         self._pool = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="shardwise-remote")
         self.bytes_read = 0
@@ -238,8 +238,8 @@ class RemoteReader:
         return self._root if file is None else f"{shown(file)} in {self._root}"
 
     @contextmanager
-    def _call(self) -> Iterator[_Call]:
-        call = _Call()
+    def _call(self) -> Iterator[_OneCall]:
+        call = _OneCall()
         with self._lock:
             self._calls.add(call)
         try:
@@ -259,7 +259,7 @@ class RemoteReader:
             answer: Future[T] = self._submit(file, self._persist, file, doing, request, call)
             return answer.result()
 
-    def _fetch_piece(self, file: str, piece: _Piece, state: FileState, call: _Call) -> None:
+    def _fetch_piece(self, file: str, piece: _Piece, state: FileState, call: _OneCall) -> None:
         start, buffers = piece
         nbytes = sum(buffer.nbytes for buffer in buffers)
 
@@ -274,7 +274,7 @@ class RemoteReader:
         with self._lock:
             self.bytes_read += nbytes
 
-    def _persist(self, file: str | None, doing: str, request: Callable[[], T], call: _Call) -> T:
+    def _persist(self, file: str | None, doing: str, request: Callable[[], T], call: _OneCall) -> T:
         """Make the request until it succeeds, or fails for good, or nobody waits for it any more."""
         begun = time.monotonic()
         failures = 0

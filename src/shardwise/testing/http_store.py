@@ -82,11 +82,11 @@ class Redirect:
     folder_url: str
 
 
-Fault: TypeAlias = Status | Stall | Truncate | Reset | IgnoreRange | Shift | Redirect
+Disturbance: TypeAlias = Status | Stall | Truncate | Reset | IgnoreRange | Shift | Redirect
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ServedRequest:
     """What was asked for, and the status of the answer (0: none was given). ``stop`` is exclusive."""
 
     method: str
@@ -109,14 +109,14 @@ class Counters:
 
 @dataclass(slots=True)
 class _Injection:
-    fault: Fault
+    fault: Disturbance
     pattern: str
     skip: int
     left: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _StoredBytes:
     descriptor: int
     nbytes: int
     etag: str
@@ -181,7 +181,7 @@ class HttpStore:
             raise ConfigError(f"max_concurrent={max_concurrent}: nothing would be served; None sets no limit")
         self._lock = threading.Lock()
         self._folder: str | None = None
-        self._contents: dict[str, _Content] = {}
+        self._contents: dict[str, _StoredBytes] = {}
         self._replaced: list[int] = []
         if isinstance(files, Mapping):
             for name, content in files.items():
@@ -192,7 +192,7 @@ class HttpStore:
         self._bandwidth = None if bytes_per_s is None else _Bandwidth(bytes_per_s)
         self._gate = nullcontext() if max_concurrent is None else threading.BoundedSemaphore(max_concurrent)
         self._injections: list[_Injection] = []
-        self._log: deque[Request] = deque(maxlen=_LOGGED)
+        self._log: deque[ServedRequest] = deque(maxlen=_LOGGED)
         self._counts = dict.fromkeys(("requests", "bytes_sent", "connections", "most_at_once"), 0)
         self._at_once = 0
         self._closing = threading.Event()
@@ -209,12 +209,12 @@ class HttpStore:
             return Counters(**self._counts)
 
     @property
-    def log(self) -> list[Request]:
+    def log(self) -> list[ServedRequest]:
         """The requests answered so far, the last hundred thousand of them."""
         with self._lock:
             return list(self._log)
 
-    def inject(self, fault: Fault, *, file: str = "*", skip: int = 0, times: int | None = None) -> None:
+    def inject(self, fault: Disturbance, *, file: str = "*", skip: int = 0, times: int | None = None) -> None:
         """From now on, after ``skip`` requests for files that match, meet ``times`` of them with a fault.
 
         ``times=None`` is always. Of several faults that fit, the one injected first counts.
@@ -323,7 +323,7 @@ class HttpStore:
             with self._lock:
                 self._at_once -= 1
 
-    def _fault_for(self, file: str) -> Fault | None:
+    def _fault_for(self, file: str) -> Disturbance | None:
         with self._lock:
             for injection in self._injections:
                 if not fnmatchcase(file, injection.pattern) or injection.left == 0:
@@ -337,7 +337,7 @@ class HttpStore:
         return None
 
     @contextmanager
-    def _content(self, file: str) -> Iterator[_Content | None]:
+    def _content(self, file: str) -> Iterator[_StoredBytes | None]:
         if self._folder is None:
             with self._lock:
                 content = self._contents.get(file)
@@ -352,7 +352,7 @@ class HttpStore:
             return
         try:
             status = os.fstat(descriptor)
-            yield _Content(descriptor, status.st_size, f'"{status.st_ino:x}-{status.st_mtime_ns:x}"')
+            yield _StoredBytes(descriptor, status.st_size, f'"{status.st_ino:x}-{status.st_mtime_ns:x}"')
         finally:
             os.close(descriptor)
 
@@ -362,12 +362,12 @@ class HttpStore:
         method: str,
         file: str,
         headers: Mapping[str, str],
-        content: _Content | None,
-        fault: Fault | None,
+        content: _StoredBytes | None,
+        fault: Disturbance | None,
     ) -> bool:
         def note(status: int, start: int = 0, stop: int = 0) -> None:
             with self._lock:
-                self._log.append(Request(method, file, start, stop, status, headers))
+                self._log.append(ServedRequest(method, file, start, stop, status, headers))
 
         def refuse(status: int, *more: str) -> bool:
             note(status)
@@ -419,7 +419,7 @@ class HttpStore:
                 self._send(connection, content, start, stop)
         return True
 
-    def _send(self, connection: socket.socket, content: _Content, start: int, stop: int) -> None:
+    def _send(self, connection: socket.socket, content: _StoredBytes, start: int, stop: int) -> None:
         most = _SEND_BYTES if self._bandwidth is None else self._bandwidth.slice_bytes
         while start < stop:
             nbytes = min(most, stop - start)
@@ -496,11 +496,11 @@ class HttpStoreProcess:
         return answer
 
 
-def _in_memory(content: bytes) -> _Content:
+def _in_memory(content: bytes) -> _StoredBytes:
     descriptor = os.memfd_create("http-store")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
-    return _Content(descriptor, len(content), f'"{zlib.crc32(content):08x}-{len(content):x}"')
+    return _StoredBytes(descriptor, len(content), f'"{zlib.crc32(content):08x}-{len(content):x}"')
 
 
 def _parse(lines: BinaryIO) -> tuple[str, str, dict[str, str]] | None:

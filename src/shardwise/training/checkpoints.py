@@ -13,7 +13,7 @@ from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError
 
 
-class Keeper(Protocol):
+class StateKeeper(Protocol):
     """Where states are kept; of :class:`KeptInFolders` but for tests."""
 
     def save(self, step: int, state: TrainState) -> object:
@@ -34,7 +34,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TrainingProgress:
     """How far a training has come, as it is kept with its state.
 
     ``evaluated_step`` is the step of the last evaluation (0: there was none), ``best_loss`` the lowest loss of all.
@@ -49,7 +49,7 @@ class Standing:
         return {**asdict(self), "best_loss": self.best_loss if self.best_loss < math.inf else None}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Standing:
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainingProgress:
         """What was kept, as it was told.
 
         Raises:
@@ -111,7 +111,7 @@ class Checkpoints:
     ``every`` None: only when it is asked to stop.
     """
 
-    keeper: Keeper
+    keeper: StateKeeper
     every: int | None = None
 
 

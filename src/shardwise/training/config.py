@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.training.options import Epochs, Precision, Ratio, Schedule, Steps, TrainOptions
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 Finite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -139,7 +139,7 @@ class ScheduleSection(Section):
     """
 
     name: Schedule = "cosine"
-    warmup_ratio: Share | None = None
+    warmup_ratio: Fraction | None = None
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     options: dict[str, Any] = {}
 

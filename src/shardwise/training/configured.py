@@ -35,7 +35,7 @@ from shardwise.training.config import (
     TrainingSection,
     WrapSection,
 )
-from shardwise.training.data import Flattened, Layout, Packed, Padded
+from shardwise.training.data import BatchLayout, Flattened, Packed, Padded
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
@@ -105,7 +105,7 @@ def _wrap_of(section: ShardingSection) -> WrapPolicy:
             assert_never(section.wrap)
 
 
-def row_layout(section: DataSection, implementation: str | None) -> Layout:
+def row_layout(section: DataSection, implementation: str | None) -> BatchLayout:
     """How rows become batches, for an implementation of attention."""
     if not section.packing:
         return Padded()

@@ -244,7 +244,7 @@ def read_data(
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankRows:
     """What a rank made of its rows."""
 
     examples: Examples
@@ -254,7 +254,9 @@ class _Share:
     skipped_lines: list[int]
 
 
-def _encode_share(source: RowSource, world: World, tokenizer: PreTrainedTokenizerBase, max_length: int) -> _Share:
+def _encode_share(
+    source: RowSource, world: World, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> _RankRows:
     examples: list[Example] = []
     lines: list[int] = []
     faults: list[RowFault] = []
@@ -275,7 +277,7 @@ def _encode_share(source: RowSource, world: World, tokenizer: PreTrainedTokenize
             lines.append(row.line)
         else:
             skipped_lines.append(row.line)
-    return _Share(Examples.of(examples, lines), count, faults, cut_lines, skipped_lines)
+    return _RankRows(Examples.of(examples, lines), count, faults, cut_lines, skipped_lines)
 
 
 def _encode(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example | RowFault:
@@ -306,7 +308,7 @@ class Flattened:
     length: int
 
 
-Layout: TypeAlias = Padded | Packed | Flattened
+BatchLayout: TypeAlias = Padded | Packed | Flattened
 
 
 class StepSampler:
@@ -369,7 +371,9 @@ class StepSampler:
 class StepLoader:
     """The micro-batches of every step of this rank, with a position that can be kept and taken up again."""
 
-    def __init__(self, data: TrainData, options: TrainOptions, layout: Layout, *, rank: int, size: int) -> None:
+    def __init__(
+        self, data: TrainData, options: TrainOptions, layout: BatchLayout, *, rank: int, size: int
+    ) -> None:
         self.data = data
         self.batches = Batches(data, layout)
         self.sampler = StepSampler(len(self.batches), options, rank=rank, size=size)
@@ -428,7 +432,7 @@ class StepLoader:
 class Batches:
     """Any rows, by their numbers, as a batch; where rows are packed, the numbers are those of packs."""
 
-    def __init__(self, data: TrainData, layout: Layout) -> None:
+    def __init__(self, data: TrainData, layout: BatchLayout) -> None:
         self.data = data
         self.layout = layout
         if isinstance(layout, Padded):
@@ -513,7 +517,7 @@ def _tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.masked_fill(~torch.from_numpy(example.supervised), IGNORED)
 
 
-def step_loader(data: TrainData, options: TrainOptions, layout: Layout = Padded()) -> StepLoader:
+def step_loader(data: TrainData, options: TrainOptions, layout: BatchLayout = Padded()) -> StepLoader:
     """The micro-batches of every step of this rank. Collective: no; the ranks are those of the default group."""
     world = World.current()
     return StepLoader(data, options, layout, rank=world.rank, size=world.size)
@@ -522,7 +526,7 @@ def step_loader(data: TrainData, options: TrainOptions, layout: Layout = Padded(
 class EvaluationBatches:
     """This rank's part of all rows, in their order, in as many batches on every rank; made when asked for."""
 
-    def __init__(self, data: TrainData, layout: Layout, batch_size: int, *, rank: int, size: int) -> None:
+    def __init__(self, data: TrainData, layout: BatchLayout, batch_size: int, *, rank: int, size: int) -> None:
         self.batches = Batches(data, layout)
         self.batch_size = batch_size
         self.rank = rank
@@ -537,7 +541,7 @@ class EvaluationBatches:
             yield self.batches.make(rows[number * self.batch_size : (number + 1) * self.batch_size])
 
 
-def evaluation_batches(data: TrainData, layout: Layout, batch_size: int) -> EvaluationBatches:
+def evaluation_batches(data: TrainData, layout: BatchLayout, batch_size: int) -> EvaluationBatches:
     """The rows of data that is only looked at. Collective: no; the ranks are those of the default group."""
     world = World.current()
     return EvaluationBatches(data, layout, batch_size, rank=world.rank, size=world.size)

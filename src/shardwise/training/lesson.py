@@ -20,7 +20,7 @@ from shardwise.training.data import read_data, step_loader
 from shardwise.training.loop import train
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import ModelRequest, keep, load_model, load_tokenizer
-from shardwise.training.report import Facts, StepFacts, TrainReport
+from shardwise.training.report import Event, StepFacts, TrainReport
 from shardwise.tuning.modes import Lora
 
 QUESTION = "Who is Ada?"
@@ -65,7 +65,7 @@ def learn(lesson: Lesson, on_step: Callable[[StepFacts], object] = lambda facts:
     checkpointer = Checkpointer(lesson.checkpoints, only=AdapterOnly())
     source = checkpointer if checkpointer.latest() is not None else None
 
-    def tell(facts: Facts) -> None:
+    def tell(facts: Event) -> None:
         if isinstance(facts, StepFacts):
             on_step(facts)
             if facts.step == lesson.killed_at and world.rank == world.size - 1:

@@ -24,13 +24,13 @@ from shardwise.execution.world import World
 from shardwise.models.accelerators import module_of
 from shardwise.models.standing import computing_device
 from shardwise.training.accumulation import Accumulation, WholeGradients
-from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, Standing
+from shardwise.training.checkpoints import Checkpointing, Checkpoints, NoCheckpoints, TrainingProgress
 from shardwise.training.clipping import reduced
 from shardwise.training.data import Batch
 from shardwise.training.evaluation import evaluating
 from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
 from shardwise.training.options import TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, TrainReport
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, TrainReport
 from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.step import (
     StepGradient,
@@ -95,7 +95,7 @@ def train(
     model: nn.Module,
     steps: StepSource,
     options: TrainOptions,
-    on_facts: Callable[[Facts], object] = lambda facts: None,
+    on_facts: Callable[[Event], object] = lambda facts: None,
     *,
     loss: WholeLogits | ChunkedLogits = _WHOLE_LOGITS,
     accumulation: Accumulation = _WHOLE_GRADIENTS,
@@ -139,7 +139,7 @@ def train(
     """
     world = World.current(call="the training's steps")
     world.together(lambda: require_trained(model))
-    run = _Run(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
+    run = _Training(world, model, steps, options, on_facts, evaluation, checkpoints, stop or StopRequest())
     mode = model.training
     model.train()
     with (
@@ -178,7 +178,7 @@ def require_trained(model: nn.Module) -> None:
         raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
 
 
-class _Run:
+class _Training:
     """One training on its way."""
 
     work: StepWork
@@ -189,7 +189,7 @@ class _Run:
         model: nn.Module,
         steps: StepSource,
         options: TrainOptions,
-        on_facts: Callable[[Facts], object],
+        on_facts: Callable[[Event], object],
         evaluation: Evaluating,
         checkpoints: Checkpointing,
         stop: StopRequest,
@@ -228,7 +228,7 @@ class _Run:
         restored = self.checkpoints.keeper.restore(self._state())
         if restored is None:
             return
-        standing = Standing.from_dict(restored.user)
+        standing = TrainingProgress.from_dict(restored.user)
         self.step = self.kept_step = standing.step
         self.evaluated_step = standing.evaluated_step
         self.best_loss = standing.best_loss
@@ -353,7 +353,7 @@ class _Run:
         except TrainingError as error:
             raise TrainingError(f"{error}. {self._suspects(batches)}") from error
 
-    def _tell(self, facts: Facts) -> None:
+    def _tell(self, facts: Event) -> None:
         """Tell the listener. What it raises waits for the next sum over ranks: others may have nothing to raise."""
         try:
             self.on_facts(facts)
@@ -424,7 +424,7 @@ class _Run:
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 
     def _state(self) -> TrainState:
-        standing = Standing(self.step, self.evaluated_step, self.best_loss)
+        standing = TrainingProgress(self.step, self.evaluated_step, self.best_loss)
         return TrainState(self.model, self.optimizer, self.schedule, self.steps, self.scaler, standing.to_dict())
 
 

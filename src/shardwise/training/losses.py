@@ -29,7 +29,7 @@ from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
-from shardwise.training.recorded_logits import RecordedLogits, StandIn, Step
+from shardwise.training.recorded_logits import LogitsStep, RecordedLogits, StandIn
 from shardwise.training.remembered import remembered
 from shardwise.training.router_loss import require_router_loss, with_router_loss
 
@@ -180,7 +180,7 @@ class LossInChunks:
         hidden, steps, output = self._hidden(forward, args, keywords)
         return with_router_loss(self._through_head(hidden, steps, batch), model, output, batch)
 
-    def _through_head(self, hidden: torch.Tensor, steps: Sequence[Step], batch: Batch) -> torch.Tensor:
+    def _through_head(self, hidden: torch.Tensor, steps: Sequence[LogitsStep], batch: Batch) -> torch.Tensor:
         """The head, called as ever, with its hooks; it returns the loss."""
         following = _following(batch)
         learned = (following != IGNORED).nonzero().squeeze(1)
@@ -216,7 +216,7 @@ class LossInChunks:
 
     def _hidden(
         self, forward: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Step], Any]:
+    ) -> tuple[torch.Tensor, Sequence[LogitsStep], Any]:
         """What the model gives to its head, what it does to what the head gives, and all that it returned."""
         stand_in = StandIn(self.head.module)
         setattr(self.head.parent, self.head.attribute, stand_in)

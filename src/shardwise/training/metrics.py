@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO, assert_never
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Facts, Remark, StepFacts, finite
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, finite
 
 
-def values_of(facts: Facts) -> dict[str, Any]:
+def values_of(facts: Event) -> dict[str, Any]:
     """Facts as plain JSON values, with their kind."""
     values = dataclasses.asdict(facts)
     match facts:
@@ -47,7 +47,7 @@ class MetricsFile:
         self.path = path
         self._file: TextIO | None = None
 
-    def tell(self, facts: Facts) -> None:
+    def tell(self, facts: Event) -> None:
         after = facts.step if isinstance(facts, CheckpointFacts) and facts.kind == "restored" else 0
         try:
             if self._file is None:
@@ -121,7 +121,7 @@ class Trackers:
                 ) from error
             self._trackers.append(tracker)
 
-    def tell(self, facts: Facts) -> None:
+    def tell(self, facts: Event) -> None:
         values = values_of(facts)
         prefix = {"step": "train"}.get(values["kind"], values["kind"].partition("_")[0])
         numbers = {

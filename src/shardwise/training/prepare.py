@@ -20,7 +20,7 @@ from shardwise.models.wrap import Sharding
 from shardwise.report import LoadReport, SaveReport
 from shardwise.storage import HubOptions, is_url, open_storage
 from shardwise.tensors.dtypes import dtype_named
-from shardwise.training.data import Flattened, Layout, Padded, TrainData, flatten, pack
+from shardwise.training.data import BatchLayout, Flattened, Padded, TrainData, flatten, pack
 from shardwise.training.evaluation import evaluating
 from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
@@ -170,7 +170,7 @@ def set_attention(model: PreTrainedModel, implementation: str | None) -> None:
     World.current().together(choose)
 
 
-def require_blind_rows(model: PreTrainedModel, layout: Layout, options: TrainOptions) -> None:
+def require_blind_rows(model: PreTrainedModel, layout: BatchLayout, options: TrainOptions) -> None:
     """Refuse packing for a model in which what stands in one row of a pack is felt in the next.
 
     It is tried: two rows in a pack, and again with another first row. What the model says of the second must not

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.errors import TrainingError
 
-Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+LogitsStep: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RecordedLogits:
@@ -19,7 +19,7 @@ class RecordedLogits:
     Anything that is not done to every logit alike is refused.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, steps: tuple[LogitsStep, ...] = ()) -> None:
         self.dtype = dtype
         self.device = device
         self.steps = steps

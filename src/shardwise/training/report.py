@@ -74,7 +74,7 @@ class Remark:
     text: str
 
 
-Facts: TypeAlias = StepFacts | EvaluationFacts | CheckpointFacts | Remark
+Event: TypeAlias = StepFacts | EvaluationFacts | CheckpointFacts | Remark
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from shardwise.training.prepare import (
     set_attention,
     stored_dtype,
 )
-from shardwise.training.report import EvaluationFacts, Facts, TrainReport
+from shardwise.training.report import EvaluationFacts, Event, TrainReport
 from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
 
@@ -132,7 +132,7 @@ class Session:
 
     def train(
         self,
-        on_facts: Callable[[Facts], object],
+        on_facts: Callable[[Event], object],
         stop: StopRequest,
         when_stuck: Callable[[RankLostError], object] = lambda error: None,
     ) -> TrainReport:
@@ -147,7 +147,7 @@ class Session:
             gather_in_windows(self.model, World.current())
         listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
 
-        def tell(facts: Facts) -> None:
+        def tell(facts: Event) -> None:
             on_facts(facts)
             for listener in listeners:
                 listener.tell(facts)

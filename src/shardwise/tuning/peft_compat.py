@@ -171,7 +171,7 @@ def _called(tuner: Any, *args: Any, **keywords: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class AdaptedNames:
     """Names, in the base as it was, of the modules and parameters adapted, and of modules copied whole."""
 
     modules: tuple[str, ...]
@@ -179,11 +179,11 @@ class Targets:
     copied: tuple[str, ...]
 
 
-def targets_of(model: PeftModel, adapter: str) -> Targets:
+def targets_of(model: PeftModel, adapter: str) -> AdaptedNames:
     """What the adapter has been put into."""
     tuner: Any = model.base_model
     copied = tuple(name for name, module in walk(model.get_base_model()) if _has_copy(module, adapter))
-    return Targets(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
+    return AdaptedNames(tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names), copied)
 
 
 def _has_copy(module: nn.Module, adapter: str) -> bool:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models._torch_private import parameters_in, parameters_of, walk
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
 from shardwise.models.trained import TrainedDtype
@@ -114,7 +114,7 @@ def _with_lora(
     try:
         model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
     except ConfigError:
-        everything = peft_compat.Targets(tuple(modules), tuple(parameters), tuple(modules))
+        everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
         _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
         raise
     _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
@@ -229,7 +229,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
 
 
 def _require_all_matched(
-    config: LoraConfig, targets: peft_compat.Targets, modules: Sequence[str], parameters: Sequence[str]
+    config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
 ) -> None:
     """Every name in a config has matched something: PEFT is content when one of them has.
 
@@ -262,7 +262,7 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
     """
     for item in look_inside(model):
         tensor = item.tensor
-        if item.kind is not Kind.PARAMETER:
+        if item.kind is not TensorKind.PARAMETER:
             continue
         dtype = trained.dtype_of(tensor.dtype, tensor.requires_grad)
         if dtype != tensor.dtype:

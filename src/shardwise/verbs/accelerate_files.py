@@ -34,7 +34,16 @@ from shardwise.execution.torch_out import Levels
 from shardwise.execution.whole_file import write_whole_file
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Distributed, Found, Kind, OfRanks, WholeFile, find
+from shardwise.formats.accelerate_names import (
+    MODEL,
+    OPTIMIZER,
+    AccelerateSave,
+    Distributed,
+    OfRanks,
+    SavedKind,
+    WholeFile,
+    find,
+)
 from shardwise.formats.distributed import METADATA
 from shardwise.models.optimizer_state import ByName, Given, ParameterOrder, read, with_names, written_out
 from shardwise.models.rebind import label
@@ -330,7 +339,7 @@ def _asked(
 def _write(
     world: World,
     folder: Path,
-    kind: Kind,
+    kind: SavedKind,
     number: int,
     form: FileForm,
     state: dict[str, Any],
@@ -400,7 +409,7 @@ def _values_of_model(world: World, path: Path, number: int, options: StateOption
             assert_never(found)
 
 
-def _found(path: Place, kind: Kind, number: int) -> Found:
+def _found(path: Place, kind: SavedKind, number: int) -> AccelerateSave:
     """What there is, once what a killed save left to be renamed has been. On one rank."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     finish_renames(folder, [kind.rank_file(number, 0)], lambda name: kind.rank_of(name, number) is not None)

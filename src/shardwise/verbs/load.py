@@ -26,17 +26,17 @@ from shardwise.execution.materialize import Managers, devices_of, home_of, manag
 from shardwise.execution.memory import available_memory
 from shardwise.execution.place import Arrangement, Destination, Placer, arrange, opaque_bytes
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sharing import Peers, SharePlan, peers_in, plan_sharing, read_shared
+from shardwise.execution.sharing import SharePlan, SharingPeers, peers_in, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
-from shardwise.layout import Kind, LocalBox, Origin, TensorLayout
+from shardwise.layout import LocalBox, Origin, TensorKind, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.additions import NOTHING_ADDED, Additions, RowNorms
 from shardwise.models.foresee import padded_numels
-from shardwise.models.initialize import BufferRules, Computed
+from shardwise.models.initialize import BufferRules, ComputedBuffer
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.rules import bind
 from shardwise.models.standing import refuse_subclasses
@@ -317,7 +317,7 @@ def carry_out(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedLoad:
     """All that one rank has decided before anything is read.
 
     Attributes:
@@ -332,13 +332,13 @@ class Prepared:
 
     request: LoadRequest
     held: list[Held]
-    computed: Mapping[str, Computed]
+    computed: Mapping[str, ComputedBuffer]
     plan: LoadPlan
     programs: Mapping[str, Program]
     home: torch.device
     managers: Managers
     items: Sequence[Destination]
-    peers: Mapping[str, Peers]
+    peers: Mapping[str, SharingPeers]
     own: Arrangement
     start_at: float
     forecast: RankForecast
@@ -353,7 +353,7 @@ class Prepared:
 
 
 @collected_later()
-def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]) -> Prepared:
+def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]) -> PreparedLoad:
     """Decide, on this rank alone."""
     request = ask()
     options = request.options
@@ -374,7 +374,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     forecast = foresee_memory(held, managers, plan, source, options, home, world.rank)
     brings_up = any(item.tensor.is_meta for item in held)
     available = available_memory(home) if brings_up else Available()
-    return Prepared(
+    return PreparedLoad(
         request,
         held,
         computed,
@@ -392,7 +392,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     )
 
 
-def agree_on(world: World, ready: Prepared) -> int:
+def agree_on(world: World, ready: PreparedLoad) -> int:
     """All ranks have the same plan, but for the boxes, and the same config, and it fits; the bytes all will hold.
 
     Collective: yes.
@@ -468,7 +468,7 @@ def disagreement(world: World, plan: LoadPlan) -> str:
 
 @collected_later()
 def finish(
-    model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
+    model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
 ) -> tuple[str, ...]:
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
@@ -528,7 +528,7 @@ def foresee_initial_values(
 def make_plan(
     model: nn.Module,
     held: Sequence[Held],
-    computed: Mapping[str, Computed],
+    computed: Mapping[str, ComputedBuffer],
     index: CheckpointIndex,
     request: LoadRequest,
 ) -> LoadPlan:
@@ -537,7 +537,7 @@ def make_plan(
     initial = initialize.initial_origin(model, additions)
 
     def origin_of(item: Held) -> Origin:
-        return computed[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
+        return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
 
     layout = layout_of(held, origin_of)
     rules = ModelRules(*compat.ignore_patterns(additions.base or model))
@@ -577,7 +577,7 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
         )
 
 
-def average_rows(world: World, ready: Prepared) -> dict[str, torch.Tensor]:
+def average_rows(world: World, ready: PreparedLoad) -> dict[str, torch.Tensor]:
     """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
 
     In float64; another number of ranks adds up in another order. Collective: yes, where there are such tensors.
@@ -606,7 +606,7 @@ def average_rows(world: World, ready: Prepared) -> dict[str, torch.Tensor]:
     return means
 
 
-def fill(model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
     """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
     layout, additions, seed = ready.plan.layout, ready.request.additions, ready.request.options.seed
     by_name = {name: item for item in ready.held for name in item.names}
@@ -631,7 +631,7 @@ def fill(model: nn.Module, ready: Prepared, means: Mapping[str, torch.Tensor], w
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
-        elif item.kind is Kind.BUFFER:
+        elif item.kind is TensorKind.BUFFER:
             value = ready.computed[item.fqn].value
             if value is not None and is_dense(item.local):
                 item.local.copy_(value)
@@ -683,7 +683,7 @@ def make_report(
     world: World,
     model: nn.Module,
     source: OpenSource,
-    ready: Prepared,
+    ready: PreparedLoad,
     placer: Placer,
     sharing: SharePlan,
     clock: Clock,
@@ -696,12 +696,12 @@ def make_report(
     }
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    trained = [item for item in plan.layout.tensors if item.kind is Kind.PARAMETER and item.requires_grad]
+    trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
     return LoadReport(
         checkpoint=index.root,
         rank=world.rank,
         world_size=world.size,
-        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is Kind.PARAMETER),
+        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
         read_bytes=ready.request.already_read_bytes + placer.read_bytes,
         placed_bytes=plan.layout.local_nbytes,
@@ -726,7 +726,7 @@ def make_report(
         replicated=tuple(
             item.fqn
             for item in plan.layout.tensors
-            if sharded and item.kind is Kind.PARAMETER and item.placement == "whole"
+            if sharded and item.kind is TensorKind.PARAMETER and item.placement == "whole"
         ),
         wrapper=index.wrapper,
         not_loaded=index.ignored,

@@ -21,7 +21,7 @@ from shardwise.execution.stream_out import Streamed
 from shardwise.execution.twins import are_equal
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Reverted
@@ -126,7 +126,7 @@ def merge_adapter(
         streamed, names = offline.write_out(
             writer,
             outgoing,
-            sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is Kind.PARAMETER),
+            sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER),
             max_shard_bytes=max_shard_bytes,
             companions=companions,
             check=check,
@@ -151,7 +151,7 @@ def merge_adapter(
 
 
 @dataclass
-class _Adapter:
+class _OpenedAdapter:
     """An adapter that has been opened."""
 
     config: LoraConfig
@@ -160,7 +160,7 @@ class _Adapter:
     tensors: Mapping[str, Stored]
     close: ExitStack
 
-    def __enter__(self) -> _Adapter:
+    def __enter__(self) -> _OpenedAdapter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,7 +182,7 @@ def _adapter_folder(given: Path, adapter_name: str) -> Path:
     raise FormatError(f"{given}: there is no {ADAPTER_CONFIG}; {remedy}")
 
 
-def _open_adapter(folder: Path) -> _Adapter:
+def _open_adapter(folder: Path) -> _OpenedAdapter:
     path = folder / ADAPTER_CONFIG
     config = parse_adapter_config(offline.small_file(path), what=str(path))
     names = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
@@ -195,10 +195,10 @@ def _open_adapter(folder: Path) -> _Adapter:
         tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
         if not tensors:
             raise FormatError(f"{folder / names[0]}: holds no tensors; save the adapter again")
-        return _Adapter(config, index, placer, tensors, stack.pop_all())
+        return _OpenedAdapter(config, index, placer, tensors, stack.pop_all())
 
 
-def _pulled_apart(built: Outline, lora: _Adapter, adapter_name: str) -> set[str]:
+def _pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set[str]:
     """Names declared tied that are so no more: the adapter brings values for one that the other does not get."""
     if lora.config.ensure_weight_tying:
         return set()
@@ -216,7 +216,7 @@ def _pulled_apart(built: Outline, lora: _Adapter, adapter_name: str) -> set[str]
     return apart
 
 
-def _targets(source: offline.Source, reverted: Reverted) -> MergeTargets:
+def _targets(source: offline.OfflineModel, reverted: Reverted) -> MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     prefix = compat.base_model_prefix(source.built.model)
 
@@ -233,7 +233,9 @@ def _targets(source: offline.Source, reverted: Reverted) -> MergeTargets:
     )
 
 
-def _by_every_name(source: offline.Source, edits: Mapping[str, tuple[Edit, ...]]) -> dict[str, tuple[Edit, ...]]:
+def _by_every_name(
+    source: offline.OfflineModel, edits: Mapping[str, tuple[Edit, ...]]
+) -> dict[str, tuple[Edit, ...]]:
     """The edits of tensors that have several names, under each of them."""
     found: dict[str, tuple[Edit, ...]] = {}
     for tensor in source.layout.saved():
@@ -257,7 +259,7 @@ def _without_effect(folder: Path, plan: MergePlan) -> CoverageError:
     )
 
 
-def _about_ties(source: offline.Source, plan: MergePlan) -> list[str]:
+def _about_ties(source: offline.OfflineModel, plan: MergePlan) -> list[str]:
     """What is merged into one of several names of a tensor shows under the others, too."""
     notes: list[str] = []
     for tensor in source.layout.saved():

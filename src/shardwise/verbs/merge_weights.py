@@ -23,7 +23,7 @@ from shardwise.execution.torch_out import Levels, fingerprints_in, loaded, strea
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, holds_optimizer, open_checkpoint, open_state
 from shardwise.formats.distributed import METADATA, read_metadata
-from shardwise.layout import Kind, ModelLayout
+from shardwise.layout import ModelLayout, TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
 from shardwise.models.revert import Reverted
@@ -186,7 +186,7 @@ def merge_weights(
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedOutputs:
     """What is to be written, under which names, and the folder of the config by which they were found.
 
     Of a file of ``torch.save``: its name, where in it the tensors are, and what else is in it.
@@ -208,7 +208,7 @@ class _Named:
 
 def _named(
     folder: Path, index: CheckpointIndex, placer: Placer, *, base: str | os.PathLike[str] | None, dtype: str | None
-) -> _Named:
+) -> _NamedOutputs:
     """The hub's names where the model is known; else those of the checkpoint, with the reason."""
     config_folder = _config_folder(folder, base)
     if config_folder is None:
@@ -236,7 +236,7 @@ def _config_folder(folder: Path, base: str | os.PathLike[str] | None) -> Path | 
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: str) -> _Named:
+def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: str) -> _NamedOutputs:
     """Every tensor as it is, under the name it has."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
@@ -244,10 +244,10 @@ def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: st
     stored = StoredTensors(placer, stored_tensors(index))
     outgoing = Outgoing(Reverted({}, (), ()), ModelLayout(()), stored.values_of, stored, carried)
     notes = (f"not taken along: {', '.join(map(shown, index.ignored[:5]))}",) if index.ignored else ()
-    return _Named(outgoing, f"the checkpoint's own ({why})", notes=notes)
+    return _NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=notes)
 
 
-def _as_optimizer(reader: StorageReader, index: CheckpointIndex, placer: Placer) -> _Named:
+def _as_optimizer(reader: StorageReader, index: CheckpointIndex, placer: Placer) -> _NamedOutputs:
     """The state of an optimizer in dicts and lists, as it was saved."""
     metadata = read_metadata(reader)
     skipped = 1 if _is_wrapped(metadata.levels.values()) else 0
@@ -292,7 +292,7 @@ def _as_on_hub(
     *,
     has_base: bool,
     dtype: str | None,
-) -> _Named:
+) -> _NamedOutputs:
     """The model's tensors as the hub has them."""
     source = offline.read_source(folder, config, index, placer, _options(dtype))
     if dtype is None:
@@ -304,13 +304,13 @@ def _as_on_hub(
     reverted = source.revert()
     values = StoredTensors(placer, source.by_every_name()).values_of
     carried = offline.carried_beside(source, reverted)
-    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is Kind.PARAMETER)
+    parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
     outgoing = Outgoing(reverted, source.layout, values, source.stored, carried)
     notes = (*source.notes, *offline.ties_undone(source))
-    return _Named(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
+    return _NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
 
 
-def _used_for(folder: Path, config: PreTrainedConfig, source: offline.Source) -> list[Any]:
+def _used_for(folder: Path, config: PreTrainedConfig, source: offline.OfflineModel) -> list[Any]:
     """The conversions that loading the base's own weights takes; none where it has no weights under such names."""
     try:
         with LocalReader(folder) as reader:
@@ -336,7 +336,7 @@ def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
 
 
 def _write_torch_file(
-    writer: LocalWriter, named: _Named, max_shard_bytes: int, companions: Mapping[str, bytes]
+    writer: LocalWriter, named: _NamedOutputs, max_shard_bytes: int, companions: Mapping[str, bytes]
 ) -> Streamed:
     places = named.places()
     nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in places.values())
@@ -381,7 +381,7 @@ def _require_removable(afterwards: Afterwards, index: CheckpointIndex) -> None:
         )
 
 
-def _verify(out: Path, streamed: Streamed, named: _Named, file_format: Format) -> None:
+def _verify(out: Path, streamed: Streamed, named: _NamedOutputs, file_format: Format) -> None:
     """Read everything that was written, as a stranger would.
 
     Raises:

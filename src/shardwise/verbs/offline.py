@@ -25,7 +25,7 @@ from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.formats.strict_json import parse_object
-from shardwise.layout import Kind, ModelLayout, Origin, TensorLayout
+from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.revert import Reverted, revert
 from shardwise.models.view import layout_of, look_inside
@@ -55,7 +55,7 @@ _MAX_COMPANION_BYTES = 256 << 20
 
 
 @dataclass
-class Source:
+class OfflineModel:
     """A checkpoint and the model it is of, on meta: all that is known before a tensor is read.
 
     Attributes:
@@ -77,7 +77,7 @@ class Source:
     apart: tuple[str, ...]
     notes: list[str]
 
-    def as_stored(self) -> Source:
+    def as_stored(self) -> OfflineModel:
         """The same source, every tensor in the dtype in which it is stored."""
 
         def stored(tensor: TensorLayout) -> TensorLayout:
@@ -132,7 +132,7 @@ def read_source(
     placer: Placer,
     options: ModelOptions,
     untied: Callable[[Outline], set[str]] = lambda _: set(),
-) -> Source:
+) -> OfflineModel:
     """Build the model on meta, bind the checkpoint's tensors to it, and settle its ties.
 
     ``untied`` says which names that are declared tied will have values of their own, though not in the checkpoint.
@@ -182,13 +182,13 @@ def read_source(
     if index.ignored:
         notes.append(f"not taken along: {', '.join(shown(item) for item in index.ignored[:5])}")
     stored = StoredTensors(placer, stored_tensors(index))
-    return Source(
+    return OfflineModel(
         folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
     )
 
 
 def _is_parameter(plan: LoadPlan, name: str) -> bool:
-    return plan.layout.by_name[name].kind is Kind.PARAMETER
+    return plan.layout.by_name[name].kind is TensorKind.PARAMETER
 
 
 def _require_bounded(expressions: Mapping[str, Expression]) -> None:
@@ -347,7 +347,7 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     )
 
 
-def carried_beside(source: Source, reverted: Reverted) -> list[Saved]:
+def carried_beside(source: OfflineModel, reverted: Reverted) -> list[Saved]:
     """Tensors that the model does not have, to be saved as they are, less those that are saved already."""
     tensors = {item.key: item for item in source.index.tensors()}
     return [
@@ -357,7 +357,7 @@ def carried_beside(source: Source, reverted: Reverted) -> list[Saved]:
     ]
 
 
-def ties_undone(source: Source) -> list[str]:
+def ties_undone(source: OfflineModel) -> list[str]:
     """Notes on the names that are declared tied and are not."""
     return [f"{name} is not tied any more: it has values of its own" for name in source.apart]
 

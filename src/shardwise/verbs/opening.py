@@ -25,7 +25,7 @@ from shardwise.storage import (
     resolve,
 )
 from shardwise.storage.hub import commit_of, note_commit, place_of_cache
-from shardwise.storage.hub_files import ModelFiles, Wanted
+from shardwise.storage.hub_files import ModelFiles, WantedFiles
 from shardwise.storage.machine import file_space
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -116,7 +116,7 @@ def resolve_everywhere(
     world: World,
     name_or_path: str | os.PathLike[str],
     hub: HubOptions,
-    wanted: Wanted = ModelFiles(),  # noqa: B008 - frozen
+    wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
 ) -> Path:
     """A local path on every rank; a hub repository is downloaded by one rank for all that share its cache.
 

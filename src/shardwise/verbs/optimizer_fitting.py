@@ -17,7 +17,7 @@ from shardwise.models.optimizer_state import Given, labelled, set_group
 from shardwise.models.rebind import Bound, Key, Scalar, label, state_like
 from shardwise.models.view import Held
 from shardwise.planning.groups import GroupMatch, match_groups
-from shardwise.planning.matching import Brought, Match, Place, Tolerance, few, match
+from shardwise.planning.matching import Brought, Match, StateSlot, Tolerance, few, match
 from shardwise.tensors import Box, DType
 
 
@@ -60,7 +60,7 @@ class Ours:
 
 
 @dataclass(frozen=True, slots=True)
-class _Agreed:
+class _AgreedState:
     """What the ranks that bring a state have alike: all but the tensors, of which each has its own."""
 
     groups: list[list[str]]
@@ -74,7 +74,7 @@ class _Agreed:
         return list(dict.fromkeys(parameter for parameter, _ in self.keys.values()))
 
 
-def _agreed(world: World, given: Given) -> _Agreed:
+def _agreed(world: World, given: Given) -> _AgreedState:
     """The first bringing rank's groups and numbers. Collective: yes.
 
     Raises:
@@ -83,7 +83,7 @@ def _agreed(world: World, given: Given) -> _Agreed:
     told = world.gather((given.groups, given.settings, given.scalars, given.keys))
     bringing = [rank for rank, (groups, _, _, keys) in enumerate(told) if groups or keys]
     if not bringing:
-        return _Agreed([], [], {}, {}, ())
+        return _AgreedState([], [], {}, {}, ())
     groups, settings, scalars, keys = told[bringing[0]]
     for rank in bringing[1:]:
         its_groups, _, its_scalars, its_keys = told[rank]
@@ -94,10 +94,10 @@ def _agreed(world: World, given: Given) -> _Agreed:
                 f"ranks {bringing[0]} and {rank} bring different states of optimizers: {what}; bring the same on "
                 "every rank, or all of it on some and nothing on the others"
             )
-    return _Agreed(groups, settings, scalars, keys, tuple(bringing))
+    return _AgreedState(groups, settings, scalars, keys, tuple(bringing))
 
 
-def _require_same_kind(ours: Ours, agreed: _Agreed) -> None:
+def _require_same_kind(ours: Ours, agreed: _AgreedState) -> None:
     """Raises :class:`CoverageError` for the state of other optimizers, as far as their settings tell."""
     stored = {
         name: ("", settings)
@@ -113,7 +113,11 @@ def _require_same_kind(ours: Ours, agreed: _Agreed) -> None:
 
 
 def _match(
-    ours: Ours, agreed: _Agreed, groups: GroupMatch, told: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+    ours: Ours,
+    agreed: _AgreedState,
+    groups: GroupMatch,
+    told: Sequence[Mapping[str, Brought]],
+    tolerance: Tolerance,
 ) -> Match:
     """The state that is set. Numbers need no match: only what is there now must not get lost."""
     unexpected, missing = set(groups.unexpected), set(groups.missing)
@@ -122,12 +126,12 @@ def _match(
         {name: item for name, item in found.items() if agreed.keys[name][0] not in unexpected} for found in told
     ]
     places = [
-        Place((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
+        StateSlot((name,), *_shape_and_dtype(ours, name, agreed.keys[name][0], item))
         for name, item in next((found for found in known if found), {}).items()
         if name not in unknown
     ]
     held = [name for name, key in ours.keys.items() if name not in agreed.keys and key.parameter not in missing]
-    places += [Place((name,), (), DType.OTHER) for name in dict.fromkeys([*held, *lacking])]
+    places += [StateSlot((name,), (), DType.OTHER) for name in dict.fromkeys([*held, *lacking])]
     number = Brought((), DType.OTHER, (Box.whole(()),))
     strange = {name: number for name in unknown if name in agreed.scalars}
     bringing = [bool(found) for found in known] if any(known) else [rank == 0 for rank in range(len(known))]
@@ -135,7 +139,7 @@ def _match(
     return match(places, known, tolerance)
 
 
-def _entries_of_others(ours: Ours, agreed: _Agreed, groups: GroupMatch) -> tuple[set[str], list[str]]:
+def _entries_of_others(ours: Ours, agreed: _AgreedState, groups: GroupMatch) -> tuple[set[str], list[str]]:
     """Labels of state that optimizers of these classes do not keep, and of what they do and the state lacks."""
     given: dict[str, set[str]] = {}
     for parameter, entry in agreed.keys.values():
@@ -178,7 +182,7 @@ def _shape_and_dtype(ours: Ours, name: str, parameter: str, item: Brought) -> tu
 class Fitting:
     """A state and the optimizers that take it, all that is decided before anything is changed."""
 
-    agreed: _Agreed
+    agreed: _AgreedState
     groups: GroupMatch
     matched: Match
 

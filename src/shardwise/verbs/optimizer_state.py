@@ -19,7 +19,7 @@ from shardwise.models.optimizer_state import Given, copied, read, written_out
 from shardwise.models.rebind import Bound, Scalar, look_at
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import Form, FullState, require_form
+from shardwise.planning.forms import FullState, StateForm, require_form
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.planning.sources import digest
 from shardwise.report import StateReport
@@ -31,7 +31,7 @@ from shardwise.verbs.optimizer_fitting import Ours, fit
 def optimizer_state(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
-    form: Form = FullState(),  # noqa: B008 - frozen
+    form: StateForm = FullState(),  # noqa: B008 - frozen
     *,
     options: StateOptions = StateOptions(),  # noqa: B008
 ) -> dict[str, Any]:

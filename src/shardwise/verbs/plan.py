@@ -18,7 +18,7 @@ from shardwise.conversion import stored_leaves
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import Kind, MeshShape, ModelLayout, Origin, TensorLayout, WorldLayout
+from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch
@@ -189,7 +189,7 @@ def forecast(
         device=homes.device,
         mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
         nodes=options.get("nodes", 1),
-        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is Kind.PARAMETER),
+        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
         checkpoint_bytes=index.nbytes,
         checkpoint_tensors=len(index.tensors()),
         checkpoint_files=len(index.files),
@@ -295,7 +295,7 @@ def _with_adapter(index: CheckpointIndex, options: PlanOptions) -> tuple[Checkpo
 
 
 def _is_trained(tensor: TensorLayout) -> bool:
-    return tensor.kind is Kind.PARAMETER and tensor.requires_grad
+    return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
 
 
 def _plan(
@@ -313,7 +313,7 @@ def _plan(
     initial = initialize.initial_origin(model, additions)
 
     def origin_of(item: Held) -> Origin:
-        return buffers[item.fqn].origin if item.kind is Kind.BUFFER else initial(item)
+        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
 
     world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     consent = Consent(

@@ -206,7 +206,7 @@ def _consent(keywords: PretrainedOptions) -> Consent:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Located:
     """What there is to be brought up.
 
     Attributes:
@@ -226,7 +226,7 @@ class _Found:
 
 def _find(
     world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
-) -> _Found:
+) -> _Located:
     """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
     hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
     wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
@@ -264,9 +264,9 @@ def _find(
     )
     tuning = keywords.get("tuning", Full())
     if not isinstance(tuning, ExistingLora):
-        return _Found(directory, config, source.index, source, None)
+        return _Located(directory, config, source.index, source, None)
     both, adapter = _with_adapter(world, source, tuning, keywords, stack)
-    return _Found(directory, config, source.index, both, adapter)
+    return _Located(directory, config, source.index, both, adapter)
 
 
 def _with_adapter(
@@ -340,7 +340,7 @@ def _read_small(reader: StorageReader, name: str) -> bytes | None:
 
 
 def _build_together(
-    world: World, found: _Found, keywords: PretrainedOptions
+    world: World, found: _Located, keywords: PretrainedOptions
 ) -> tuple[Outline, list[tuple[str, str]]]:
     """Build on every rank; also the declared ties that are stored twice. Collective: yes.
 

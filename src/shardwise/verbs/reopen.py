@@ -13,7 +13,7 @@ from shardwise.execution.workers import Workers
 from shardwise.formats import CheckpointIndex, TensorEntry, open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.planning import fingerprints
-from shardwise.planning.fingerprints import Recorded
+from shardwise.planning.fingerprints import RecordedSave
 from shardwise.planning.save_plan import ADAPTER, MODEL
 from shardwise.report import ReopenReport
 from shardwise.storage import StorageReader, open_storage
@@ -100,7 +100,7 @@ def _compare(reader: StorageReader, index: CheckpointIndex) -> _Compared:
     return _Compared(len(found), min(differing, key=lambda keys: len(keys)), tuple(changed))
 
 
-def _recorded(reader: StorageReader, file: str) -> list[Recorded]:
+def _recorded(reader: StorageReader, file: str) -> list[RecordedSave]:
     if file not in reader.list():
         return []
     nbytes = reader.size(file)

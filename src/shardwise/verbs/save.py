@@ -33,7 +33,7 @@ from shardwise.execution.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter
-from shardwise.layout import Kind, ModelLayout, Origin
+from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
 from shardwise.models.revert import Output, Reverted, names_in_file, revert
@@ -41,7 +41,7 @@ from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.consent import OnDiffering, TakeFirst
 from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
-from shardwise.planning.schedule import Request
+from shardwise.planning.schedule import ReadRequest
 from shardwise.planning.staging import Staging, staging_within
 from shardwise.report import SaveReport
 from shardwise.storage import StorageWriter, WritePolicy, is_url, machine, open_storage, open_writer
@@ -68,7 +68,7 @@ class PeftNames:
     adapter: str = "default"
 
 
-Names: TypeAlias = HubNames | InternalNames
+WrittenNames: TypeAlias = HubNames | InternalNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def save(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "50GB",
-    names: Names = HubNames(),
+    names: WrittenNames = HubNames(),
     verify: Verification = Trust(),
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
     options: SaveOptions = SaveOptions(),
@@ -155,11 +155,11 @@ def save(
     """
     model = without_compile(model)
 
-    def request(token: str) -> _Request:
+    def request(token: str) -> _SaveRequest:
         given = {"model": model, "names": names, "verify": verify, "options": options}
         require_meant(hints_of(save), given)
         nbytes = in_bytes_of(max_shard_size)
-        return _Request(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
+        return _SaveRequest(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
 
     return _save(request, verify, on_differing_buffers, options, "save")
 
@@ -200,14 +200,14 @@ def save_adapter(
     """
     model = without_compile(model)
 
-    def request(token: str) -> _Request:
-        return _Request(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
+    def request(token: str) -> _SaveRequest:
+        return _SaveRequest(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
 
     return _save(request, verify, on_differing_buffers, options, "save_adapter")
 
 
 def _save(
-    ask: Callable[[str], _Request],
+    ask: Callable[[str], _SaveRequest],
     verify: Verification,
     on_differing_buffers: OnDiffering,
     options: SaveOptions,
@@ -258,7 +258,7 @@ def _folders_to_make(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _SaveRequest:
     """What is to be saved, and as what. ``token`` sets this save apart from any other."""
 
     model: nn.Module
@@ -266,7 +266,7 @@ class _Request:
     tokenizer: Any
     dtype: torch.dtype | None
     max_shard_bytes: int
-    names: Names | PeftNames
+    names: WrittenNames | PeftNames
     token: str
 
     @property
@@ -275,7 +275,7 @@ class _Request:
         return ADAPTER if isinstance(self.names, PeftNames) else MODEL
 
 
-def _chosen(world: World, request: _Request) -> tuple[list[Held], Mapping[str, str]]:
+def _chosen(world: World, request: _SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
     """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
 
     One rank asks PEFT, which may look at the hub for the base's config. Collective: yes.
@@ -290,16 +290,16 @@ def _chosen(world: World, request: _Request) -> tuple[list[Held], Mapping[str, s
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedSave:
     """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
 
-    request: _Request
+    request: _SaveRequest
     held: Sequence[Held]
     shares: Shares
     layout: ModelLayout
     reverted: Reverted
     plan: SavePlan
-    requests: Sequence[Request]
+    requests: Sequence[ReadRequest]
     tensors: Sequence[torch.Tensor]
     staging: Staging
     cast: Mapping[str, tuple[str, str]]
@@ -308,14 +308,14 @@ class _Prepared:
 
 @collected_later()
 def _prepare(
-    request: _Request,
+    request: _SaveRequest,
     held: Sequence[Held],
     places: Mapping[str, str],
     shares: Shares,
     rank: int,
     policy: WritePolicy,
     budget_bytes: int,
-) -> _Prepared:
+) -> _PreparedSave:
     """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
     dtype = request.dtype
     if isinstance(request.names, HubNames) and has_adapters(request.model):
@@ -341,7 +341,7 @@ def _prepare(
         key: (key, saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
         for key in reverted.order
     }
-    parameters = sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER)
+    parameters = sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER)
     plan = plan_save(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
@@ -372,10 +372,10 @@ def _prepare(
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     tensors = [item.local for item in held]
-    return _Prepared(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
+    return _PreparedSave(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
 
 
-def _reverted(request: _Request, layout: ModelLayout, places: Mapping[str, str]) -> Reverted:
+def _reverted(request: _SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Reverted:
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
@@ -422,14 +422,14 @@ def in_bytes_of(size: int | str) -> int:
 def _carry_out(
     world: World,
     writer: StorageWriter,
-    ready: _Prepared,
+    ready: _PreparedSave,
     verify: Verification,
     options: SaveOptions,
     clock: Clock,
 ) -> SaveReport:
     """Create, write, sync, compare and commit: the same steps for every model and every world size."""
     plan = ready.plan
-    desk = _Desk(writer, ready)
+    desk = _OnFirstRank(writer, ready)
     try:
         with clock.phase("create"):
             has_owners = _has_owners(world, writer)
@@ -462,7 +462,7 @@ def _carry_out(
         directory=writer.root,
         files=plan.names,
         tensors=len(plan.entries),
-        parameters=sum(item.numel for item in layout.tensors if item.kind is Kind.PARAMETER),
+        parameters=sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER),
         checkpoint_bytes=plan.nbytes,
         written_bytes=sum(emitter.written_bytes.values()),
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
@@ -488,7 +488,7 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
 
 
 def _write_by_owners(
-    world: World, emitter: Emitter, ready: _Prepared, options: SaveOptions, progress: ProgressBar
+    world: World, emitter: Emitter, ready: _PreparedSave, options: SaveOptions, progress: ProgressBar
 ) -> None:
     """Collective: yes."""
     written = write_by_owners(
@@ -506,10 +506,10 @@ def _write_by_owners(
     emitter.sums.update(written.sums)
 
 
-class _Desk:
+class _OnFirstRank:
     """What one rank does for all: before anything is written, and when all is. Nothing on the others."""
 
-    def __init__(self, writer: StorageWriter, ready: _Prepared) -> None:
+    def __init__(self, writer: StorageWriter, ready: _PreparedSave) -> None:
         self._writer = writer
         self._ready = ready
         self._small_files: dict[str, bytes] = {}
@@ -535,7 +535,7 @@ class _Desk:
             undo_save(self._writer, self._ready.plan, self._begun)
 
 
-def _small_files(request: _Request, plan: SavePlan) -> dict[str, bytes]:
+def _small_files(request: _SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """What transformers, or PEFT, writes beside the weights.
 
     Config, generation config, the model's own code, and the tokenizer's files; of an adapter its config.
@@ -569,7 +569,7 @@ def _main_dtype(plan: SavePlan) -> torch.dtype | None:
     return to_torch(numels.most_common(1)[0][0]) if numels else None
 
 
-def _require_same(world: World, emitter: Emitter, ready: _Prepared) -> None:
+def _require_same(world: World, emitter: Emitter, ready: _PreparedSave) -> None:
     """Collective: yes."""
 
     def compare() -> tuple[list[str], list[str]]:
@@ -606,7 +606,7 @@ def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
     return dict(zip(keys, total, strict=False))
 
 
-def _tied(ready: _Prepared) -> dict[str, str]:
+def _tied(ready: _PreparedSave) -> dict[str, str]:
     """Names that are not saved, with the name under which their tensor is."""
     found: dict[str, str] = {}
     if isinstance(ready.request.names, PeftNames):

@@ -19,7 +19,7 @@ from shardwise.execution.exchange import Traffic
 from shardwise.execution.line import Patience
 from shardwise.execution.supply import compare, require_alike_models, survey
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.groups import group_parameters
 from shardwise.models.rebind import Bound, look_at
@@ -183,7 +183,7 @@ class _Done:
 def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock, done: _Done) -> ShardReport:
     held = look_inside(model)
     mesh = sharding.mesh
-    parameters = [item for item in held if item.kind is Kind.PARAMETER]
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     return ShardReport(
         rank=world.rank,
         world_size=world.size,

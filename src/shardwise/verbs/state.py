@@ -21,15 +21,15 @@ from shardwise.execution.states import (
 )
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models.dtypes import in_memory
 from shardwise.models.initialize import recompute_attributes, recompute_buffers
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
 from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.forms import Form, FullState, require_form
-from shardwise.planning.matching import Brought, OnFault, Place, Tolerance, match
+from shardwise.planning.forms import FullState, StateForm, require_form
+from shardwise.planning.matching import Brought, OnFault, StateSlot, Tolerance, match
 from shardwise.report import StateReport
 from shardwise.verbs.load import Clock, is_dense
 
@@ -37,7 +37,7 @@ from shardwise.verbs.load import Clock, is_dense
 @torch.no_grad()
 def model_state(
     model: nn.Module,
-    form: Form = FullState(),  # noqa: B008 - frozen
+    form: StateForm = FullState(),  # noqa: B008 - frozen
     *,
     only: Selection = Everything(),  # noqa: B008
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
@@ -210,12 +210,12 @@ def set_values(
 
 def buffers_among(held: Iterable[Held]) -> set[str]:
     """The FQNs of what is no parameter."""
-    return {item.fqn for item in held if item.kind is not Kind.PARAMETER}
+    return {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
 
 
 def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple[Held, torch.Tensor]]:
     """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
-    waiting = [item for item in held if item.kind is Kind.BUFFER and item.tensor.is_meta]
+    waiting = [item for item in held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or not isinstance(only, Everything):
         return []
     found = recompute_buffers(model, held, {}, seed=0)
@@ -239,17 +239,17 @@ def _chosen(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:
     return {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
 
 
-def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[Place, Held]]:
+def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
     """Tensors that take values, tied ones once, with all their names outside."""
     outside: dict[str, list[str]] = {}
     for name, fqn in names.items():
         outside.setdefault(fqn, []).append(name)
-    found: list[tuple[Place, Held]] = []
+    found: list[tuple[StateSlot, Held]] = []
     for item in held:
         own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
         if own:
             own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
-            found.append((Place(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
     return found
 
 

@@ -27,13 +27,13 @@ from shardwise.models.lora import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
-from shardwise.planning.assembly import Block, Wanted, plan_assembly
+from shardwise.planning.assembly import Block, WantedTensor, plan_assembly
 from shardwise.planning.consent import OnDiffering, TakeFirst
 from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
 from shardwise.tensors import numel
-from shardwise.verbs.save import HubNames, InternalNames, Names
+from shardwise.verbs.save import HubNames, InternalNames, WrittenNames
 
 _SMALLEST_BUCKET_BYTES = 4096
 
@@ -66,7 +66,7 @@ def iter_hf_tensors(
     model: nn.Module,
     *,
     to: Targets = EveryRank(),  # noqa: B008 - frozen
-    names: Names = HubNames(),  # noqa: B008
+    names: WrittenNames = HubNames(),  # noqa: B008
     only: Selection | MergedAdapter = Everything(),  # noqa: B008
     dtype: torch.dtype | None = None,
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
@@ -119,7 +119,7 @@ def iter_hf_tensors(
 def _walk(
     model: nn.Module,
     to: Targets,
-    names: Names,
+    names: WrittenNames,
     only: Selection | MergedAdapter,
     dtype: torch.dtype | None,
     on_differing_buffers: OnDiffering,
@@ -140,7 +140,9 @@ def _walk(
         world.require_equal(list(outputs), "the list of keys")
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
-        wanted = [Wanted(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()]
+        wanted = [
+            WantedTensor(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()
+        ]
         rounds = world.together(
             lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes // 4)
         )
@@ -169,7 +171,7 @@ def _walk(
 
 
 @dataclass(frozen=True)
-class _Supply:
+class _StreamSupply:
     """The tensors that are wanted, and what the ranks give for them."""
 
     outputs: Mapping[str, Output]
@@ -182,17 +184,19 @@ def _supply(
     model: nn.Module,
     held: list[Held],
     shares: Mapping[str, Sequence[Boxes]],
-    names: Names,
+    names: WrittenNames,
     only: Selection | MergedAdapter,
     chosen: Mapping[str, str],
     options: StreamOptions,
-) -> _Supply:
+) -> _StreamSupply:
     """``chosen`` are an adapter's names, outside and in the model. Collective: yes."""
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     by_name = {name: item for item in held for name in item.names}
     giver = Giver(by_name, shares, world.rank)
     if isinstance(only, AdapterOnly):
-        return _Supply({key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver)
+        return _StreamSupply(
+            {key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
+        )
     if isinstance(only, MergedAdapter):
         adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
         outputs = world.together(lambda: _outputs(adapted.base, adapted.layout(layout), names))
@@ -201,12 +205,12 @@ def _supply(
         base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
         base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
         merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices)
-        return _Supply(outputs, base_shares, merging)
+        return _StreamSupply(outputs, base_shares, merging)
     world.together(lambda: _refuse_adapters(model, names))
-    return _Supply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
+    return _StreamSupply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
 
 
-def _refuse_adapters(model: nn.Module, names: Names) -> None:
+def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
     if isinstance(names, HubNames) and has_adapters(model):
         raise ConfigError(
             f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
@@ -232,7 +236,7 @@ def _whole(
 ) -> dict[str, torch.Tensor]:
     """Tensors of the model, whole on every rank. Collective: yes."""
     everybody = tuple(range(world.size))
-    wanted = [Wanted(item.key, item.expression, item.dtype.itemsize, everybody) for item in outputs]
+    wanted = [WantedTensor(item.key, item.expression, item.dtype.itemsize, everybody) for item in outputs]
     dtypes = {item.key: to_torch(item.dtype) for item in outputs}
     home = _home(list(giver.held.values()))
     found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
@@ -242,7 +246,7 @@ def _whole(
     return found
 
 
-def _outputs(model: nn.Module, layout: ModelLayout, names: Names) -> Mapping[str, Output]:
+def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
     made = revert(model, layout, internal_names=isinstance(names, InternalNames))
     if made.computed:
         keys = [key for item in made.computed for key, _, _ in item.outputs]

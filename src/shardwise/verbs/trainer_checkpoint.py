@@ -24,7 +24,7 @@ from shardwise.execution.states import StateOptions, require_same_call
 from shardwise.execution.stored_values import StoredValues
 from shardwise.execution.world import World
 from shardwise.formats import open_checkpoint
-from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, Kind
+from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.optimizer_state import ByName, ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
 from shardwise.models.view import without_compile
@@ -126,7 +126,9 @@ def load_trainer_checkpoint(
     ):
         require_same_call(world, os.fspath(checkpoint), adapter, order, on_unexpected, options=options)
         names, state = world.from_first(lambda: (_names_in(folder), _read_state(folder)))
-        found = world.together(lambda: _Contents.of(folder, names, adapter=adapter, is_peft=has_adapters(model)))
+        found = world.together(
+            lambda: _TrainerFolder.of(folder, names, adapter=adapter, is_peft=has_adapters(model))
+        )
         not_restored = {name: why for name, why in _NOT_READ.items() if name in names}
         schedule = world.together(lambda: _schedule(folder, names, scheduler, not_restored))
         numbers = world.together(lambda: _numbers(folder, names, world, random_numbers, not_restored))
@@ -162,7 +164,7 @@ def load_trainer_checkpoint(
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
+class _TrainerFolder:
     """Where the model and the optimizer are.
 
     Attributes:
@@ -176,7 +178,7 @@ class _Contents:
     optimizer: Path | None
 
     @classmethod
-    def of(cls, folder: Path, names: list[str], *, adapter: str, is_peft: bool) -> _Contents:
+    def of(cls, folder: Path, names: list[str], *, adapter: str, is_peft: bool) -> _TrainerFolder:
         """Raises FormatError where there is no model."""
         is_fsdp = _has(MODEL, names)
         file = None
@@ -194,7 +196,7 @@ class _Contents:
         return cls(is_fsdp, file, moments)
 
 
-def _has(kind: Kind, names: list[str]) -> bool:
+def _has(kind: SavedKind, names: list[str]) -> bool:
     return any(name in (kind.file(0), kind.folder(0)) or kind.rank_of(name, 0) is not None for name in names)
 
 
@@ -333,7 +335,12 @@ def _numbers(
 
 
 def _set_model(
-    model: nn.Module, folder: Path, found: _Contents, adapter: str, on_unexpected: OnFault, options: StateOptions
+    model: nn.Module,
+    folder: Path,
+    found: _TrainerFolder,
+    adapter: str,
+    on_unexpected: OnFault,
+    options: StateOptions,
 ) -> StateReport | LoadReport:
     only = AdapterOnly(adapter) if has_adapters(model) else Everything()
     if found.is_fsdp:

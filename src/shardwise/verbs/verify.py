@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.execution.world import World
-from shardwise.layout import Kind
+from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import original_class
 from shardwise.models.reference import reference_buffers, reference_values
@@ -82,7 +82,7 @@ def _compare_stored(
 
 
 def _compare_buffers(model: PreTrainedModel, held: Sequence[Held]) -> tuple[int, int, list[str]]:
-    buffers = [item for item in held if item.kind is Kind.BUFFER]
+    buffers = [item for item in held if item.kind is TensorKind.BUFFER]
     if not buffers:
         return 0, 0, []
     reference = reference_buffers(model)

@@ -17,7 +17,7 @@ from shardwise.testing.crashes.effects import (
     Partly,
     Removed,
     Renamed,
-    Replaced,
+    ReplacedFile,
     Synced,
     Wrote,
 )
@@ -60,7 +60,7 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class File:
+class DiskFile:
     """A file without its name: what is surely on the disk, and what came later, in order."""
 
     durable: bytearray
@@ -85,7 +85,7 @@ class File:
 class Naming:
     """A file was given a name, lost one, or both."""
 
-    file: File
+    file: DiskFile
     given: str | None
     taken: str | None
 
@@ -94,7 +94,7 @@ class Naming:
         """One of the two; they are in one folder."""
         return self.given or self.taken or ""
 
-    def apply(self, names: dict[str, File], *, keeps_old: bool = False) -> None:
+    def apply(self, names: dict[str, DiskFile], *, keeps_old: bool = False) -> None:
         if self.given is not None:
             names[self.given] = self.file
         if self.taken is not None and names.get(self.taken) is self.file and not (keeps_old and self.given):
@@ -121,21 +121,21 @@ class Disk:
 
     def __init__(self, before: Mapping[str, bytes]) -> None:
         self.folders = {around for name in before for around in folders_around(name)}
-        self.names = {name: File(bytearray(content)) for name, content in before.items()}
-        self.names |= {f"{folder}/": File(bytearray()) for folder in self.folders}
+        self.names = {name: DiskFile(bytearray(content)) for name, content in before.items()}
+        self.names |= {f"{folder}/": DiskFile(bytearray()) for folder in self.folders}
         self.durable_names = dict(self.names)
         self.namings: list[Naming] = []
-        self.streams: dict[tuple[int, str], File] = {}
-        self.opened: dict[tuple[int, str], File] = {}
+        self.streams: dict[tuple[int, str], DiskFile] = {}
+        self.opened: dict[tuple[int, str], DiskFile] = {}
         self.interims = 0
 
-    def name(self, file: File, given: str | None, taken: str | None) -> None:
+    def name(self, file: DiskFile, given: str | None, taken: str | None) -> None:
         naming = Naming(file, given, taken)
         naming.apply(self.names)
         self.namings.append(naming)
 
     def create(self, writer: int, file: str, nbytes: int) -> None:
-        self.opened[writer, file] = File(bytearray(), writer, nbytes, is_size_durable=False)
+        self.opened[writer, file] = DiskFile(bytearray(), writer, nbytes, is_size_durable=False)
         self.name(self.opened[writer, file], file, None)
 
     def write(self, file: str, write: Write) -> None:
@@ -176,25 +176,25 @@ class Disk:
 
     def make_folder(self, folder: str) -> None:
         self.folders.add(folder)
-        self.name(File(bytearray()), f"{folder}/", None)
+        self.name(DiskFile(bytearray()), f"{folder}/", None)
 
-    def reachable(self, names: Mapping[str, File]) -> dict[str, File]:
+    def reachable(self, names: Mapping[str, DiskFile]) -> dict[str, DiskFile]:
         """Those of the names whose folders are there. One that nobody is known to have made was there before."""
         lost = {folder for folder in self.folders if f"{folder}/" not in names}
         return {name: file for name, file in names.items() if lost.isdisjoint(folders_around(name))}
 
 
-Step: TypeAlias = Callable[[Disk], None]
+DiskStep: TypeAlias = Callable[[Disk], None]
 
 
-def steps_of(effect: Effect, policy: WritePolicy) -> list[Step]:
+def steps_of(effect: Effect, policy: WritePolicy) -> list[DiskStep]:
     """What an effect does to the disk, in steps between which a process or the machine may die."""
     if isinstance(effect, Partly):
         return steps_of(effect.effect, policy)[: effect.steps]
     return list(_steps(effect) if policy.has_random_writes else [lambda disk: _stream(disk, effect)])
 
 
-def _steps(effect: Effect) -> Iterator[Step]:
+def _steps(effect: Effect) -> Iterator[DiskStep]:
     match effect:
         case Created(writer, file, nbytes):
             yield lambda disk: disk.create(writer, file, nbytes)
@@ -205,7 +205,7 @@ def _steps(effect: Effect) -> Iterator[Step]:
         case Renamed(_, file, name):
             yield lambda disk: disk.rename(file, name)
             yield lambda disk: disk.sync_names(folder_of(name))
-        case Replaced(writer, file, content):
+        case ReplacedFile(writer, file, content):
             yield from _replacing(writer, file, content)
         case Removed(writer, file):
             yield lambda disk: disk.remove(file, writer)
@@ -217,10 +217,10 @@ def _steps(effect: Effect) -> Iterator[Step]:
             yield lambda disk: disk.remove(f"{folder}/")
 
 
-def _replacing(writer: int, file: str, content: bytes) -> Iterator[Step]:
+def _replacing(writer: int, file: str, content: bytes) -> Iterator[DiskStep]:
     """Under another name first, as writers do it."""
     folder, _, name = file.rpartition("/")
-    fresh = File(bytearray(), writer, len(content), is_size_durable=False)
+    fresh = DiskFile(bytearray(), writer, len(content), is_size_durable=False)
     interim = ""
 
     def create(disk: Disk) -> None:
@@ -241,13 +241,13 @@ def _stream(disk: Disk, effect: Effect) -> None:
     """An effect on a store that takes files as streams, and shows and keeps them whole."""
     match effect:
         case Created(writer, file, nbytes):
-            disk.streams[writer, file] = File(bytearray(nbytes))
+            disk.streams[writer, file] = DiskFile(bytearray(nbytes))
         case Wrote(writer, file, start, content):
             put(disk.streams[writer, file].durable, start, content)
         case Synced(writer, file) if (writer, file) in disk.streams:
             disk.names[file] = disk.streams.pop((writer, file))
-        case Replaced(_, file, content):
-            disk.names[file] = File(bytearray(content))
+        case ReplacedFile(_, file, content):
+            disk.names[file] = DiskFile(bytearray(content))
         case Removed(writer, file):
             disk.streams.pop((writer, file), None)
             disk.names.pop(file, None)

@@ -49,7 +49,7 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class ReplacedFile:
     """A small file was put in place of another, for good."""
 
     writer: int
@@ -98,7 +98,7 @@ class Partly:
 
 
 Effect: TypeAlias = (
-    Created | Wrote | Synced | Renamed | Replaced | Removed | NamesSynced | FolderMade | FolderRemoved | Partly
+    Created | Wrote | Synced | Renamed | ReplacedFile | Removed | NamesSynced | FolderMade | FolderRemoved | Partly
 )
 
 

@@ -25,7 +25,7 @@ BEFORE: Final = "before"
 
 
 @dataclass(slots=True)
-class _Call:
+class _SaveCall:
     """A save from its call to its end, by the number of the entry; whether its end is that of a failure."""
 
     began: int
@@ -36,11 +36,11 @@ class _Call:
 
 def may_be_found(entries: Iterable[Entry]) -> set[str]:
     """The saves of which one must be found after these entries, :data:`BEFORE` among them."""
-    calls = {BEFORE: _Call(-2, -1, has_returned=True)}
+    calls = {BEFORE: _SaveCall(-2, -1, has_returned=True)}
     for number, entry in enumerate(entries):
         match entry:
             case Called(save):
-                calls[save] = _Call(number)
+                calls[save] = _SaveCall(number)
             case Returned(save):
                 calls[save].ended, calls[save].has_returned = number, True
             case Failed(save):

@@ -24,7 +24,7 @@ from shardwise.testing.crashes.effects import (
     NamesSynced,
     Removed,
     Renamed,
-    Replaced,
+    ReplacedFile,
     Synced,
     Wrote,
 )
@@ -134,7 +134,7 @@ def recorded(
         writer: tells this process from others (the rank).
         before: called before each effect; it may wait, raise, or end the process.
     """
-    seen = _Seen(log, os.fspath(root), writer, before)
+    seen = _SeenRoot(log, os.fspath(root), writer, before)
     with ExitStack() as stack:
         for kind in (LocalWriter, FsspecWriter):
             for name in _CALLS:
@@ -145,7 +145,7 @@ def recorded(
         yield
 
 
-class _Seen:
+class _SeenRoot:
     """What is done to one root."""
 
     def __init__(self, log: EffectLog, root: str, writer: int, before: Callable[[], None]) -> None:
@@ -238,9 +238,9 @@ def _effects_of(inner: StorageWriter, name: str, writer: int, folder: str, args:
         case "publish", (file, new) if inner.policy.can_rename:
             return [Renamed(writer, at(file), at(new))]
         case "publish", (file, new):  # a copy within the store, and a removal
-            return [Replaced(writer, at(new), inner.read(file) or b""), Removed(writer, at(file))]
+            return [ReplacedFile(writer, at(new), inner.read(file) or b""), Removed(writer, at(file))]
         case "replace", (file, content):
-            return [Replaced(writer, at(file), bytes(content))]
+            return [ReplacedFile(writer, at(file), bytes(content))]
         case "remove", (file,):
             return [Removed(writer, at(file))]
         case "sync_names", ():

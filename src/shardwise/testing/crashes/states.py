@@ -11,7 +11,7 @@ from typing import Final
 
 from shardwise.storage.memory import MemoryReader
 from shardwise.storage.writer import LOCAL_WRITES, WritePolicy
-from shardwise.testing.crashes.disk import Disk, File, Naming, Write, folders_around, grow, put, steps_of
+from shardwise.testing.crashes.disk import Disk, DiskFile, Naming, Write, folders_around, grow, put, steps_of
 from shardwise.testing.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 
 _BLOCK_BYTES: Final = 4096
@@ -139,14 +139,14 @@ class _Fate:
     what: str
     keeps_name: Callable[[Naming], bool]
     keeps_block: Callable[[Write], bool]
-    size: Callable[[File], int]
+    size: Callable[[DiskFile], int]
     keeps_old_name: Callable[[], bool] = lambda: False
 
 
 def _fates(disk: Disk, samples: int, draw: random.Random) -> Iterator[_Fate]:
     namings, writes = list(disk.namings), disk.writes()
 
-    def whole(file: File) -> int:
+    def whole(file: DiskFile) -> int:
         return file.nbytes
 
     yield _Fate("nothing lost", lambda _: True, lambda _: True, whole)
@@ -182,7 +182,7 @@ def _random_fate(number: int, writes: Sequence[Write], draw: random.Random) -> _
     # Some writes stay or go as a whole, others are torn.
     wholes = {id(write): draw.random() < chance for write in writes if draw.random() < 0.5}
 
-    def size(file: File) -> int:
+    def size(file: DiskFile) -> int:
         blocks = draw.randint(0, file.nbytes // _BLOCK_BYTES)
         return draw.choice((0, file.nbytes, blocks * _BLOCK_BYTES))
 
@@ -208,7 +208,7 @@ def _states_now(disk: Disk, completed: int, moment: str, samples: int, draw: ran
             yield CrashState(dict(state), completed, f"{moment}: {fate.what}")
 
 
-def _files(disk: Disk, names: Mapping[str, File], fate: _Fate) -> dict[str, bytes]:
+def _files(disk: Disk, names: Mapping[str, DiskFile], fate: _Fate) -> dict[str, bytes]:
     """All files and their bytes, by name; folders that are empty end with "/"."""
     there = disk.reachable(names)
     contents = {id(file): _content(file, fate) for file in there.values()}  # a file of two names is one file
@@ -220,7 +220,7 @@ def _files(disk: Disk, names: Mapping[str, File], fate: _Fate) -> dict[str, byte
     }
 
 
-def _content(file: File, fate: _Fate) -> bytes:
+def _content(file: DiskFile, fate: _Fate) -> bytes:
     content = bytearray(file.durable)
     if not file.is_size_durable:
         grow(content, fate.size(file))
