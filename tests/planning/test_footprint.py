@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.conversion import (
-    Opaque,
+    Computed,
     Stored,
+    WholeOperation,
     concat,
     copies,
     permute,
@@ -174,8 +175,8 @@ def test_all_positions_tile_every_stored_tensor():
 
 def test_what_computes_reads_its_inputs_whole_and_once():
     inputs = (Stored("a", (4, 2), F16), Stored("b", (4,), F16))
-    operation = dict
-    made = [Opaque("Op", name, (3, 2), inputs, operation) for name in ("x", "y")]
+    operation = WholeOperation("Op", ((4, 2), (4,)), {"x": (3, 2), "y": (3, 2)}, dict, 48)
+    made = [Computed(operation, name, (3, 2), F16, inputs) for name in ("x", "y")]
     one_rank = Spread((spread((3, 2), 1).boxes[0], ()), 6)
     index = index_of(inputs, files=1)
     wanted = [Reading(item, one_rank, F16, on_device=True) for item in made]
@@ -212,7 +213,7 @@ def test_skeletons_tell_expressions_apart_by_all_but_keys():
         slice_dim(one, 0, 0, 2),
         slice_dim(one, 0, 1, 2),
         slice_dim(one, 0, 0, 2, step=2),
-        Opaque("Op", "x", (4, 3), (), dict),
-        Opaque("Op", "x", (4, 3), (), list),
+        Computed(WholeOperation("Op", (), {"x": (4, 3)}, dict, 0), "x", (4, 3), F16, ()),
+        Computed(WholeOperation("Op", (), {"x": (4, 3)}, dict, 0), "x", (4, 3), F16, ()),
     ]
     assert len({skeleton(item)[0] for item in different}) == len(different)

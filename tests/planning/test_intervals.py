@@ -12,10 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower
 
-from shardwise.conversion import Stored, concat, copies, permute, reshape, slice_dim, stack, stored_leaves
+from shardwise.conversion import (
+    Stored,
+    concat,
+    copies,
+    leaf_boxes,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+    stored_leaves,
+)
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.planning.exchange import WantedBoxes, staging_of
-from shardwise.planning.intervals import handed_over, intervals, leaf_boxes, stretch
+from shardwise.planning.intervals import handed_over, intervals, stretch
 from shardwise.tensors import Box, DType, numel
 
 BF16 = DType.BF16
@@ -125,7 +135,8 @@ def test_leaf_boxes_make_up_any_expression(seed):
         (lambda a, b: reshape(stack([a, b], 0), (8, 6)), 2, 1),
         (lambda a, b: slice_dim(concat([a, b], 0), 0, 1, 4, 2), 2, 1),
         (lambda a, b: slice_dim(concat([a, b], 0), 0, 4, 3), 1, 1),
-        (lambda a, b: reshape(concat([a, b], 1), (6, 8)), 1, 2),  # rows of both leaves in turn
+        (lambda a, b: reshape(concat([a, b], 1), (6, 8)), 12, 1),  # rows of both leaves in turn
+        (lambda a, b: reshape(stack([a, b], 2), (4, 12)), 1, 2),  # elements of both in turn
     ],
 )
 def test_each_box_is_of_one_leaf_where_it_can_be(expression, boxes, leaves):

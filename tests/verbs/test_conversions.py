@@ -50,13 +50,13 @@ def summed(tmp_path, monkeypatch):
     return tmp_path, one + other
 
 
-def test_a_conversion_that_computes_is_one_opaque_node(summed):
+def test_a_conversion_that_computes_is_computed_whole(summed):
     directory, total = summed
     model = TwoWeights()
     report = shardwise.load(model, directory)
     assert torch.equal(model.total, total)
     assert torch.equal(model.plain, torch.arange(3.0))
-    assert report.opaque == ("total",)
+    assert report.computed == ("total",)
 
 
 def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
     monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
-    with pytest.raises(CoverageError, match=r"total is computed by Sum from 2 whole tensors.*raise budget_bytes"):
+    with pytest.raises(CoverageError, match=r"total is computed by Sum from 2 tensors.*raise budget_bytes"):
         shardwise.load(model, tmp_path, options=shardwise.LoadOptions(budget_bytes=4096))
 
 

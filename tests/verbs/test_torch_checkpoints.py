@@ -141,7 +141,7 @@ def test_a_conversion_that_computes_from_views(tmp_path, monkeypatch):
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     report = shardwise.load(model, tmp_path)
     assert torch.equal(model.total, one + other.t())
-    assert report.opaque == ("total",)
+    assert report.computed == ("total",)
 
 
 # Distributed checkpoints

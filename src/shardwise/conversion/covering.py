@@ -1,24 +1,63 @@
-"""The smallest boxes that are easily found around strided elements."""
+"""Boxes around elements that lie apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from shardwise.conversion.copies import Copy, copies
-from shardwise.conversion.expression import Expression, Opaque
+from shardwise.conversion.expression import Expression, Stored
+from shardwise.conversion.region import Region
 from shardwise.tensors import Box, Strided, contiguous_strides
+
+_FEW = 8192
+"""Boxes of one expression, which may be a stack of hundreds of experts; interleaved columns would be more."""
 
 
 def needed_boxes(expression: Expression, box: Box) -> dict[str, list[Box]]:
-    """Boxes of the stored leaves, by key, that hold all that a box of the expression is made of.
+    """Boxes of the stored leaves, by key, that hold all that is copied into a box of the expression.
 
     Those of one leaf do not overlap. They may hold more than is needed where elements lie apart.
     """
     found: dict[str, list[Box]] = {}
-    for copy in copies(expression, box):
-        assert not isinstance(copy.leaf, Opaque)
-        _add(found.setdefault(copy.leaf.key, []), _box_of(copy))
+    if box.numel:
+        for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))):
+            if isinstance(leaf, Stored):
+                found.setdefault(leaf.key, []).append(region.bounds)
+    return {key: apart(boxes) for key, boxes in found.items()}
+
+
+def leaf_boxes(expression: Expression) -> list[Box]:
+    """Boxes, without overlap, that make up an expression; of one leaf each, as far as a few boxes can say that."""
+    whole = Box.whole(expression.shape)
+    if not whole.numel:
+        return [whole]
+    regions = expression.leaves(Region.of(whole, Strided.contiguous(whole.sizes)))
+    targets = [region.strided(contiguous_strides(leaf.shape))[1] for leaf, region in regions]
+    if len(targets) > _FEW:
+        return [whole]
+    boxes = [covering_box(target, expression.shape) for target in targets]
+    if all(box.numel == target.numel for box, target in zip(boxes, targets, strict=True)):
+        return boxes  # each holds nothing else
+    return apart(boxes)
+
+
+def apart(boxes: Iterable[Box]) -> list[Box]:
+    """The boxes, those that overlap joined to one around them."""
+    found: list[Box] = []
+    for box in boxes:
+        while overlapping := [other for other in found if other.intersect(box) is not None]:
+            for other in overlapping:
+                found.remove(other)
+                box = _around(box, other)
+        found.append(box)
     return found
+
+
+def _around(box: Box, other: Box) -> Box:
+    starts = [min(pair) for pair in zip(box.offsets, other.offsets, strict=True)]
+    stops = [
+        max(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+    ]
+    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
 def covering_box(view: Strided, shape: Sequence[int]) -> Box:
@@ -41,27 +80,6 @@ def covering_box(view: Strided, shape: Sequence[int]) -> Box:
         for d in range(differing, len(shape)):
             first[d], last[d] = (0, shape[d] - 1) if d > differing else (first[d], max(last[d], end[d]))
     return Box(tuple(first), tuple(stop - start + 1 for start, stop in zip(first, last, strict=True)))
-
-
-def _box_of(copy: Copy) -> Box:
-    return covering_box(copy.source, copy.leaf.shape)
-
-
-def _add(boxes: list[Box], box: Box) -> None:
-    """Add a box to those that do not overlap, joined with those that it would overlap."""
-    while overlapping := [other for other in boxes if other.intersect(box) is not None]:
-        for other in overlapping:
-            boxes.remove(other)
-            box = _around(box, other)
-    boxes.append(box)
-
-
-def _around(box: Box, other: Box) -> Box:
-    starts = [min(pair) for pair in zip(box.offsets, other.offsets, strict=True)]
-    stops = [
-        max(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-    ]
-    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
 def _index(place: int, shape: Sequence[int]) -> list[int]:

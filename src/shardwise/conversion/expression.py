@@ -1,88 +1,196 @@
 """Lazy expressions over stored tensors.
 
-A parameter of a model is an expression whose leaves are tensors of a checkpoint. Structural nodes only move
-elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box of the
-parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.copies.copies`. An
-:class:`Opaque` leaf computes; it is evaluated whole.
+A parameter of a model is an expression whose leaves are tensors of a checkpoint. Most nodes
+only move elements (:class:`Concat`, :class:`Stack`, :class:`Slice`, :class:`Permute`, :class:`Reshape`), so any box
+of the parameter can be traced to strided boxes of the leaves, see :func:`shardwise.conversion.copies.copies`. What
+computes is a leaf, too (:class:`~shardwise.conversion.computed.Computed`): it says which boxes of its inputs it
+needs.
 
-Nodes are built by the lower-case functions, which validate and simplify; every node knows its ``shape``.
+Nodes are built by the lower-case functions, which validate and simplify. A new one answers what
+:class:`Expression` asks, and nothing outside of this room looks at classes of nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
+from shardwise.conversion.region import Region, clip, flatten, parts_touched, unflatten, without_dim
 from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
 
 
+class Expression(ABC):
+    """A tensor that is made of stored ones: what every node of an expression answers.
+
+    A node moves elements, of its ``sources``, or is a leaf. What it is but for its sources is its ``form``: nodes
+    of equal forms over sources of equal shapes do the same.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # as attributes these would be taken for defaults of the nodes' fields
+
+        @property
+        def shape(self) -> Shape: ...
+
+        @property
+        def dtype(self) -> DType:
+            """Of the elements; where parts have several, that of the first."""
+
+        @property
+        def sources(self) -> tuple[Expression, ...]: ...
+
+    @property
+    @abstractmethod
+    def form(self) -> Hashable: ...
+
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        """The same node over other sources, of the same shapes."""
+        assert not sources
+        return self
+
+    @abstractmethod
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        """The regions of the sources that a region of this node is made of (see [Note: Regions])."""
+
+    def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
+        """The regions of the leaves that a region of this expression is made of."""
+        for source, part in self.moved(region):
+            yield from source.leaves(part)
+
+
+class Leaf(Expression):
+    """Where moving ends: elements that are stored, or computed."""
+
+    __slots__ = ()
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        yield self, region
+
+    def leaves(self, region: Region) -> Iterator[tuple[Leaf, Region]]:
+        yield self, region
+
+
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Leaf):
     """A tensor of the checkpoint, whole."""
 
     key: str
     shape: Shape
     dtype: DType
 
+    @property
+    def sources(self) -> tuple[Expression, ...]:
+        return ()
+
+    @property
+    def form(self) -> Hashable:
+        return "stored", self.shape, self.dtype.label
+
     def __str__(self) -> str:
         return self.key
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
-    """One output of an operation that is not a mere movement of elements.
-
-    ``operation`` takes the whole inputs (torch tensors, in the order of ``inputs``) and returns a mapping from
-    output names to whole outputs; ``output`` names the one meant here. All outputs of one operation share the
-    ``operation`` object, by which an executor recognises that it need run only once.
-    """
-
-    label: str
-    output: str
-    shape: Shape
-    inputs: tuple[Expression, ...]
-    operation: Callable[[Sequence[Any]], Mapping[str, Any]] = field(compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.label}({', '.join(map(str, self.inputs))})[{self.output}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Concat:
+class Concat(Expression):
     """The parts one after the other along ``dim``."""
 
-    parts: tuple[Expression, ...]
+    sources: tuple[Expression, ...]
     dim: int
     shape: Shape
 
+    @property
+    def dtype(self) -> DType:
+        return self.sources[0].dtype
+
+    @property
+    def form(self) -> Hashable:
+        return "concat", self.dim
+
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        return Concat(tuple(sources), self.dim, self.shape)
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        dim = self.dim
+        starts = [0, *accumulate(part.shape[dim] for part in self.sources)]
+        for index in parts_touched(region, dim, starts):
+            for piece in clip(region, dim, starts[index], starts[index + 1]):
+                yield self.sources[index], piece.with_origin(dim, piece.origin[dim] - starts[index])
+
     def __str__(self) -> str:
-        return f"Concat({_summary(self.parts)}, dim={self.dim})"
+        return f"Concat({_summary(self.sources)}, dim={self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Expression):
     """The parts, all of one shape, along a new dimension ``dim``."""
 
-    parts: tuple[Expression, ...]
+    sources: tuple[Expression, ...]
     dim: int
     shape: Shape
 
+    @property
+    def dtype(self) -> DType:
+        return self.sources[0].dtype
+
+    @property
+    def form(self) -> Hashable:
+        return "stack", self.dim
+
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        return Stack(tuple(sources), self.dim, self.shape)
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        for index in parts_touched(region, self.dim, range(len(self.sources) + 1)):
+            for piece in clip(region, self.dim, index, index + 1):
+                yield self.sources[index], without_dim(piece, self.dim)
+
     def __str__(self) -> str:
-        return f"Stack({_summary(self.parts)}, dim={self.dim})"
+        return f"Stack({_summary(self.sources)}, dim={self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The indices ``start, start + step, ...`` of ``dim``, ``shape[dim]`` of them."""
+class _Moved(Expression):
+    """The elements of one source in another order, or some of them."""
 
     source: Expression
+    shape: Shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.source.dtype
+
+    @property
+    def sources(self) -> tuple[Expression, ...]:
+        return (self.source,)
+
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        (source,) = sources
+        return replace(self, source=source)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(_Moved):
+    """The indices ``start, start + step, ...`` of ``dim``, ``shape[dim]`` of them."""
+
     dim: int
     start: int
     step: int
-    shape: Shape
+
+    @property
+    def form(self) -> Hashable:
+        return "slice", self.dim, self.start, self.step, self.shape
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        dim, step = self.dim, self.step
+        axes = tuple(replace(a, step=a.step * step) if a.dim == dim else a for a in region.axes)
+        moved = region.with_origin(dim, self.start + step * region.origin[dim])
+        yield self.source, replace(moved, axes=axes)
 
     def __str__(self) -> str:
         stop = self.start + self.step * self.shape[self.dim]
@@ -91,42 +199,65 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Permute:
+class Permute(_Moved):
     """Dimension ``d`` of the result is dimension ``dims[d]`` of the source."""
 
-    source: Expression
     dims: tuple[int, ...]
-    shape: Shape
+
+    @property
+    def form(self) -> Hashable:
+        return "permute", self.dims
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        origin = [0] * len(self.dims)
+        for dim, source_dim in enumerate(self.dims):
+            origin[source_dim] = region.origin[dim]
+        axes = tuple(replace(axis, dim=self.dims[axis.dim]) for axis in region.axes)
+        yield self.source, replace(region, origin=tuple(origin), axes=axes)
 
     def __str__(self) -> str:
         return f"Permute({self.source}, {self.dims})"
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
+class Reshape(_Moved):
     """The same elements in row-major order under another shape."""
 
-    source: Expression
-    shape: Shape
+    @property
+    def form(self) -> Hashable:
+        return "reshape", self.shape
+
+    def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        for piece in unflatten(flatten(region, self.shape), self.source.shape):
+            yield self.source, piece
 
     def __str__(self) -> str:
         return f"Reshape({self.source}, {self.shape})"
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Expression):
     """Elements that no checkpoint holds, beside others that one does (rows of a vocabulary that has grown).
 
     Nothing is copied from it: whoever fills the tensor fills them, too.
     """
 
     shape: Shape
+    dtype: DType
+
+    @property
+    def sources(self) -> tuple[Expression, ...]:
+        return ()
+
+    @property
+    def form(self) -> Hashable:
+        return "hole", self.shape
+
+    def moved(self, _region: Region) -> Iterator[tuple[Expression, Region]]:
+        return iter(())
 
     def __str__(self) -> str:
         return f"Hole{self.shape}"
-
-
-Expression: TypeAlias = Stored | Opaque | Concat | Stack | Slice | Permute | Reshape | Hole
 
 
 def concat(parts: Sequence[Expression], dim: int) -> Expression:
@@ -163,7 +294,7 @@ def slice_dim(source: Expression, dim: int, start: int, size: int, step: int = 1
         raise ValueError(f"slice {start}, {size} x {step} is outside dimension {dim} of {source.shape}")
     if start == 0 and size == bound and step == 1:
         return source
-    return Slice(source, dim, start, step, (*source.shape[:dim], size, *source.shape[dim + 1 :]))
+    return Slice(source, (*source.shape[:dim], size, *source.shape[dim + 1 :]), dim, start, step)
 
 
 def permute(source: Expression, dims: Sequence[int]) -> Expression:
@@ -172,7 +303,7 @@ def permute(source: Expression, dims: Sequence[int]) -> Expression:
         raise ValueError(f"{tuple(dims)} does not permute the dimensions of {source.shape}")
     if list(dims) == sorted(dims):
         return source
-    return Permute(source, tuple(dims), tuple(source.shape[d] for d in dims))
+    return Permute(source, tuple(source.shape[d] for d in dims), tuple(dims))
 
 
 def reshape(source: Expression, shape: Sequence[int]) -> Expression:
@@ -240,85 +371,56 @@ def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> 
 
 
 def stored_leaves(expression: Expression) -> Iterator[Stored]:
-    """Every stored tensor below, in order, inputs of opaque leaves included; repeated where it is used twice."""
-    match expression:
-        case Stored():
-            yield expression
-        case Opaque(inputs=inputs):
-            for source in inputs:
-                yield from stored_leaves(source)
-        case Concat(parts=parts) | Stack(parts=parts):
-            for part in parts:
-                yield from stored_leaves(part)
-        case Slice(source=source) | Permute(source=source) | Reshape(source=source):
-            yield from stored_leaves(source)
-        case Hole():
-            pass
+    """Every stored tensor below, in order, also those that are computed with; repeated where it is used twice."""
+    if isinstance(expression, Stored):
+        yield expression
+    for source in expression.sources:
+        yield from stored_leaves(source)
+
+
+def leaves_of(expression: Expression) -> Iterator[Leaf]:
+    """The leaves, in order; not what those are made of that are computed."""
+    if isinstance(expression, Leaf):
+        yield expression
+        return
+    for source in expression.sources:
+        yield from leaves_of(source)
+
+
+def key_of(expression: Expression) -> str | None:
+    """The key of an expression that is one stored tensor as it is; None of any other."""
+    return expression.key if isinstance(expression, Stored) else None
 
 
 def rows_stored(expression: Expression) -> int | None:
     """How many of the first rows a checkpoint holds, where it holds no more; None where nothing is missing."""
-    if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.parts[-1], Hole):
-        return expression.shape[0] - expression.parts[-1].shape[0]
+    if isinstance(expression, Concat) and expression.dim == 0 and isinstance(expression.sources[-1], Hole):
+        return expression.shape[0] - expression.sources[-1].shape[0]
     return None
 
 
-def stored_dtype(expression: Expression) -> DType:
-    """The dtype of a tensor of the checkpoint, whose leaves all have the same one."""
-    return next(stored_leaves(expression)).dtype
-
-
 def substitute(expression: Expression, leaves: Mapping[str, Expression]) -> Expression:
-    """The same expression over other leaves: ``leaves`` maps the keys in it to what replaces them.
+    """The same expression over other stored tensors: ``leaves`` maps the keys in it to what replaces them.
 
-    The replacements have the shapes of what they replace (not checked: callers key their memo by shape). An opaque
-    leaf stays the same operation, on other inputs.
+    The replacements have the shapes of what they replace (not checked: callers key their memo by shape). What
+    computes stays the same operation, on other inputs.
     """
-    match expression:
-        case Stored(key=key):
-            return leaves[key]
-        case Concat(parts, dim, shape):
-            return Concat(tuple(substitute(part, leaves) for part in parts), dim, shape)
-        case Stack(parts, dim, shape):
-            return Stack(tuple(substitute(part, leaves) for part in parts), dim, shape)
-        case Slice(source, dim, start, step, shape):
-            return Slice(substitute(source, leaves), dim, start, step, shape)
-        case Permute(source, dims, shape):
-            return Permute(substitute(source, leaves), dims, shape)
-        case Reshape(source, shape):
-            return Reshape(substitute(source, leaves), shape)
-        case Hole():
-            return expression
-        case Opaque(inputs=inputs):
-            return replace(expression, inputs=tuple(substitute(source, leaves) for source in inputs))
+    if isinstance(expression, Stored):
+        return leaves[expression.key]
+    return expression.over([substitute(source, leaves) for source in expression.sources])
 
 
 def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
     """What an expression is but for the keys of its leaves, and these keys in the order in which they first appear.
 
-    Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one. An
-    opaque leaf is like itself only.
+    Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one.
     """
     numbers: dict[str, int] = {}
 
     def bare(node: Expression) -> Hashable:
-        match node:
-            case Stored(key, shape, dtype):
-                return numbers.setdefault(key, len(numbers)), shape, dtype.label
-            case Opaque(output=output, operation=operation):
-                return "opaque", id(operation), output
-            case Concat(parts, dim):
-                return "concat", dim, *map(bare, parts)
-            case Stack(parts, dim):
-                return "stack", dim, *map(bare, parts)
-            case Slice(source, dim, start, step, shape):
-                return "slice", dim, start, step, shape, bare(source)
-            case Permute(source, dims):
-                return "permute", dims, bare(source)
-            case Reshape(source, shape):
-                return "reshape", shape, bare(source)
-            case Hole(shape):
-                return "hole", shape
+        if isinstance(node, Stored):
+            return numbers.setdefault(node.key, len(numbers)), node.form
+        return node.form, *map(bare, node.sources)
 
     found = bare(expression)
     return found, tuple(numbers)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, stored_dtype, stored_leaves
+from shardwise.conversion import (
+    Computed,
+    Copy,
+    Evaluation,
+    Expression,
+    Region,
+    copies_and_computed,
+    evaluations,
+    stored_leaves,
+)
 from shardwise.errors import StorageError
 from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import Landing, as_stored, landings, memory_of
@@ -21,10 +30,10 @@ from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import ReadRequest, Segment, aligned, schedule, segments_of
-from shardwise.planning.staging import staging_within
+from shardwise.planning.staging import most_at_once, staging_within
 from shardwise.storage import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors import Box, Strided, numel
+from shardwise.tensors import Box, Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +55,13 @@ class Arrangement:
         destinations: segments count them from 0.
         files: those that are read.
         batches: the requests of stored values, by device.
-        computed: what conversions make, each with the numbers of the destinations that it fills.
+        computed: the blocks that are computed.
     """
 
     destinations: tuple[Destination, ...]
     files: tuple[str, ...]
     batches: tuple[tuple[torch.device, tuple[ReadRequest, ...]], ...]
-    computed: tuple[tuple[Opaque, tuple[int, ...]], ...]
+    computed: tuple[Evaluation, ...]
 
 
 def arrange(
@@ -74,21 +83,22 @@ def arrange(
     items = tuple(item for item in destinations if item.boxes)
     leaves = (leaf for item in items for leaf in stored_leaves(item.expression))
     files = sorted({index.entries[leaf.key].file for leaf in leaves})
-    computed: dict[int, tuple[Opaque, list[int]]] = {}
+    computed: list[tuple[int, Computed, Region]] = []
     on_device: dict[torch.device, list[tuple[int, Destination]]] = {}
     for number, item in enumerate(items):
-        if isinstance(item.expression, Opaque):
-            computed.setdefault(id(item.expression.operation), (item.expression, []))[1].append(number)
-        else:
-            on_device.setdefault(item.device, []).append((number, item))
+        on_device.setdefault(item.device, []).append((number, item))
     batches: list[tuple[torch.device, tuple[ReadRequest, ...]]] = []
     for device, group in on_device.items():
         is_on_host = device.type == "cpu"
         staging_bytes = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host).nbytes
         segments: list[tuple[str, Segment]] = []
         for number, item in group:
-            for copy in _copies(item):
-                assert isinstance(copy.leaf, Stored)
+            copied: list[Copy] = []
+            for part in item.boxes:
+                more, made = copies_and_computed(item.expression, part.box, part.local)
+                copied += more
+                computed += ((number, found.leaf, found.region) for found in made)
+            for copy in copied:
                 entry = index.entries[copy.leaf.key]
                 needs_staging = not is_on_host or item.dtype != to_torch(copy.leaf.dtype)
                 segments += (
@@ -101,8 +111,8 @@ def arrange(
             segments, policy, staging_bytes=staging_bytes, start_at=start_at if policy.is_remote else 0.0
         )
         batches.append((device, tuple(requests)))
-    made = tuple((leaf, tuple(numbers)) for leaf, numbers in computed.values())
-    return Arrangement(items, tuple(files), tuple(batches), made)
+    most_bytes = most_at_once(budget_bytes, policy.concurrency)
+    return Arrangement(items, tuple(files), tuple(batches), tuple(evaluations(computed, most_bytes)))
 
 
 @dataclass
@@ -121,6 +131,7 @@ class Placer:
     identities: Mapping[str, str] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
+    _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def place(
@@ -148,13 +159,10 @@ class Placer:
             )
 
     def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory) -> None:
-        names = [item.fqn for item in arrangement.destinations]
+        filling = _Filling(tensors, [item.fqn for item in arrangement.destinations], fresh)
         for device, requests in arrangement.batches:
-            self._carry_out(requests, tensors, names, device, fresh)
-        for leaf, numbers in arrangement.computed:
-            outputs = self._evaluate(leaf)
-            for number in numbers:
-                self._place_computed(outputs, arrangement.destinations[number], tensors[number])
+            self._carry_out(requests, filling, device)
+        self._compute(arrangement.computed, filling)
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
@@ -162,61 +170,45 @@ class Placer:
 
     def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
         """Boxes of expressions as new contiguous CPU tensors, read together."""
+        arrangement, values = self._arranged(wanted)
+        self._place(arrangement, values, HostMemory([]))
+        return values
+
+    def _arranged(
+        self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]
+    ) -> tuple[Arrangement, list[torch.Tensor]]:
         cpu = torch.device("cpu")
         items = [
             Destination("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
         ]
         arrangement = arrange(items, self.index, self.reader.policy, self.budget_bytes, self.world.place)
-        values = [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
-        self._place(arrangement, values, HostMemory([]))
-        return values
+        return arrangement, [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
         """Note that elements of a tensor have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _carry_out(
-        self,
-        requests: Sequence[ReadRequest],
-        tensors: Sequence[torch.Tensor],
-        names: Sequence[str],
-        device: torch.device,
-        fresh: HostMemory,
-    ) -> None:
+    def _carry_out(self, requests: Sequence[ReadRequest], filling: _Filling, device: torch.device) -> None:
         tools = landings(self.budget_bytes, self.reader.policy.concurrency, device)
-        memories: dict[int, memoryview] = {}
-
-        def memory(target: int) -> memoryview:
-            if target not in memories:
-                memories[target] = bytes_of(tensors[target])
-            return memories[target]
-
-        def carry_out(request: ReadRequest, landing: Landing) -> None:
-            if device.type == "cpu":
-                for segment in request.segments:
-                    fresh.touch(*_span(tensors[segment.target], segment.copy.target))
-            if not self._copy_from_cache(request, tensors):
-                self._read_request(request, tensors, memory, landing)
-            with self._lock:
-                for segment in request.segments:
-                    self.count(names[segment.target], segment.copy.numel)
-                self.read_bytes += request.bytes.nbytes
-                self.progress.advance(request.bytes.nbytes)
-
         try:
-            Workers(carry_out, tools, self.world.check).run(requests)
+            Workers(partial(self._answer, filling), tools, self.world.check).run(requests)
         finally:  # whatever fails, nothing may be on its way to memory that is freed then
             for landing in tools:
                 landing.finish()
 
-    def _read_request(
-        self,
-        request: ReadRequest,
-        tensors: Sequence[torch.Tensor],
-        memory: Callable[[int], memoryview],
-        landing: Landing,
-    ) -> None:
+    def _answer(self, filling: _Filling, request: ReadRequest, landing: Landing) -> None:
+        for segment in request.segments:
+            filling.touch(segment.target, segment.copy.target)
+        if not self._copy_from_cache(request, filling.tensors):
+            self._read_request(request, filling, landing)
+        with self._lock:
+            for segment in request.segments:
+                self.count(filling.names[segment.target], segment.copy.numel)
+            self.read_bytes += request.bytes.nbytes
+            self.progress.advance(request.bytes.nbytes)
+
+    def _read_request(self, request: ReadRequest, filling: _Filling, landing: Landing) -> None:
         """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
         staged: list[tuple[Segment, int]] = []
         buffers: list[memoryview] = []
@@ -232,8 +224,8 @@ class Placer:
                 buffers.append(staging[used : used + gap])
                 used += aligned(gap)
             if segment.is_direct:
-                target = segment.copy.target.offset * tensors[segment.target].element_size()
-                buffers.append(memory(segment.target)[target : target + segment.bytes.nbytes])
+                target = segment.copy.target.offset * filling.tensors[segment.target].element_size()
+                buffers.append(filling.memory(segment.target)[target : target + segment.bytes.nbytes])
             else:
                 assert staging is not None
                 buffers.append(staging[used : used + segment.bytes.nbytes])
@@ -241,7 +233,7 @@ class Placer:
                 used += aligned(segment.bytes.nbytes)
         self.reader.read_vectored(request.file, request.bytes.start, buffers)
         for segment, start in staged:
-            landing.put(segment, start, tensors[segment.target])
+            landing.put(segment, start, filling.tensors[segment.target])
         if staging is not None:
             landing.end()
 
@@ -267,20 +259,77 @@ class Placer:
             strided_view(tensors[segment.target], segment.copy.target).copy_(as_stored(stored, segment, 0))
         return True
 
-    # Conversions that compute
+    # What is computed
 
-    def _place_computed(self, outputs: Mapping[str, torch.Tensor], item: Destination, tensor: torch.Tensor) -> None:
-        for copy in _copies(item):
-            assert isinstance(copy.leaf, Opaque)
-            whole = outputs[copy.leaf.output].contiguous()
-            strided_view(tensor, copy.target).copy_(strided_view(whole, copy.source))
-            self.count(item.fqn, copy.numel)
+    def _compute(self, made: Sequence[Evaluation], filling: _Filling) -> None:
+        """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
+        policy = self.reader.policy
+        most_bytes = most_at_once(self.budget_bytes, policy.concurrency)
+        small = [item for item in made if item.block.nbytes <= most_bytes]
+        alone = [item for item in made if item.block.nbytes > most_bytes]
+        if len(small) > 1:
+            tools = landings(self.budget_bytes, policy.concurrency, torch.device("cpu"))
+            Workers(partial(self._make, filling), tools, self.world.check).run(small)
+        else:
+            alone += small
+        for item in alone:
+            self.world.check()
+            if self._last is None or self._last[0] != item.key:
+                self._last = None  # its memory goes before that of the next is taken
+                outputs = self._evaluated(item, self.values_of(_inputs_of(item)))
+                self._last = item.key, outputs
+            self._move(item, self._last[1], filling)
 
-    def _evaluate(self, leaf: Opaque) -> Mapping[str, Any]:
-        """The conversion's outputs, from its inputs whole."""
-        wanted = [(source, Box.whole(source.shape), to_torch(stored_dtype(source))) for source in leaf.inputs]
-        inputs = self.values_of(wanted)
-        return leaf.operation(inputs)
+    def _make(self, filling: _Filling, item: Evaluation, landing: Landing) -> None:
+        """By one worker alone."""
+        arrangement, values = self._arranged(_inputs_of(item))
+        inner = _Filling(values, [""] * len(values))
+        for _, requests in arrangement.batches:
+            for request in requests:
+                self._answer(inner, request, landing)
+        for made in arrangement.computed:
+            self._make(inner, made, landing)
+        self._move(item, self._evaluated(item, values), filling)
+
+    def _evaluated(self, item: Evaluation, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        with torch.no_grad():
+            return item.operation.evaluate(item.block, values)
+
+    def _move(self, item: Evaluation, outputs: Mapping[str, torch.Tensor], filling: _Filling) -> None:
+        for move in item.moves:
+            filling.touch(move.target, move.place)
+            found = strided_view(outputs[move.output].contiguous(), move.source)
+            strided_view(filling.tensors[move.target], move.place).copy_(found)
+        with self._lock:
+            for move in item.moves:
+                self.count(filling.names[move.target], move.place.numel)
+
+
+@dataclass
+class _Filling:
+    """Tensors that are being filled, with their names; ``fresh`` is memory that some lie in, not touched yet."""
+
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
+    fresh: HostMemory = field(default_factory=lambda: HostMemory([]))
+    _memories: dict[int, memoryview] = field(default_factory=dict)
+
+    def memory(self, target: int) -> memoryview:
+        """The bytes of a tensor on the host."""
+        if target not in self._memories:
+            self._memories[target] = bytes_of(self.tensors[target])
+        return self._memories[target]
+
+    def touch(self, target: int, place: Strided) -> None:
+        """What lies there is about to be written."""
+        if self.tensors[target].device.type == "cpu":
+            self.fresh.touch(*_span(self.tensors[target], place))
+
+
+def _inputs_of(item: Evaluation) -> list[tuple[Expression, Box, torch.dtype]]:
+    return [
+        (source, box, to_torch(source.dtype)) for source, box in zip(item.inputs, item.block.needs, strict=True)
+    ]
 
 
 def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[], None]) -> dict[str, str]:
@@ -292,15 +341,6 @@ def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[
 
     Workers(identify, [None] * reader.policy.concurrency, check).run(files)
     return found
-
-
-def _copies(item: Destination) -> list[Copy]:
-    return [copy for part in item.boxes for copy in copies(item.expression, part.box, part.local)]
-
-
-def opaque_bytes(leaf: Opaque) -> int:
-    """Bytes of an opaque leaf's inputs as stored; evaluating it needs about twice as much."""
-    return sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
 
 
 def _span(tensor: torch.Tensor, place: Strided) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import Opaque
+from shardwise.conversion import computes
 from shardwise.execution.exchange import exchange
 from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer
@@ -123,7 +123,7 @@ def plan_sharing(
                 network_bytes_per_s=_network(held[item.fqn].tensor),
             )
             for item in items
-            if item.fqn in peers and not isinstance(item.expression, Opaque)
+            if item.fqn in peers and not computes(item.expression)
         }
 
     if not peers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.conversion import Expression, Stored, stored_dtype
+from shardwise.conversion import Expression, key_of
 from shardwise.errors import StorageError
 from shardwise.execution.copies import require_one_checkpoint
 from shardwise.execution.exchange import Traffic
@@ -21,7 +21,7 @@ from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.comparing import SampledBlocks
 from shardwise.planning.matching import Brought, Match
 from shardwise.storage import StorageReader
-from shardwise.tensors import Box, DType
+from shardwise.tensors import Box
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StoredValues:
         require_one_checkpoint(world, self.reader, self.index, SampledBlocks(), self.budget_bytes)
         return [
             {
-                name: Brought(item.shape, stored_dtype(item), (Box.whole(item.shape),))
+                name: Brought(item.shape, item.dtype, (Box.whole(item.shape),))
                 for name, item in self.expressions.items()
             }
         ]
@@ -75,10 +75,10 @@ class StoredValues:
 
     def _is_same_place(self, one: str, other: str) -> bool:
         """Whether two names are stored as one tensor."""
-        leaves = self.expressions[one], self.expressions[other]
-        if not all(isinstance(leaf, Stored) for leaf in leaves):
+        keys = [key_of(self.expressions[name]) for name in (one, other)]
+        if None in keys:
             return False
-        first, second = (self.index.entries[leaf.key] for leaf in leaves if isinstance(leaf, Stored))
+        first, second = (self.index.entries[key] for key in keys if key is not None)
         return (first.file, first.range, first.dtype, first.shape) == (
             second.file,
             second.range,
@@ -88,8 +88,7 @@ class StoredValues:
 
     def _are_equal(self, pair: tuple[str, str], placer: Placer, world: World) -> bool:
         one, other = (self.expressions[name] for name in pair)
-        dtype: DType = stored_dtype(one)
-        return dtype is stored_dtype(other) and are_equal(one, other, dtype, placer, world.rank, world.size)
+        return one.dtype is other.dtype and are_equal(one, other, one.dtype, placer, world.rank, world.size)
 
     def bring(
         self,
@@ -134,7 +133,7 @@ class StoredValues:
         """Small tensors, whole. Collective: no."""
         wanted = [(self.expressions[name], Box.whole(self.expressions[name].shape)) for name in names]
         placer = self._placer(World(0, 1))
-        found = placer.values_of([(item, box, to_torch(stored_dtype(item))) for item, box in wanted])
+        found = placer.values_of([(item, box, to_torch(item.dtype)) for item, box in wanted])
         self.read_bytes += placer.read_bytes
         return found
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.conversion import Stored
 from shardwise.execution.landing import as_stored, memory_of
 from shardwise.execution.place import bytes_of
 from shardwise.execution.progress import Progress
@@ -104,7 +103,6 @@ class Emitter:
                         reader.read_into(request.file, request.bytes.start + first, room)
                     part = stored[place - first : min(known, place + len(wanted)) - first]
                     if not np.array_equal(part, wanted[: len(part)]):
-                        assert isinstance(segment.copy.leaf, Stored)
                         differing.add(segment.copy.leaf.key)
                     wanted = wanted[len(part) :]
                     place += len(part)
@@ -135,7 +133,6 @@ class Emitter:
     def _add(self, request: ReadRequest, buffers: Sequence[memoryview]) -> None:
         found: list[tuple[str, int]] = []
         for segment, buffer in zip(request.segments, buffers, strict=True):
-            assert isinstance(segment.copy.leaf, Stored)
             key = segment.copy.leaf.key
             found.append((key, fingerprint(buffer, segment.bytes.start - self.entries[key].start)))
         with self._lock:

@@ -21,13 +21,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_dtype, substitute
+from shardwise.conversion import (
+    Bindings,
+    Computed,
+    Expression,
+    Stored,
+    WholeOperation,
+    computes,
+    key_of,
+    substitute,
+)
 from shardwise.layout import ModelLayout
 from shardwise.models import transformers_compat as compat
-from shardwise.models.dtypes import to_torch
+from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.tracer import NotStructural, Recorded
+from shardwise.tensors import numel
 
 _NUMBER = re.compile(r"(\d+)")
+
+_COMPUTING_FACTOR = 2
+"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
 
 
 @dataclass
@@ -102,7 +115,7 @@ def bind(
     # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
     # afterwards.
     leaves = {key: _known_by(key, item) for key, item in stored.items()}
-    composed = {key for key, item in stored.items() if not isinstance(item, Stored)}
+    composed = {key for key, item in stored.items() if key_of(item) is None}
     assignment = assign_keys(list(stored), names, transforms, prefix)
     offers: dict[str, list[Expression]] = {}
     faults: dict[str, list[str]] = {}
@@ -143,7 +156,7 @@ def bind(
 
 
 def _known_by(key: str, item: Expression) -> Stored:
-    return item if isinstance(item, Stored) else Stored(key, item.shape, stored_dtype(item))
+    return Stored(key, item.shape, item.dtype)
 
 
 def _index_gap(conversion: Conversion) -> str | None:
@@ -190,7 +203,7 @@ class _Tracer:
             if made is not None and all(self.fits(name, item) for name, item in made.items()):
                 return made
         made = self.trace_afresh(conversion)
-        if not any(isinstance(item, Opaque) for item in made.values()):
+        if not any(map(computes, made.values())):
             self.memo[mask] = (made, conversion)
         return made
 
@@ -219,26 +232,29 @@ class _Tracer:
                 raise NotStructural(f"{computed} is computed")
             return {name: item.expression for name, item in made.items()}
         except NotStructural:
-            return self.opaque(conversion, dtype)
+            return self.computed(conversion, dtype)
 
     def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
         return compat.convert(conversion.converter, conversion.target, sources, self.facade)
 
-    def opaque(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
+    def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
         """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
         keys = conversion.keys
         shapes = self.run(conversion, lambda key: torch.empty(self.stored[key].shape, dtype=dtype, device="meta"))
 
-        def operation(inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        def function(inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
             values = dict(zip(keys, inputs, strict=True))
             return self.run(conversion, lambda key: values[key].to(dtype))
 
         inputs = tuple(self.stored[key] for key in keys)
-        return {
-            name: Opaque(conversion.label, name, tuple(tensor.shape), inputs, operation)
-            for name, tensor in shapes.items()
-        }
+        outputs = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
+        nbytes = sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
+        operation = WholeOperation(
+            conversion.label, tuple(item.shape for item in inputs), outputs, function, _COMPUTING_FACTOR * nbytes
+        )
+        made = from_torch(dtype, conversion.target)
+        return {name: Computed(operation, name, shape, made, inputs) for name, shape in outputs.items()}
 
 
 class ModelFacade:

@@ -73,7 +73,7 @@ def resized(bindings: Bindings, names: set[str], size: int) -> Bindings:
         rows = expression.shape[0]
         if rows >= size:
             return slice_dim(expression, 0, 0, size)
-        return concat([expression, Hole((size - rows, *expression.shape[1:]))], 0)
+        return concat([expression, Hole((size - rows, *expression.shape[1:]), expression.dtype)], 0)
 
     offers: Mapping[str, tuple[Expression, ...]] = {
         name: tuple(map(fitted, found)) if name in names else found for name, found in bindings.offers.items()

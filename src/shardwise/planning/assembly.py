@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.conversion import Expression, Stored, pieces, skeleton
+from shardwise.conversion import Expression, pieces, skeleton
 from shardwise.planning.exchange import ALIGNMENT_BYTES, cut
 from shardwise.planning.giving import Boxes
 from shardwise.tensors import Box, Strided
@@ -255,7 +255,6 @@ class _Cutter:
         number_of = {leaf: number for number, leaf in enumerate(leaves)}
         given: dict[int, list[GivenPiece]] = {}
         for copy in pieces(expression, held, box):
-            assert isinstance(copy.leaf, Stored)
             home = bisect_right(starts, copy.source.offset) - 1
             rank, share_number = homes[home]
             source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)

@@ -16,11 +16,22 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.conversion import Copy, Expression, Opaque, Stored, copies, skeleton
+from shardwise.conversion import (
+    Computed,
+    Copy,
+    Evaluation,
+    Expression,
+    Region,
+    computes,
+    copies,
+    copies_and_computed,
+    evaluations,
+    skeleton,
+)
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.schedule import WASTE, aligned, segments_of
-from shardwise.planning.staging import staging_within
+from shardwise.planning.staging import most_at_once, staging_within
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import Box, DType, numel
 
@@ -92,16 +103,13 @@ class Footprints:
             on_device: staging_within(budget_bytes, policy.concurrency, on_device=on_device).nbytes
             for on_device in (False, True)
         }
+        self._most_bytes = most_at_once(budget_bytes, policy.concurrency)
         self._parts = parts
-        self._computed: dict[int, _WholeOperation] = {}
+        self._computing: list[Reading] = []
         kinds: dict[object, _AlikeTensors] = {}
         for item in wanted:
-            if isinstance(item.expression, Opaque):
-                computed = self._computed.setdefault(
-                    id(item.expression.operation), _WholeOperation(item.expression)
-                )
-                computed.spreads.append(item.spread)
-                continue
+            if computes(item.expression):
+                self._computing.append(item)
             bare, keys = skeleton(item.expression)
             kind = kinds.setdefault(
                 (bare, id(item.spread), item.dtype, item.on_device, id(item.fetched)),
@@ -127,12 +135,8 @@ class Footprints:
             (self.segments(rank, on_device=on_device, is_shared=is_shared), self._staging_bytes[on_device])
             for on_device, is_shared in ((False, False), (True, False), (False, True))
         ]
-        computed = [
-            self._whole_inputs(item.leaf)
-            for item in self._computed.values()
-            if any(spread.boxes[position] for spread in item.spreads)
-        ]
-        passes += [(segments, self._policy.max_gap_bytes) for segments in computed]
+        computed = list(self._for_computed(position))
+        passes += [(segments, self._staging_bytes[False]) for segments in computed]
         needed = sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
         requests = [_requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
         starts = np.concatenate([found[0] for found in requests])
@@ -160,22 +164,33 @@ class Footprints:
     def _of_part(self, part: ReadPart) -> Segments:
         found: list[Segments] = []
         for copy in copies(part.expression, part.box):
-            leaf = copy.leaf
-            assert isinstance(leaf, Stored)
-            needs_staging = part.dtype != leaf.dtype
-            within = _within_leaf(copy, leaf, self._policy, self._staging_bytes[False], needs_staging=needs_staging)
-            found.append(within.moved(np.asarray([self._map.place_of(leaf.key)], np.int64)))
+            needs_staging = part.dtype != copy.leaf.dtype
+            within = _within_leaf(copy, self._policy, self._staging_bytes[False], needs_staging=needs_staging)
+            found.append(within.moved(np.asarray([self._map.place_of(copy.leaf.key)], np.int64)))
         return Segments.all_of(found)
 
-    def _whole_inputs(self, leaf: Opaque) -> Segments:
-        found: list[Segments] = []
-        for source in leaf.inputs:
-            for copy in copies(source, Box.whole(source.shape)):
-                stored = copy.leaf
-                assert isinstance(stored, Stored)  # an opaque leaf is never below another node
-                within = _within_leaf(copy, stored, self._policy, self._policy.request_bytes, needs_staging=False)
-                found.append(within.moved(np.asarray([self._map.place_of(stored.key)], np.int64)))
-        return Segments.all_of(found)
+    def _for_computed(self, position: int) -> Iterator[Segments]:
+        """What is read for each block that is computed: its inputs, one after the other."""
+        parts = (
+            (number, part.leaf, part.region)
+            for number, item in enumerate(self._computing)
+            for held in item.spread.boxes[position]
+            for part in copies_and_computed(item.expression, held.box, held.local)[1]
+        )
+        return self._inputs(evaluations(parts, self._most_bytes))
+
+    def _inputs(self, made: Iterable[Evaluation]) -> Iterator[Segments]:
+        for item in made:
+            found: list[Segments] = []
+            computed: list[tuple[int, Computed, Region]] = []
+            for number, (source, box) in enumerate(zip(item.inputs, item.block.needs, strict=True)):
+                copied, inner = copies_and_computed(source, box)
+                computed += ((number, part.leaf, part.region) for part in inner)
+                for copy in copied:
+                    within = _within_leaf(copy, self._policy, self._staging_bytes[False], needs_staging=False)
+                    found.append(within.moved(np.asarray([self._map.place_of(copy.leaf.key)], np.int64)))
+            yield Segments.all_of(found)
+            yield from self._inputs(evaluations(computed, self._most_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,40 +274,31 @@ class _AlikeTensors:
             return self._last[1]
         number_of = {key: number for number, key in enumerate(self.keys)}
         # Of stacked experts, the copies of all leaves are alike.
-        alike: dict[object, tuple[Copy, Stored, list[int]]] = {}
+        alike: dict[object, tuple[Copy, list[int]]] = {}
         for copy in _copies(self.wanted.expression, boxes):
             leaf = copy.leaf
-            assert isinstance(leaf, Stored)  # an opaque leaf is never below another node
             form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
-            alike.setdefault(form, (copy, leaf, []))[2].append(number_of[leaf.key])
+            alike.setdefault(form, (copy, []))[1].append(number_of[leaf.key])
         places = np.asarray(self.places, np.int64)
         found: list[Segments] = []
-        for copy, leaf, numbers in alike.values():
-            needs_staging = self.wanted.on_device or self.wanted.dtype != leaf.dtype
-            within = _within_leaf(copy, leaf, self.policy, self.staging_bytes, needs_staging=needs_staging)
+        for copy, numbers in alike.values():
+            needs_staging = self.wanted.on_device or self.wanted.dtype != copy.leaf.dtype
+            within = _within_leaf(copy, self.policy, self.staging_bytes, needs_staging=needs_staging)
             found.append(within.moved(places[:, numbers].ravel()))
         made = Segments.all_of(found)
         self._last = (boxes, made)
         return made
 
 
-@dataclass
-class _WholeOperation:
-    """An operation that reads its inputs whole, and how its outputs are spread."""
-
-    leaf: Opaque
-    spreads: list[Spread] = field(default_factory=list)
-
-
 def _copies(expression: Expression, boxes: Iterable[LocalBox]) -> Iterator[Copy]:
+    """Those of stored tensors."""
     for part in boxes:
-        yield from copies(expression, part.box, part.local)
+        yield from copies_and_computed(expression, part.box, part.local)[0]
 
 
-def _within_leaf(
-    copy: Copy, leaf: Stored, policy: ReadPolicy, block_bytes: int, *, needs_staging: bool
-) -> Segments:
+def _within_leaf(copy: Copy, policy: ReadPolicy, block_bytes: int, *, needs_staging: bool) -> Segments:
     """The segments of one copy, counted from the first byte of its leaf."""
+    leaf = copy.leaf
     nbytes = numel(leaf.shape) * leaf.dtype.itemsize
     entry = TensorEntry(leaf.key, leaf.dtype, leaf.shape, "", 0, nbytes)
     found = list(segments_of(copy, 0, entry, needs_staging=needs_staging, policy=policy, block_bytes=block_bytes))
@@ -306,7 +312,6 @@ def _within_leaf(
 
 
 def _stored_bytes(copy: Copy) -> int:
-    assert isinstance(copy.leaf, Stored)
     return copy.numel * copy.leaf.dtype.itemsize
 
 

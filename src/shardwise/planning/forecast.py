@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from shardwise.conversion import (
-    Concat,
+    Computed,
     Expression,
-    Opaque,
-    Permute,
-    Slice,
-    Stack,
+    computed_leaves,
+    computes,
+    leaf_boxes,
+    leaves_of,
     rows_stored,
     skeleton,
-    stored_dtype,
+    smallest_block_bytes,
 )
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats import CheckpointIndex
@@ -40,9 +40,6 @@ from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, 
 from shardwise.report.sizes import in_bytes
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import DType, numel
-
-_COMPUTING_FACTOR = 2
-"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +138,11 @@ def shared_tensors(
         if rows_stored(read.expression) is not None:
             continue
         if isinstance(sharing, InIntervals):
-            if world.mesh.ranks > 1 and not isinstance(read.expression, Opaque):
+            if world.mesh.ranks > 1 and not computes(read.expression):
                 found[name] = FetchingPeers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
             continue
         peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=_is_sharded(tensor))
-        if peers is None or isinstance(read.expression, Opaque):
+        if peers is None or computes(read.expression):
             continue
         kind = (skeleton(read.expression)[0], spread)
         if kind not in chosen:
@@ -244,15 +241,21 @@ def forecast_training(
 
 def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
     """The conversions that compute, each with all that it makes."""
-    made: dict[int, tuple[Opaque, list[str]]] = {}
+    made: dict[object, tuple[Computed, list[str]]] = {}
     for name, read in plan.reads().items():
-        if isinstance(read.expression, Opaque):
-            made.setdefault(id(read.expression.operation), (read.expression, []))[1].append(name)
-    found: list[ComputedForecast] = []
-    for leaf, names in made.values():
-        nbytes = sum(numel(source.shape) * stored_dtype(source).itemsize for source in leaf.inputs)
-        found.append(ComputedForecast(tuple(names), leaf.label, nbytes, _COMPUTING_FACTOR * nbytes))
-    return tuple(found)
+        for leaf in computed_leaves(read.expression):
+            names = made.setdefault((leaf.operation, leaf.sources), (leaf, []))[1]
+            if name not in names[-1:]:
+                names.append(name)
+    return tuple(
+        ComputedForecast(
+            tuple(names),
+            leaf.operation.label,
+            sum(numel(source.shape) * source.dtype.itemsize for source in leaf.sources),
+            smallest_block_bytes(leaf),
+        )
+        for leaf, names in made.values()
+    )
 
 
 def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
@@ -399,17 +402,10 @@ def _is_stack(tensor: TensorLayout, expression: Expression | None) -> bool:
 
 
 def _stacks_first(expression: Expression) -> bool:
-    match expression:
-        case Stack(dim=dim):
-            return dim == 0
-        case Concat(parts=parts, dim=dim):
-            return dim != 0 and _stacks_first(parts[0])
-        case Slice(source=source, dim=dim):
-            return dim != 0 and _stacks_first(source)
-        case Permute(source=source, dims=dims):
-            return dims[0] == 0 and _stacks_first(source)
-        case _:
-            return False
+    """Whether every index of the first dimension is stored by itself."""
+    if any(len(leaf.shape) >= len(expression.shape) for leaf in leaves_of(expression)):
+        return False
+    return all(box.sizes[0] == 1 for box in leaf_boxes(expression))
 
 
 def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:

@@ -20,22 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.conversion import (
-    Concat,
-    Expression,
-    Hole,
-    Opaque,
-    Permute,
-    Reshape,
-    Slice,
-    Stack,
-    Stored,
-    copies,
-    skeleton,
-)
+from shardwise.conversion import Expression, copies, leaf_boxes, skeleton
 from shardwise.formats import CheckpointIndex
 from shardwise.planning.exchange import Agenda, Holders, Parcel, WantedBoxes, cut
-from shardwise.tensors import Box, Strided, contiguous_strides, numel
+from shardwise.tensors import Box, numel
 
 _GRAINS = 64
 """An interval may be cut where it is shorter or longer than the mean by one part in this many, so that rows, and
@@ -172,44 +160,6 @@ def _blocks(
     return [(reader, block) for _, reader, block in found]
 
 
-def leaf_boxes(expression: Expression) -> Iterator[Box]:
-    """Boxes that make up an expression, in no order; of one leaf each, as far as the nodes let that be seen."""
-    match expression:
-        case Stored() | Opaque():
-            yield Box.whole(expression.shape)
-        case Hole():
-            pass
-        case Concat(parts, dim):
-            start = 0
-            for part in parts:
-                for box in leaf_boxes(part):
-                    yield _with(box, dim, box.offsets[dim] + start, box.sizes[dim])
-                start += part.shape[dim]
-        case Stack(parts, dim):
-            for number, part in enumerate(parts):
-                for box in leaf_boxes(part):
-                    offsets = (*box.offsets[:dim], number, *box.offsets[dim:])
-                    yield Box(offsets, (*box.sizes[:dim], 1, *box.sizes[dim:]))
-        case Slice(source, dim, start, step, shape):
-            for box in leaf_boxes(source):
-                offset, size = box.offsets[dim] - start, box.sizes[dim]
-                first, last = max(0, -(-offset // step)), min(shape[dim], -(-(offset + size) // step))
-                if first < last:
-                    yield _with(box, dim, first, last - first)
-        case Permute(source, dims):
-            for box in leaf_boxes(source):
-                yield _in_order(box, dims)
-        case Reshape(source, shape):
-            strides = contiguous_strides(source.shape)
-            boxes = list(leaf_boxes(source))
-            if all(Strided(0, box.sizes, strides).is_contiguous for box in boxes):
-                for box in boxes:
-                    start = sum(step * stride for step, stride in zip(box.offsets, strides, strict=True))
-                    yield from stretch(shape, start, start + box.numel)
-            else:
-                yield Box.whole(shape)
-
-
 def stretch(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The elements ``start <= i < stop`` of a tensor of these sizes, in row-major order, as few boxes."""
     if start >= stop:
@@ -288,7 +238,6 @@ def _forms(expression: Expression, keys: Sequence[str]) -> Iterator[_BoxForm]:
         starts: dict[int, int] = {}
         nbytes = 0
         for copy in copies(expression, box):
-            assert isinstance(copy.leaf, Stored)
             itemsize = copy.leaf.dtype.itemsize
             number, start = number_of[copy.leaf.key], copy.source.offset * itemsize
             starts[number] = min(start, starts.get(number, start))
@@ -324,12 +273,6 @@ def _cut(piece: _StoredPiece, times_ranks: int, ranks: int, grain_bytes: int) ->
         step *= size
     unit = ranks * itemsize * step
     return min(portion.box.numel, (2 * times_ranks + unit) // (2 * unit) * step)
-
-
-def _with(box: Box, dim: int, offset: int, size: int) -> Box:
-    return Box(
-        (*box.offsets[:dim], offset, *box.offsets[dim + 1 :]), (*box.sizes[:dim], size, *box.sizes[dim + 1 :])
-    )
 
 
 def _in_order(box: Box, order: Sequence[int]) -> Box:

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
 
-from shardwise.conversion import Bindings, Expression, Opaque, Stored, stored_leaves
+from shardwise.conversion import Bindings, Expression, key_of, leaves_of, stored_leaves
 from shardwise.errors import CoverageError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
@@ -234,15 +234,16 @@ class _LoadPlanner:
         for leaf in stored_leaves(offer):
             if leaf.dtype.bits % 8:
                 return f"stored as {leaf.dtype.label}, which cannot be loaded without its quantiser"
-            if not isinstance(offer, Opaque) and not casts_safely(leaf.dtype, tensor.dtype):
-                return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
+        if any(not casts_safely(leaf.dtype, tensor.dtype) for leaf in leaves_of(offer)):
+            return f"stored {self.describe(offer)}, model wants {tensor.dtype.label}"
         return None
 
     def describe(self, offer: Expression) -> str:
-        if isinstance(offer, Stored):
-            entry = self.index.entries[offer.key]
-            return f"{offer.shape} {offer.dtype.label} in {entry.file}" + (f" as {offer.key}" if offer.key else "")
-        return f"{offer.shape} as {offer}"
+        key = key_of(offer)
+        if key is None:
+            return f"{offer.shape} as {offer}"
+        file = self.index.entries[key].file
+        return f"{offer.shape} {offer.dtype.label} in {file}" + (f" as {key}" if key else "")
 
     def check_unexpected(self) -> None:
         for key, name in self.bindings.unmatched.items():

@@ -162,7 +162,6 @@ def arrange_writes(
     for entry, expression in saved:
         leaf = Stored(entry.key, entry.shape, entry.dtype)
         for piece in pieces(expression, held):
-            assert isinstance(piece.leaf, Stored)
             name = piece.leaf.key
             back = Copy(leaf, piece.target, piece.source)
             found = segments_of(

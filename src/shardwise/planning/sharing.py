@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.conversion import Expression, Stored, copies
+from shardwise.conversion import Expression, copies
 from shardwise.errors import ConfigError
 from shardwise.formats import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -86,7 +86,6 @@ def times_read(
     needed = cost = 0
     for part in boxes:
         for copy in copies(expression, part.box, part.local):
-            assert isinstance(copy.leaf, Stored)
             entry = index.entries[copy.leaf.key]
             needed += copy.numel * entry.dtype.itemsize
             for segment in segments_of(

@@ -38,3 +38,12 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     if on_device:
         nbytes = 1 << (nbytes.bit_length() - 1)
     return Staging(workers, nbytes, slabs * workers * nbytes)
+
+
+def most_at_once(budget_bytes: int, concurrency: int) -> int:
+    """Bytes that one block of a computation may take, so that every worker can make one within the budget.
+
+    A block that cannot be cut so small is made alone.
+    """
+    staging = staging_within(budget_bytes, concurrency, on_device=False)
+    return max(1, (budget_bytes - staging.total_bytes) // staging.workers)

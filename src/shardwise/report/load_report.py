@@ -77,7 +77,7 @@ class LoadReport:
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
-    opaque: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
     read_once: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicated: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class LoadReport:
         for pair in dict.fromkeys(self.cast.values()):
             names = [name for name, cast in self.cast.items() if cast == pair]
             lines += listing(f"{pair[0]}→{pair[1]}", names)
-        lines += listing("opaque", self.opaque)
+        lines += listing("computed", self.computed)
         for word, reasons in (("read once", self.read_once), ("read alone", self.read_alone)):
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name, found in reasons.items() if found == reason]

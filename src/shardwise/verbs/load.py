@@ -17,14 +17,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.conversion import Bindings, Opaque, rows_stored, stored_leaves
+from shardwise.conversion import (
+    Bindings,
+    computed_leaves,
+    computes,
+    rows_stored,
+    smallest_block_bytes,
+    stored_leaves,
+)
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, materialize, offloads_shards
 from shardwise.execution.memory import available_memory
-from shardwise.execution.place import Arrangement, Destination, Placer, arrange, opaque_bytes
+from shardwise.execution.place import Arrangement, Destination, Placer, arrange
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.sharing import SharePlan, SharingPeers, peers_in, plan_sharing, read_shared
 from shardwise.execution.twins import unequal_twins
@@ -532,7 +539,7 @@ def make_plan(
     index: CheckpointIndex,
     request: LoadRequest,
 ) -> LoadPlan:
-    """The plan, with opaque conversions checked against the budget."""
+    """The plan, with what is computed checked against the budget."""
     additions = request.additions
     initial = initialize.initial_origin(model, additions)
 
@@ -543,13 +550,12 @@ def make_plan(
     rules = ModelRules(*compat.ignore_patterns(additions.base or model))
     plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
     for name, read in plan.reads().items():
-        leaf = read.expression
-        if isinstance(leaf, Opaque) and 2 * opaque_bytes(leaf) > request.options.budget_bytes:
-            raise CoverageError(
-                f"{name} is computed by {leaf.label} from {len(leaf.inputs)} whole tensors, which needs "
-                f"{2 * opaque_bytes(leaf):,} bytes; the budget is {request.options.budget_bytes:,}: raise "
-                "budget_bytes"
-            )
+        for leaf in computed_leaves(read.expression):
+            if (nbytes := smallest_block_bytes(leaf)) > request.options.budget_bytes:
+                raise CoverageError(
+                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                    f"{nbytes:,} bytes at once; the budget is {request.options.budget_bytes:,}: raise budget_bytes"
+                )
     return plan
 
 
@@ -722,7 +728,7 @@ def make_report(
         missing_keys=plan.missing_keys,
         unexpected_keys=plan.unexpected_keys,
         mismatched_keys=plan.mismatched_keys,
-        opaque=tuple(name for name, read in reads.items() if isinstance(read.expression, Opaque)),
+        computed=tuple(name for name, read in reads.items() if computes(read.expression)),
         replicated=tuple(
             item.fqn
             for item in plan.layout.tensors

@@ -14,10 +14,10 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import Expression, Opaque, stored_leaves
+from shardwise.conversion import Expression, computed_leaves, computes, smallest_block_bytes, stored_leaves
 from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
 from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
-from shardwise.execution.place import Placer, opaque_bytes
+from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.stored import StoredTensors
 from shardwise.execution.stream_out import Streamed, stream_out
@@ -82,9 +82,9 @@ class OfflineModel:
 
         def stored(tensor: TensorLayout) -> TensorLayout:
             expression = self.expressions.get(tensor.fqn)
-            if expression is None or isinstance(expression, Opaque):
+            if expression is None or computes(expression):
                 return tensor
-            return replace(tensor, dtype=next(stored_leaves(expression)).dtype)
+            return replace(tensor, dtype=expression.dtype)
 
         return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
 
@@ -193,12 +193,13 @@ def _is_parameter(plan: LoadPlan, name: str) -> bool:
 
 def _require_bounded(expressions: Mapping[str, Expression]) -> None:
     for name, expression in expressions.items():
-        if isinstance(expression, Opaque) and 2 * opaque_bytes(expression) > COMPUTED_BYTES:
-            raise CoverageError(
-                f"{name} is computed by {expression.label} from {len(expression.inputs)} whole tensors, which "
-                f"takes {2 * opaque_bytes(expression):,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load "
-                "the model with transformers and save it"
-            )
+        for leaf in computed_leaves(expression):
+            if (nbytes := smallest_block_bytes(leaf)) > COMPUTED_BYTES:
+                raise CoverageError(
+                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which takes "
+                    f"{nbytes:,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load the model with "
+                    "transformers and save it"
+                )
 
 
 # Where it goes

@@ -1,0 +1,189 @@
+"""What is not a mere movement of elements: values that are computed, block by block, of boxes of other expressions.
+
+[Note: Blocks] An operation says of which boxes of its inputs it makes which boxes of its outputs. Boxes are counted
+in the whole tensors, never in a shard, so that no cut can be wrong: a scale belongs to the same elements whoever
+asks. Executors cut what they need into such blocks, read the inputs of one, evaluate it, and move what came out to
+its places, within a budget of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardwise.conversion.covering import apart
+from shardwise.conversion.expression import Expression, Leaf, Shape, leaves_of
+from shardwise.conversion.region import Region
+from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlock:
+    """A step of a computation.
+
+    Attributes:
+        needs: a box of each input, in their order.
+        gives: by output, the box that is made.
+        nbytes: of memory while it is made: what is needed, what is given, and what lies between.
+    """
+
+    needs: tuple[Box, ...]
+    gives: Mapping[str, Box]
+    nbytes: int
+
+
+class Operation(Hashable, Protocol):
+    """How outputs are computed. Equal operations on equal inputs are one computation.
+
+    Attributes:
+        label: its name, for messages.
+    """
+
+    @property
+    def label(self) -> str: ...
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        """Blocks that together give all that is wanted of each output, each of its elements once.
+
+        They may give more. Each has at most ``most_bytes`` where the operation can be cut so small. Pure.
+        """
+        ...
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        """What a block gives, by output.
+
+        ``values`` are the boxes that it needs, as contiguous CPU tensors in the dtypes of the inputs. May be called
+        by several threads at once.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Leaf):
+    """One output of an operation. ``dtype`` is the one in which it is evaluated."""
+
+    operation: Operation
+    output: str
+    shape: Shape
+    dtype: DType
+    sources: tuple[Expression, ...]
+
+    @property
+    def form(self) -> Hashable:
+        return "computed", self.operation, self.output, self.shape
+
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        return Computed(self.operation, self.output, self.shape, self.dtype, tuple(sources))
+
+    def __str__(self) -> str:
+        return f"{self.operation.label}({', '.join(map(str, self.sources))})[{self.output}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeOperation:
+    """An operation that is run once, on its inputs whole, and makes all of its outputs.
+
+    ``function`` takes the inputs in their order. ``nbytes`` is what it takes of memory.
+    """
+
+    label: str
+    inputs: tuple[Shape, ...]
+    outputs: Mapping[str, Shape]
+    function: Callable[[Sequence[Any]], Mapping[str, Any]]
+    nbytes: int
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(wanted.values()):
+            gives = {name: Box.whole(shape) for name, shape in self.outputs.items()}
+            yield ComputedBlock(tuple(map(Box.whole, self.inputs)), gives, self.nbytes)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return self.function(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Elements of a block's output, counted in the box that it gives, and where they go in a target's memory."""
+
+    target: int
+    output: str
+    source: Strided
+    place: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A block to be computed of these inputs, and what becomes of it."""
+
+    operation: Operation
+    inputs: tuple[Expression, ...]
+    block: ComputedBlock
+    moves: tuple[Move, ...]
+
+    @property
+    def key(self) -> object:
+        """Equal where the same is computed."""
+        return self.operation, self.inputs, self.block
+
+
+def evaluations(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[Evaluation]:
+    """What fills parts of targets, given as (number of the target, leaf, region of it). Each block is made once."""
+    groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
+    for part in parts:
+        groups.setdefault((part[1].operation, part[1].sources), []).append(part)
+    for (operation, inputs), group in groups.items():
+        wanted: dict[str, list[Box]] = {}
+        for _, leaf, region in group:
+            wanted.setdefault(leaf.output, []).append(region.bounds)
+        for block in operation.blocks({name: apart(boxes) for name, boxes in wanted.items()}, most_bytes):
+            moves = [
+                Move(target, leaf.output, *piece.strided(contiguous_strides(block.gives[leaf.output].sizes)))
+                for target, leaf, region in group
+                if leaf.output in block.gives
+                for piece in region.within(block.gives[leaf.output])
+            ]
+            yield Evaluation(operation, inputs, block, tuple(moves))
+
+
+def smallest_block_bytes(leaf: Computed) -> int:
+    """Bytes of memory that a leaf needs to be computed, cut as small as can be."""
+    first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
+    inner = sum(smallest_block_bytes(found) for item in leaf.sources for found in computed_leaves(item))
+    return inner + (0 if first is None else first.nbytes)
+
+
+def computed_leaves(expression: Expression) -> Iterator[Computed]:
+    """What is computed in an expression, outermost; not what that is computed of."""
+    return (leaf for leaf in leaves_of(expression) if isinstance(leaf, Computed))
+
+
+def computes(expression: Expression) -> bool:
+    """Whether anything in an expression is computed."""
+    return next(computed_leaves(expression), None) is not None
+
+
+def whole_units(box: Box, shape: Shape, unit: Shape) -> Box:
+    """The box grown to whole units of this size, counted from the tensor's first element."""
+    starts = [at // size * size for at, size in zip(box.offsets, unit, strict=True)]
+    stops = [
+        min(-(-(at + size) // step) * step, length)
+        for at, size, step, length in zip(box.offsets, box.sizes, unit, shape, strict=True)
+    ]
+    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+def cut_units(box: Box, unit: Shape, most: int) -> Iterator[Box]:
+    """A box of whole units in parts of whole units: of at most ``most`` elements, or of one unit."""
+    if box.numel <= most:
+        yield box
+        return
+    for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
+        if size > step:
+            rows = max(step, most // numel((*box.sizes[:dim], *box.sizes[dim + 1 :])) // step * step)
+            for start in range(0, size, rows):
+                offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+                sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
+                yield from cut_units(Box(offsets, sizes), unit, most)
+            return
+    yield box
