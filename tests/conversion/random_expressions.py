@@ -5,8 +5,20 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from tests.conversion.scaled import scaled, scales_of
 
-from shardwise.conversion import Expression, Stored, concat, copies, permute, reshape, slice_dim, stack
+from shardwise.conversion import (
+    Expression,
+    Stored,
+    concat,
+    copies,
+    copies_and_computed,
+    evaluations,
+    permute,
+    reshape,
+    slice_dim,
+    stack,
+)
 from shardwise.tensors import Box, DType, Strided, numel
 
 Array = np.ndarray
@@ -25,12 +37,13 @@ class Grower:
         self.leaves[key] = np.arange(numel(shape)).reshape(shape) + 1_000_000 * len(self.leaves)
         return Stored(key, shape, DType.F32), self.leaves[key]
 
-    def grow(self, steps: int) -> tuple[Expression, Array]:
+    def grow(self, steps: int, *, computing: bool = False) -> tuple[Expression, Array]:
         rank = self.rng.randint(0, 4)
         node, array = self.leaf(tuple(self.rng.choice([1, 2, 3, 4, 5, 6, 8]) for _ in range(rank)))
         for _ in range(steps):
             operation = self.rng.choice(
                 [self.slice, self.permute, self.reshape, self.concat, self.stack, self.rotate]
+                + 3 * [self.scale] * computing
             )
             node, array = operation(node, array)
         return node, array
@@ -73,6 +86,17 @@ class Grower:
         parts = [(node, array), *(self.leaf(array.shape) for _ in range(self.rng.randint(0, 2)))]
         self.rng.shuffle(parts)
         return stack([part for part, _ in parts], dim), np.stack([part for _, part in parts], dim)
+
+    def scale(self, node: Expression, array: Array) -> tuple[Expression, Array]:
+        """Times a number for every two by two elements."""
+        if array.ndim != 2 or not array.size:
+            return node, array
+        key, shape = f"s{len(self.leaves)}", scales_of(array.shape)
+        self.leaves[key] = scales = np.array([self.rng.choice([1, 2, 3]) for _ in range(numel(shape))]).reshape(
+            shape
+        )
+        wide = scales.repeat(2, 0).repeat(2, 1)[: array.shape[0], : array.shape[1]]
+        return scaled(node, Stored(key, shape, DType.F32)), array * wide
 
     def rotate(self, node: Expression, array: Array) -> tuple[Expression, Array]:
         """A concatenation of two slices of the same node."""
@@ -119,5 +143,42 @@ def check_expression(seed: int) -> None:
             source = np.ascontiguousarray(grower.leaves[copy.leaf.key])
             view(found, block.target)[...] = view(source, block.source)
             view(written, block.target)[...] += 1
+    assert (written == 1).all(), seed
+    assert (found.reshape(wanted.shape) == wanted).all(), seed
+
+
+def evaluated(
+    leaves: dict[str, Array], node: Expression, box: Box, most_bytes: int, written: Array | None = None
+) -> Array:
+    """A box of an expression that may compute, by copies and blocks; ``written`` counts what is put where."""
+    found = np.full(box.numel, -1)
+    copied, computed = copies_and_computed(node, box)
+    for copy in copied:
+        view(found, copy.target)[...] = view(np.ascontiguousarray(leaves[copy.leaf.key]), copy.source)
+        if written is not None:
+            view(written, copy.target)[...] += 1
+    for item in evaluations(((0, part.leaf, part.region) for part in computed), most_bytes):
+        needs = zip(item.inputs, item.block.needs, strict=True)
+        values = [evaluated(leaves, source, need, most_bytes).reshape(need.sizes) for source, need in needs]
+        outputs = item.operation.evaluate(item.block, values)
+        for move in item.moves:
+            view(found, move.place)[...] = view(np.ascontiguousarray(outputs[move.output]), move.source)
+            if written is not None:
+                view(written, move.place)[...] += 1
+    return found
+
+
+def check_computed(seed: int) -> None:
+    """As :func:`check_expression`, with nodes that compute among the others."""
+    rng = random.Random(seed)
+    grower = Grower(rng)
+    node, array = grower.grow(rng.randint(1, 9), computing=True)
+    assert node.shape == array.shape, seed
+    if array.size > _MAX_NUMEL:
+        return
+    box = random_box(rng, array.shape)
+    wanted = array[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    written = np.zeros(wanted.size, dtype=int)
+    found = evaluated(grower.leaves, node, box, rng.choice([1, 50, 300, 10**9]), written)
     assert (written == 1).all(), seed
     assert (found.reshape(wanted.shape) == wanted).all(), seed

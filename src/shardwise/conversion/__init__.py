@@ -8,12 +8,11 @@ from shardwise.conversion.computed import (
     Move,
     Operation,
     WholeOperation,
+    aligned_blocks,
     computed_leaves,
     computes,
-    cut_units,
     evaluations,
     smallest_block_bytes,
-    whole_units,
 )
 from shardwise.conversion.copies import Copy, copies, copies_and_computed, pieces
 from shardwise.conversion.covering import apart, covering_box, leaf_boxes, needed_boxes
@@ -61,6 +60,7 @@ __all__ = [
     "Stack",
     "Stored",
     "WholeOperation",
+    "aligned_blocks",
     "apart",
     "computed_leaves",
     "computes",
@@ -68,7 +68,6 @@ __all__ = [
     "copies",
     "copies_and_computed",
     "covering_box",
-    "cut_units",
     "evaluations",
     "key_of",
     "leaf_boxes",
@@ -85,5 +84,4 @@ __all__ = [
     "stored_leaves",
     "substitute",
     "view",
-    "whole_units",
 ]

@@ -163,8 +163,17 @@ def computes(expression: Expression) -> bool:
     return next(computed_leaves(expression), None) is not None
 
 
-def whole_units(box: Box, shape: Shape, unit: Shape) -> Box:
-    """The box grown to whole units of this size, counted from the tensor's first element."""
+def aligned_blocks(boxes: Iterable[Box], shape: Shape, unit: Shape, most: int) -> Iterator[Box]:
+    """Boxes of whole units of a tensor, without overlap, that hold these boxes.
+
+    Units are counted from the tensor's first element; those at its end may be smaller. No box has more than
+    ``most`` elements, but for one of a single unit.
+    """
+    for box in apart(_grown(box, shape, unit) for box in boxes):
+        yield from _cut(box, unit, most)
+
+
+def _grown(box: Box, shape: Shape, unit: Shape) -> Box:
     starts = [at // size * size for at, size in zip(box.offsets, unit, strict=True)]
     stops = [
         min(-(-(at + size) // step) * step, length)
@@ -173,17 +182,14 @@ def whole_units(box: Box, shape: Shape, unit: Shape) -> Box:
     return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
-def cut_units(box: Box, unit: Shape, most: int) -> Iterator[Box]:
-    """A box of whole units in parts of whole units: of at most ``most`` elements, or of one unit."""
-    if box.numel <= most:
-        yield box
-        return
+def _cut(box: Box, unit: Shape, most: int) -> Iterator[Box]:
     for dim, (size, step) in enumerate(zip(box.sizes, unit, strict=True)):
-        if size > step:
-            rows = max(step, most // numel((*box.sizes[:dim], *box.sizes[dim + 1 :])) // step * step)
+        if box.numel > most and size > step:
+            rest = (*box.sizes[:dim], *box.sizes[dim + 1 :])
+            rows = max(step, most // numel(rest) // step * step)
             for start in range(0, size, rows):
                 offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
                 sizes = (*box.sizes[:dim], min(rows, size - start), *box.sizes[dim + 1 :])
-                yield from cut_units(Box(offsets, sizes), unit, most)
+                yield from _cut(Box(offsets, sizes), unit, most)
             return
     yield box

@@ -30,7 +30,7 @@ from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.schedule import ReadRequest, Segment, aligned, schedule, segments_of
-from shardwise.planning.staging import most_at_once, staging_within
+from shardwise.planning.staging import ComputingShare, staging_within
 from shardwise.storage import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Box, Strided
@@ -111,7 +111,7 @@ def arrange(
             segments, policy, staging_bytes=staging_bytes, start_at=start_at if policy.is_remote else 0.0
         )
         batches.append((device, tuple(requests)))
-    most_bytes = most_at_once(budget_bytes, policy.concurrency)
+    most_bytes = ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
     return Arrangement(items, tuple(files), tuple(batches), tuple(evaluations(computed, most_bytes)))
 
 
@@ -146,7 +146,7 @@ class Placer:
         """
         before = identities_of(self.reader, arrangement.files, self.world.check)
         self._require_same(self.identities, before)
-        self._place(arrangement, tensors, fresh or HostMemory([]))
+        self._place(arrangement, tensors, fresh or HostMemory([]), self.budget_bytes)
         self._require_same(before, identities_of(self.reader, arrangement.files, self.world.check))
 
     def _require_same(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -158,11 +158,13 @@ class Placer:
                 "again once nobody writes to it"
             )
 
-    def _place(self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory) -> None:
+    def _place(
+        self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory, budget_bytes: int
+    ) -> None:
         filling = _Filling(tensors, [item.fqn for item in arrangement.destinations], fresh)
         for device, requests in arrangement.batches:
-            self._carry_out(requests, filling, device)
-        self._compute(arrangement.computed, filling)
+            self._carry_out(requests, filling, device, budget_bytes)
+        self._compute(arrangement.computed, filling, budget_bytes)
 
     def values(self, expression: Expression, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """A box of an expression as a new contiguous CPU tensor."""
@@ -170,27 +172,34 @@ class Placer:
 
     def values_of(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
         """Boxes of expressions as new contiguous CPU tensors, read together."""
-        arrangement, values = self._arranged(wanted)
-        self._place(arrangement, values, HostMemory([]))
+        return self._values_within(self.budget_bytes, wanted)
+
+    def _values_within(
+        self, budget_bytes: int, wanted: Sequence[tuple[Expression, Box, torch.dtype]]
+    ) -> list[torch.Tensor]:
+        arrangement, values = self._arranged(budget_bytes, wanted)
+        self._place(arrangement, values, HostMemory([]), budget_bytes)
         return values
 
     def _arranged(
-        self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]
+        self, budget_bytes: int, wanted: Sequence[tuple[Expression, Box, torch.dtype]]
     ) -> tuple[Arrangement, list[torch.Tensor]]:
         cpu = torch.device("cpu")
         items = [
             Destination("", expression, (LocalBox(box, Strided.contiguous(box.sizes)),), dtype, cpu)
             for expression, box, dtype in wanted
         ]
-        arrangement = arrange(items, self.index, self.reader.policy, self.budget_bytes, self.world.place)
+        arrangement = arrange(items, self.index, self.reader.policy, budget_bytes, self.world.place)
         return arrangement, [torch.empty(box.sizes, dtype=dtype, device=cpu) for _, box, dtype in wanted]
 
     def count(self, fqn: str, numel: int) -> None:
         """Note that elements of a tensor have been written."""
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
-    def _carry_out(self, requests: Sequence[ReadRequest], filling: _Filling, device: torch.device) -> None:
-        tools = landings(self.budget_bytes, self.reader.policy.concurrency, device)
+    def _carry_out(
+        self, requests: Sequence[ReadRequest], filling: _Filling, device: torch.device, budget_bytes: int
+    ) -> None:
+        tools = landings(budget_bytes, self.reader.policy.concurrency, device)
         try:
             Workers(partial(self._answer, filling), tools, self.world.check).run(requests)
         finally:  # whatever fails, nothing may be on its way to memory that is freed then
@@ -261,34 +270,35 @@ class Placer:
 
     # What is computed
 
-    def _compute(self, made: Sequence[Evaluation], filling: _Filling) -> None:
+    def _compute(self, made: Sequence[Evaluation], filling: _Filling, budget_bytes: int) -> None:
         """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
         policy = self.reader.policy
-        most_bytes = most_at_once(self.budget_bytes, policy.concurrency)
-        small = [item for item in made if item.block.nbytes <= most_bytes]
-        alone = [item for item in made if item.block.nbytes > most_bytes]
+        share = ComputingShare.of(budget_bytes, policy.concurrency)
+        small = [item for item in made if item.block.nbytes <= share.most_bytes]
+        alone = [item for item in made if item.block.nbytes > share.most_bytes]
         if len(small) > 1:
-            tools = landings(self.budget_bytes, policy.concurrency, torch.device("cpu"))
-            Workers(partial(self._make, filling), tools, self.world.check).run(small)
+            tools = landings(share.staging_bytes, policy.concurrency, torch.device("cpu"))
+            Workers(partial(self._make, filling, share.staging_bytes), tools, self.world.check).run(small)
         else:
             alone += small
         for item in alone:
             self.world.check()
             if self._last is None or self._last[0] != item.key:
                 self._last = None  # its memory goes before that of the next is taken
-                outputs = self._evaluated(item, self.values_of(_inputs_of(item)))
+                outputs = self._evaluated(item, self._values_within(share.staging_bytes, _inputs_of(item)))
                 self._last = item.key, outputs
             self._move(item, self._last[1], filling)
 
-    def _make(self, filling: _Filling, item: Evaluation, landing: Landing) -> None:
-        """By one worker alone."""
-        arrangement, values = self._arranged(_inputs_of(item))
+    def _make(self, filling: _Filling, budget_bytes: int, item: Evaluation, landing: Landing) -> None:
+        """By one worker alone; ``budget_bytes`` are what all have for their inputs."""
+        arrangement, values = self._arranged(budget_bytes, _inputs_of(item))
         inner = _Filling(values, [""] * len(values))
         for _, requests in arrangement.batches:
             for request in requests:
                 self._answer(inner, request, landing)
+        inputs_bytes = ComputingShare.of(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for made in arrangement.computed:
-            self._make(inner, made, landing)
+            self._make(inner, inputs_bytes, made, landing)
         self._move(item, self._evaluated(item, values), filling)
 
     def _evaluated(self, item: Evaluation, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from shardwise.conversion import (
     Computed,
     Copy,
-    Evaluation,
     Expression,
     Region,
     computes,
@@ -31,7 +30,7 @@ from shardwise.conversion import (
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.schedule import WASTE, aligned, segments_of
-from shardwise.planning.staging import most_at_once, staging_within
+from shardwise.planning.staging import ComputingShare, staging_within
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import Box, DType, numel
 
@@ -103,7 +102,7 @@ class Footprints:
             on_device: staging_within(budget_bytes, policy.concurrency, on_device=on_device).nbytes
             for on_device in (False, True)
         }
-        self._most_bytes = most_at_once(budget_bytes, policy.concurrency)
+        self._budget_bytes = budget_bytes
         self._parts = parts
         self._computing: list[Reading] = []
         kinds: dict[object, _AlikeTensors] = {}
@@ -136,12 +135,12 @@ class Footprints:
             for on_device, is_shared in ((False, False), (True, False), (False, True))
         ]
         computed = list(self._for_computed(position))
-        passes += [(segments, self._staging_bytes[False]) for segments in computed]
+        passes += computed
         needed = sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
         requests = [_requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
         starts = np.concatenate([found[0] for found in requests])
         return Footprint(
-            needed_bytes=needed + sum(segments.needed_bytes for segments in computed),
+            needed_bytes=needed + sum(segments.needed_bytes for segments, _ in computed),
             read_bytes=sum(int((stops - starts).sum()) for starts, stops in requests),
             reads=len(starts),
             files=self._map.files_at(starts),
@@ -169,28 +168,32 @@ class Footprints:
             found.append(within.moved(np.asarray([self._map.place_of(copy.leaf.key)], np.int64)))
         return Segments.all_of(found)
 
-    def _for_computed(self, position: int) -> Iterator[Segments]:
-        """What is read for each block that is computed: its inputs, one after the other."""
+    def _for_computed(self, position: int) -> Iterator[tuple[Segments, int]]:
+        """What is read for each block that is computed, its inputs one after the other, and with which staging."""
         parts = (
             (number, part.leaf, part.region)
             for number, item in enumerate(self._computing)
             for held in item.spread.boxes[position]
             for part in copies_and_computed(item.expression, held.box, held.local)[1]
         )
-        return self._inputs(evaluations(parts, self._most_bytes))
+        return self._inputs(parts, self._budget_bytes)
 
-    def _inputs(self, made: Iterable[Evaluation]) -> Iterator[Segments]:
-        for item in made:
+    def _inputs(
+        self, parts: Iterable[tuple[int, Computed, Region]], budget_bytes: int
+    ) -> Iterator[tuple[Segments, int]]:
+        share = ComputingShare.of(budget_bytes, self._policy.concurrency)
+        nbytes = staging_within(share.staging_bytes, self._policy.concurrency, on_device=False).nbytes
+        for item in evaluations(parts, share.most_bytes):
             found: list[Segments] = []
             computed: list[tuple[int, Computed, Region]] = []
             for number, (source, box) in enumerate(zip(item.inputs, item.block.needs, strict=True)):
                 copied, inner = copies_and_computed(source, box)
                 computed += ((number, part.leaf, part.region) for part in inner)
                 for copy in copied:
-                    within = _within_leaf(copy, self._policy, self._staging_bytes[False], needs_staging=False)
+                    within = _within_leaf(copy, self._policy, nbytes, needs_staging=False)
                     found.append(within.moved(np.asarray([self._map.place_of(copy.leaf.key)], np.int64)))
-            yield Segments.all_of(found)
-            yield from self._inputs(evaluations(computed, self._most_bytes))
+            yield Segments.all_of(found), nbytes
+            yield from self._inputs(computed, share.staging_bytes)
 
 
 @dataclass(frozen=True, slots=True)

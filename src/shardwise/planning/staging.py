@@ -40,10 +40,18 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     return Staging(workers, nbytes, slabs * workers * nbytes)
 
 
-def most_at_once(budget_bytes: int, concurrency: int) -> int:
-    """Bytes that one block of a computation may take, so that every worker can make one within the budget.
+@dataclass(frozen=True, slots=True)
+class ComputingShare:
+    """How a budget is shared where values are computed: half is for blocks, half for the staging of their inputs.
 
-    A block that cannot be cut so small is made alone.
+    ``most_bytes`` are those of a block that each worker can make beside the others; one that cannot be cut so small
+    is made alone.
     """
-    staging = staging_within(budget_bytes, concurrency, on_device=False)
-    return max(1, (budget_bytes - staging.total_bytes) // staging.workers)
+
+    staging_bytes: int
+    most_bytes: int
+
+    @classmethod
+    def of(cls, budget_bytes: int, concurrency: int) -> ComputingShare:
+        half = budget_bytes // 2
+        return cls(half, max(1, half // staging_within(half, concurrency, on_device=False).workers))
