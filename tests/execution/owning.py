@@ -71,9 +71,9 @@ def write(
     with World.current() as world:
         shares = agree_on_shares(world, held, TakeFirst()).by_name
         made = revert(model, layout_of(held, lambda item: Origin.NOWHERE))
-        tensors = [(key, made.outputs[key].dtype, made.outputs[key].shape) for key in made.order]
+        tensors = [(key, output.dtype, output.shape) for key, output in made.items()]
         plan = plan_save(tensors, max_shard_bytes=max_shard_bytes, parameters=1, token="t")
-        expressions = {key: output.expression for key, output in made.outputs.items()}
+        expressions = {key: output.expression for key, output in made.items()}
         progress = Silent()
         with InOrder(folder, 50_000 if failing == world.rank else None) as writer:
             try:

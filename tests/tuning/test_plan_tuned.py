@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from peft import LoraConfig
 from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
+from tests.tuning.own import OnlyNorms
 from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 
 import shardwise
@@ -25,6 +26,7 @@ TUNINGS: dict[str, Any] = {
     "dora": Lora(DORA),
     "copies": Lora(COPIES),
     "replicated": Lora(NARROW, adapters=Replicated()),
+    "one's own": OnlyNorms(),
 }
 
 

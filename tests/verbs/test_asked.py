@@ -111,7 +111,10 @@ def _policy(module, recurse, nonwrapped_numel):
         ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, an int; what is meant is DeviceMesh"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* MixedPrecisionPolicy"),
         ({"tuning": shardwise.Lora}, "tuning is the class Lora"),
-        ({"tuning": "lora"}, "tuning is 'lora', a str; what is meant is Full, Freeze, Lora or ExistingLora"),
+        (
+            {"tuning": "lora"},
+            "tuning is 'lora', a str; .* meant is Full, Freeze, Lora, ExistingLora or Tuning",
+        ),
         ({"resize_vocab": True}, "resize_vocab is True, a bool; what is meant is int or ResizeVocab"),
         ({"on_missing": ("score.*",)}, "on_missing is .*, a tuple; what is meant is Refuse or Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, a dict; what is meant is HubOptions"),

@@ -7,8 +7,9 @@ import torch
 from tests import zoo
 from tests.verbs import streaming
 
+from shardwise.conversion import Computed, Stored, WholeOperation
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.revert import ComputedOutputs, Reverted
+from shardwise.models.revert import Output
 from shardwise.tensors import DType
 from shardwise.verbs import stream
 from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
@@ -134,7 +135,9 @@ def test_what_cannot_be_is_refused_at_once():
 
 
 def test_a_conversion_that_computes_is_refused(monkeypatch):
-    computed = ComputedOutputs(("scale",), (("scale_twice", DType.F32, ()),), lambda values: values)
-    monkeypatch.setattr(stream, "revert", lambda *args, **keywords: Reverted({}, (computed,), ("scale_twice",)))
+    operation = WholeOperation("Twice", ((),), {"scale_twice": ()}, lambda values: {"scale_twice": values[0]}, 8)
+    computed = Computed(operation, "scale_twice", (), DType.F32, (Stored("scale", (), DType.F32),))
+    outputs = {"scale_twice": Output("scale_twice", DType.F32, computed)}
+    monkeypatch.setattr(stream, "revert", lambda *args, **keywords: outputs)
     with pytest.raises(CoverageError, match="scale_twice: transformers computes"):
         next(iter_hf_tensors(streaming.Odd()))

@@ -7,18 +7,28 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.conversion import Stored, needed_boxes, pieces
+from shardwise.conversion import (
+    Evaluation,
+    Expression,
+    computed_leaves,
+    copies_and_computed,
+    evaluations,
+    key_of,
+    needed_boxes,
+    pieces,
+    smallest_block_bytes,
+)
 from shardwise.errors import CoverageError
 from shardwise.execution.edited import EditedTensors, computing_dtype
-from shardwise.execution.stored import StoredTensors, WantedBox, box_slices
+from shardwise.execution.stored import StoredTensors, WantedBox
 from shardwise.layout import ModelLayout
 from shardwise.models.dtypes import to_torch
-from shardwise.models.revert import ComputedOutputs, Output, Reverted
+from shardwise.models.revert import Output
 from shardwise.models.view import strided_view
 from shardwise.planning.merge_plan import Edit
 from shardwise.planning.save_plan import Saved
 from shardwise.report.sizes import in_bytes
-from shardwise.tensors import Box, Strided, numel
+from shardwise.tensors import Box, Strided
 
 COMPUTED_BYTES = 512 << 20
 """Of what a conversion that computes may take at once: its inputs and outputs."""
@@ -52,8 +62,7 @@ class Outgoing:
     """The tensors of a save, box by box.
 
     Attributes:
-        reverted: what they are made of.
-        layout: of the model whose tensors these are.
+        outputs: what they are made of, by key, as transformers orders them.
         model_values: boxes of the model's tensors, by name.
         stored: the checkpoint's own tensors, by key.
         carried: those of them that are saved as they are: key, dtype and shape.
@@ -61,8 +70,7 @@ class Outgoing:
         edited: by which edits are applied.
     """
 
-    reverted: Reverted
-    layout: ModelLayout
+    outputs: Mapping[str, Output]
     model_values: Callable[[Sequence[WantedBox]], list[torch.Tensor]]
     stored: StoredTensors
     carried: Sequence[Saved] = ()
@@ -70,91 +78,96 @@ class Outgoing:
     edited: EditedTensors | None = None
 
     def __post_init__(self) -> None:
-        self._computing = {key: made for made in self.reverted.computed for key, _, _ in made.outputs}
         self._as_stored = {key: dtype for key, dtype, _ in self.carried}
-        self._computed: tuple[ComputedOutputs, Mapping[str, torch.Tensor]] | None = None
+        self._last: tuple[object, Mapping[str, torch.Tensor]] | None = None
 
     def tensors(self) -> list[Saved]:
         """Key, dtype and shape of all, as transformers orders them; what is carried comes last."""
-        made = {key: (key, output.dtype, output.shape) for key, output in self.reverted.outputs.items()}
-        made |= {item[0]: item for computed in self.reverted.computed for item in computed.outputs}
-        return [made[key] for key in self.reverted.order] + list(self.carried)
+        return [(key, output.dtype, output.shape) for key, output in self.outputs.items()] + list(self.carried)
 
     def require_bounded(self, budget_bytes: int = COMPUTED_BYTES) -> None:
-        """Conversions that compute need no more than this at once.
+        """What is computed needs no more than this at once.
 
         Raises:
-            CoverageError: naming one that does.
+            CoverageError: naming a tensor that does.
         """
-        for made in self.reverted.computed:
-            nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in made.outputs)
-            nbytes += sum(self.layout.by_name[name].numel * self._dtype(name).itemsize for name in made.sources)
-            if nbytes > budget_bytes:
-                raise CoverageError(
-                    f"{made.outputs[0][0]} is computed from {len(made.sources)} whole tensors, which takes "
-                    f"{in_bytes(nbytes)} at once, and {in_bytes(budget_bytes)} is the limit; load the model with "
-                    "transformers and save it"
-                )
+        for key, output in self.outputs.items():
+            for leaf in computed_leaves(output.expression):
+                if (nbytes := smallest_block_bytes(leaf)) > budget_bytes:
+                    raise CoverageError(
+                        f"{key} is computed from {len(leaf.sources)} tensors, which takes {in_bytes(nbytes)} at "
+                        f"once, and {in_bytes(budget_bytes)} is the limit; load the model with transformers, and "
+                        "save it"
+                    )
 
     def values(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Boxes of the save's tensors, in the dtype in which they are saved. Memory: a few times the boxes."""
-        needs = [self._needs(key, box) for key, box in parts]
-        read = iter(self.model_values([item for needed in needs for item in needed]))
-        found = [[next(read) for _ in needed] for needed in needs]
-        return [self._made(*part, needed, values) for part, needed, values in zip(parts, needs, found, strict=True)]
+        moved = [(key, box) for key, box in parts if key in self.outputs and key not in self.edits]
+        outputs = [self.outputs[key] for key, _ in moved]
+        wanted = [
+            (output.expression, box, to_torch(output.dtype))
+            for output, (_, box) in zip(outputs, moved, strict=True)
+        ]
+        found = iter(self._boxes(wanted))
+        return [
+            next(found) if key in self.outputs and key not in self.edits else self._otherwise(key, box)
+            for key, box in parts
+        ]
 
-    def _needs(self, key: str, box: Box) -> list[WantedBox]:
-        """What of the model's tensors is moved into a box; nothing for what is made in another way."""
-        output = self.reverted.outputs.get(key)
-        return [] if output is None or key in self.edits else _moved_into(output, box, to_torch(output.dtype))
-
-    def _made(
-        self, key: str, box: Box, needed: Sequence[WantedBox], values: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def _otherwise(self, key: str, box: Box) -> torch.Tensor:
+        """A box of what is carried along, or edited."""
         if key in self._as_stored:
             return self.stored.values_of([(key, box, to_torch(self._as_stored[key]))])[0]
-        if key in self._computing:
-            return self._evaluated(self._computing[key])[key][box_slices(box)].contiguous()
-        output = self.reverted.outputs[key]
-        dtype = to_torch(output.dtype)
-        if key not in self.edits:
-            return _put_together(output, box, dtype, needed, values)
         assert self.edited is not None
+        output = self.outputs[key]
         computing = computing_dtype(output.dtype)
 
         def read(part: Box) -> torch.Tensor:
-            wanted = _moved_into(output, part, computing)
-            return _put_together(output, part, computing, wanted, self.model_values(wanted))
+            return self._boxes([(output.expression, part, computing)])[0]
 
-        return self.edited.apply(key, output.shape, self.edits[key], box, read, dtype)
+        return self.edited.apply(key, output.shape, self.edits[key], box, read, to_torch(output.dtype))
 
-    def _evaluated(self, made: ComputedOutputs) -> Mapping[str, torch.Tensor]:
-        """The outputs of a conversion that computes; those of the last one are kept."""
-        if self._computed is None or self._computed[0] is not made:
-            shapes = {name: self.layout.by_name[name].shape for name in made.sources}
-            wanted = [(name, Box.whole(shape), self._dtype(name)) for name, shape in shapes.items()]
-            values = dict(zip(made.sources, self.model_values(wanted), strict=True))
+    def _boxes(self, wanted: Sequence[tuple[Expression, Box, torch.dtype]]) -> list[torch.Tensor]:
+        """Boxes of expressions over the model's tensors."""
+        needs = [
+            [(name, part, dtype) for name, parts in needed_boxes(expression, box).items() for part in parts]
+            for expression, box, dtype in wanted
+        ]
+        read = iter(self.model_values([item for needed in needs for item in needed]))
+        return [
+            self._put_together(*item, needed, [next(read) for _ in needed])
+            for item, needed in zip(wanted, needs, strict=True)
+        ]
+
+    def _put_together(
+        self,
+        expression: Expression,
+        box: Box,
+        dtype: torch.dtype,
+        needed: Sequence[WantedBox],
+        values: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """A box of an expression, of boxes of the model's tensors, and of what is computed of others."""
+        if key_of(expression) is not None and len(values) == 1:
+            return values[0]
+        made = torch.empty(box.sizes, dtype=dtype)
+        for (name, part, _), tensor in zip(needed, values, strict=True):
+            for copy in pieces(expression, {name: [(part, Strided.contiguous(part.sizes))]}, box):
+                strided_view(made, copy.target).copy_(strided_view(tensor, copy.source))
+        _, computed = copies_and_computed(expression, box)
+        for item in evaluations(((0, part.leaf, part.region) for part in computed), COMPUTED_BYTES):
+            outputs = self._evaluated(item)
+            for move in item.moves:
+                values_moved = strided_view(outputs[move.output].contiguous(), move.source)
+                strided_view(made, move.place).copy_(values_moved)
+        return made
+
+    def _evaluated(self, item: Evaluation) -> Mapping[str, torch.Tensor]:
+        """What a block gives; that of the last one is kept, since boxes are asked for one after the other."""
+        if self._last is None or self._last[0] != item.key:
+            self._last = None
+            needs = zip(item.inputs, item.block.needs, strict=True)
+            values = self._boxes([(source, box, to_torch(source.dtype)) for source, box in needs])
             with torch.no_grad():
-                self._computed = made, made.operation(values)
-        return self._computed[1]
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return to_torch(self.layout.by_name[name].dtype)
-
-
-def _moved_into(output: Output, box: Box, dtype: torch.dtype) -> list[WantedBox]:
-    needed = needed_boxes(output.expression, box)
-    return [(name, part, dtype) for name, parts in needed.items() for part in parts]
-
-
-def _put_together(
-    output: Output, box: Box, dtype: torch.dtype, needed: Sequence[WantedBox], values: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """A box of an output, of boxes of the model's tensors."""
-    if isinstance(output.expression, Stored) and len(values) == 1:
-        return values[0]
-    made = torch.empty(box.sizes, dtype=dtype)
-    for (name, part, _), tensor in zip(needed, values, strict=True):
-        for copy in pieces(output.expression, {name: [(part, Strided.contiguous(part.sizes))]}, box):
-            strided_view(made, copy.target).copy_(strided_view(tensor, copy.source))
-    return made
+                self._last = item.key, item.operation.evaluate(item.block, values)
+        return self._last[1]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import Expression, Stored
+from shardwise.conversion import Computed, Expression, Stored, WholeOperation
 from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import tree_map, without_data
 from shardwise.models.dtypes import from_torch, to_torch
 from shardwise.models.rules import ModelFacade
 from shardwise.models.tracer import NotStructural, Recorded
-from shardwise.tensors import DType
+from shardwise.tensors import DType, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +33,11 @@ class Output:
         return self.expression.shape
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedOutputs:
-    """Tensors of the checkpoint that are computed: from which of the model's (by name, whole), and how."""
+def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = False) -> dict[str, Output]:
+    """What the checkpoint of a model holds, by key, and which of the model's elements it is made of.
 
-    sources: tuple[str, ...]
-    outputs: tuple[tuple[str, DType, tuple[int, ...]], ...]
-    operation: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Reverted:
-    """A model as its checkpoint has it: what is made by moving elements, and what is computed.
-
-    ``order`` has all keys, in the order in which transformers would save them.
-    """
-
-    outputs: Mapping[str, Output]
-    computed: tuple[ComputedOutputs, ...]
-    order: tuple[str, ...]
-
-
-def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = False) -> Reverted:
-    """What the checkpoint of a model holds, and which of the model's elements it is made of.
-
-    With ``internal_names`` these are the model's tensors under their own names. The layout's boxes play no role.
+    Keys are in the order in which transformers would save them. With ``internal_names`` these are the model's
+    tensors under their own names. The layout's boxes play no role.
     """
     names = {name: tensor for tensor in layout.saved() for name in names_in_file(model, tensor)}
     transforms = [] if internal_names else compat.saved_conversions(model)
@@ -75,16 +55,38 @@ def revert(model: nn.Module, layout: ModelLayout, *, internal_names: bool = Fals
     except NotStructural:
         pass
     outputs: dict[str, Output] = {}
-    computed: list[ComputedOutputs] = []
     followed = backwards({name: _followed(name, names[name]) for name in names})
     for sources, keys in _groups(followed, names):
         try:
-            found = _outputs_of(backwards(recorded(sources)))
-            outputs |= found.outputs
+            outputs |= _outputs_of(backwards(recorded(sources)))
         except NotStructural:
-            shapes = tuple((key, from_torch(followed[key].dtype, key), tuple(followed[key].shape)) for key in keys)
-            computed.append(ComputedOutputs(sources, shapes, backwards))
-    return Reverted(outputs, tuple(computed), tuple(followed))
+            made = {key: followed[key] for key in keys}
+            outputs |= _computed([names[name] for name in sources], sources, made, backwards)
+    return {key: outputs[key] for key in followed}
+
+
+def _computed(
+    tensors: Sequence[TensorLayout],
+    names: Sequence[str],
+    made: Mapping[str, torch.Tensor],
+    backwards: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+) -> dict[str, Output]:
+    """Outputs that are computed of whole tensors of the model. ``made`` has their shapes and dtypes, by key."""
+
+    def function(values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return backwards(dict(zip(names, values, strict=True)))
+
+    inputs = tuple(Stored(name, item.shape, item.dtype) for name, item in zip(names, tensors, strict=True))
+    shapes = {key: tuple(tensor.shape) for key, tensor in made.items()}
+    dtypes = {key: from_torch(tensor.dtype, key) for key, tensor in made.items()}
+    nbytes = sum(item.numel * item.dtype.itemsize for item in tensors)
+    nbytes += sum(numel(shape) * dtypes[key].itemsize for key, shape in shapes.items())
+    label = "a conversion of transformers'"
+    operation = WholeOperation(label, tuple(item.shape for item in inputs), shapes, function, nbytes)
+    return {
+        key: Output(key, dtypes[key], Computed(operation, key, shape, dtypes[key], inputs))
+        for key, shape in shapes.items()
+    }
 
 
 def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
@@ -108,7 +110,7 @@ def _recorded(name: str, tensor: TensorLayout) -> Recorded:
     return Recorded(Stored(name, tensor.shape, tensor.dtype), to_torch(tensor.dtype))
 
 
-def _outputs_of(made: Mapping[str, torch.Tensor]) -> Reverted:
+def _outputs_of(made: Mapping[str, torch.Tensor]) -> dict[str, Output]:
     """What came out of recorded tensors.
 
     Raises:
@@ -119,7 +121,7 @@ def _outputs_of(made: Mapping[str, torch.Tensor]) -> Reverted:
         if not isinstance(value, Recorded):
             raise NotStructural(f"{key} is computed")
         outputs[key] = Output(key, from_torch(value.dtype, key), value.expression)
-    return Reverted(outputs, (), tuple(outputs))
+    return outputs
 
 
 class _Followed(torch.Tensor):

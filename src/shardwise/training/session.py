@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, RankLostError, StorageError
 from shardwise.execution.group_gather import gather_in_windows
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
-from shardwise.models.selection import AdapterOnly, Everything, Selection
+from shardwise.models.selection import Everything, Selection
 from shardwise.models.transformers_compat import attention_of
 from shardwise.report import LoadReport, SaveReport
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
@@ -87,8 +87,8 @@ class Session:
         output = Path(config.output.directory)
         require_place(str(output / "last"))
         world.from_first(lambda: sorted(available_trackers(config.log.trackers)))
-        keeper = _keeper(config, output)
         tuning = world.together(lambda: tuning_of(config.tuning))
+        keeper = _keeper(config, output, tuning.saves())
         sharding = sharding_of(config.sharding, options)
         tokenizer = load_tokenizer(
             config.model.tokenizer or config.model.name,
@@ -111,8 +111,8 @@ class Session:
             trust_remote_code=config.model.trust_remote_code,
             vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
         )
-        # A checkpoint of a LoRA does not hold the base; any other one holds all that there is.
-        if keeper.source is None or config.tuning.method == "lora":
+        # A checkpoint of an adapter does not hold the base; any other one holds all that there is.
+        if keeper.source is None or tuning.saves() != Everything():
             model, loaded = load_model(request)
             stored = stored_dtype(loaded)
         else:
@@ -227,15 +227,14 @@ class Session:
         )
 
 
-def _keeper(config: TrainConfig, output: Path) -> KeptInFolders:
-    """Where states are kept, and whence this training goes on. Collective: yes.
+def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:
+    """Where states are kept, of which tensors, and whence this training goes on. Collective: yes.
 
     Raises:
         ConfigError: there is a checkpoint that is not to be gone on from.
         StorageError: there is none where one should be.
     """
     section = config.checkpoints
-    only: Selection = AdapterOnly() if config.tuning.method == "lora" else Everything()
     mode = Asynchronous() if section.mode == "asynchronous" else Synchronous()
     own = World.current().together(
         lambda: Checkpointer(output / "checkpoints", keep=KeepLast(section.keep), mode=mode, only=only)

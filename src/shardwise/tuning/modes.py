@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from shardwise.conversion import Bindings
+    from shardwise.models.selection import Selection
+    from shardwise.tuning.existing import Adapter
+    from shardwise.tuning.tuned import Tuned
+
+
+@runtime_checkable
+class Tuning(Protocol):
+    """What of a model is trained, and what is put into it for that; carried out on meta, before it is sharded.
+
+    An object of one's own class that answers this may be passed as ``tuning``. What it imports that is slow, it
+    imports when it is asked.
+    """
+
+    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
+        """Adapters that are read beside the checkpoint: by name in the model, the folder that each is in."""
+        ...
+
+    def saves(self) -> Selection:
+        """What is saved of a model that was trained so."""
+        ...
+
+    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
+        """What ranks must have in common, also what no plan shows, such as the scaling of a LoRA."""
+        ...
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
+        """Put in what is added, and let only that have gradients which is trained.
+
+        Args:
+            base: on meta, tied, not sharded; it is changed.
+            bindings: what the checkpoint offers for it.
+            adapters: those of :meth:`folders`, opened.
+
+        Raises:
+            ConfigError: something named matches nothing, or cannot be honoured.
+            CoverageError: an adapter does not fit the model.
+        """
+        ...
+
+
+class _OfTheModel:
+    """What a tuning answers that adds nothing."""
+
+    __slots__ = ()
+
+    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
+        return {}
+
+    def saves(self) -> Selection:
+        from shardwise.models.selection import Everything
+
+        return Everything()
+
+    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+        return repr(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class Full(_OfTheModel):
     """All that the model's class trains."""
 
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning.tuned import Tuned
+
+        return Tuned(base, base, bindings)
+
 
 @dataclass(frozen=True, slots=True)
-class Freeze:
+class Freeze(_OfTheModel):
     """Some layers, and modules outside of them; all else is frozen.
 
     Attributes:
@@ -45,6 +109,13 @@ class Freeze:
             )
         if not self.trainable_layers and not self.extra_modules:
             raise ConfigError("Freeze() trains nothing; pass trainable_layers=n (the last n), or extra_modules")
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning.selecting import freeze
+        from shardwise.tuning.tuned import Tuned
+
+        freeze(base, self)
+        return Tuned(base, base, bindings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +151,24 @@ class Lora:
     def __post_init__(self) -> None:
         _require_name(self.adapter)
 
+    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
+        return {}
+
+    def saves(self) -> Selection:
+        return _adapter_only(self.adapter)
+
+    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+        from shardwise.tuning import peft_compat
+
+        return repr((peft_compat.in_words(self.config), self.adapter, self.adapters))
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning import lora, peft_compat
+
+        peft_compat.require_supported(self.config, starts_anew=True)
+        made = lora.with_lora(base, bindings, self.config, self.adapter, None)
+        return lora.replicated(made) if isinstance(self.adapters, Replicated) else made
+
 
 @dataclass(frozen=True, slots=True)
 class ExistingLora:
@@ -98,13 +187,40 @@ class ExistingLora:
     def __post_init__(self) -> None:
         _require_name(self.adapter)
 
+    def folders(self) -> Mapping[str, str | os.PathLike[str]]:
+        return {self.adapter: self.directory}
 
-Tuning: TypeAlias = Full | Freeze | Lora | ExistingLora
+    def saves(self) -> Selection:
+        return _adapter_only(self.adapter)
+
+    def in_words(self, adapters: Mapping[str, Adapter]) -> str:
+        from shardwise.tuning import peft_compat
+
+        config = adapters[self.adapter].config
+        return repr((peft_compat.in_words(config), self.adapter, self.adapters))
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning import lora, peft_compat
+
+        found = adapters[self.adapter]
+        peft_compat.require_supported(found.config, starts_anew=False)
+        made = lora.with_lora(base, bindings, found.config, self.adapter, found)
+        return lora.replicated(made) if isinstance(self.adapters, Replicated) else made
+
+
+AnyTuning: TypeAlias = Full | Freeze | Lora | ExistingLora | Tuning
+"""Those that there are, and any other."""
+
+
+def _adapter_only(adapter: str) -> Selection:
+    from shardwise.models.selection import AdapterOnly
+
+    return AdapterOnly(adapter)
 
 
 def _require_name(adapter: str) -> None:
-    if not adapter or "." in adapter or "lora_" in adapter:
+    if not adapter or "." in adapter or "/" in adapter or "lora_" in adapter:
         raise ConfigError(
             f"adapter={adapter!r} cannot name an adapter: it becomes a part of its tensors' names, so it is not "
-            "empty and has neither a dot nor lora_ in it"
+            "empty and has neither a dot, a slash nor lora_ in it"
         )

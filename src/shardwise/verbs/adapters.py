@@ -18,8 +18,10 @@ from shardwise.tuning.existing import Adapter
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-BESIDE = "(adapter)"
-"""What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+
+def beside_of(name: str) -> str:
+    """What the names of an adapter's files and keys begin with, where they are beside those of its base."""
+    return f"(adapter {name})"
 
 
 def of_adapter(hub: HubOptions) -> HubOptions:
@@ -52,11 +54,11 @@ def open_adapter(folder: Path) -> OpenAdapter:
 
 
 def beside_adapter(
-    base: CheckpointIndex, found: CheckpointIndex, opened: OpenAdapter
+    base: CheckpointIndex, found: CheckpointIndex, opened: OpenAdapter, name: str
 ) -> tuple[CheckpointIndex, Adapter]:
-    """The tensors of both as one checkpoint, and the adapter with its own in that."""
-    joined = beside(base, found, BESIDE)
-    prefix = f"{BESIDE}/"
+    """The tensors of both as one checkpoint, and the adapter of this name with its own in that."""
+    joined = beside(base, found, beside_of(name))
+    prefix = f"{beside_of(name)}/"
     tensors = {
         key.removeprefix(prefix): expression
         for key, expression in stored_tensors(joined).items()

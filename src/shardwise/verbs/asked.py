@@ -184,6 +184,8 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_of(value: object, kinds: tuple[Any, ...]) -> bool:
+    if isinstance(value, type) and type not in kinds:  # a class has what a protocol asks of its objects
+        return False
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 

@@ -24,7 +24,7 @@ from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Lora
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
-from shardwise.models.revert import Reverted
+from shardwise.models.revert import Output
 from shardwise.models.rules import assign_keys
 from shardwise.planning import stored_tensors
 from shardwise.planning.merge_plan import Edit, MergePlan, MergeTargets, plan_merge, tensors_trained_whole
@@ -91,11 +91,11 @@ def merge_adapter(
             folder, config, index, placer, options, lambda built: _pulled_apart(built, lora, adapter_name)
         )
         compat.record_conversions(source.built.model, source.built.transforms)
-        reverted = source.revert()
+        outputs = source.revert()
         plan = plan_merge(
             lora.config,
             lora.tensors,
-            _targets(source, reverted),
+            _targets(source, outputs),
             adapter_name=adapter_name,
             what=f"{lora_folder} and {base_folder}",
         )
@@ -104,11 +104,10 @@ def merge_adapter(
         _require_effect(plan, edited, lora_folder)
         merged = MergedModel(StoredTensors(placer, source.by_every_name()), source.layout, edits, edited)
         outgoing = Outgoing(
-            reverted,
-            source.layout,
+            outputs,
             merged.values_of,
             source.stored,
-            offline.carried_beside(source, reverted),
+            offline.carried_beside(source, outputs),
             plan.keys,
             edited,
         )
@@ -216,7 +215,7 @@ def _pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> se
     return apart
 
 
-def _targets(source: offline.OfflineModel, reverted: Reverted) -> MergeTargets:
+def _targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
     prefix = compat.base_model_prefix(source.built.model)
 
@@ -226,7 +225,7 @@ def _targets(source: offline.OfflineModel, reverted: Reverted) -> MergeTargets:
 
     return MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},
-        keys={key: output.shape for key, output in reverted.outputs.items()},
+        keys={key: output.shape for key, output in outputs.items()},
         parameters=parameters_by_module(source.built.model),
         columns=modules_of_columns(source.built.model),
         renamed=renamed,

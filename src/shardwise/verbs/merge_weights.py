@@ -23,10 +23,9 @@ from shardwise.execution.torch_out import Levels, fingerprints_in, loaded, strea
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, holds_optimizer, open_checkpoint, open_state
 from shardwise.formats.distributed import METADATA, read_metadata
-from shardwise.layout import ModelLayout, TensorKind
+from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
-from shardwise.models.revert import Reverted
 from shardwise.models.rules import assign_keys
 from shardwise.planning import stored_tensors
 from shardwise.planning.commit import look_at_folder
@@ -242,7 +241,7 @@ def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: st
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
     carried = [(item.key, item.dtype, item.shape) for item in index.tensors()]
     stored = StoredTensors(placer, stored_tensors(index))
-    outgoing = Outgoing(Reverted({}, (), ()), ModelLayout(()), stored.values_of, stored, carried)
+    outgoing = Outgoing({}, stored.values_of, stored, carried)
     notes = (f"not taken along: {', '.join(map(shown, index.ignored[:5]))}",) if index.ignored else ()
     return _NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=notes)
 
@@ -301,11 +300,11 @@ def _as_on_hub(
         compat.record_conversions(source.built.model, transforms)
     elif any(item.was_used() for item in source.built.transforms):
         compat.record_conversions(source.built.model, source.built.transforms)
-    reverted = source.revert()
+    outputs = source.revert()
     values = StoredTensors(placer, source.by_every_name()).values_of
-    carried = offline.carried_beside(source, reverted)
+    carried = offline.carried_beside(source, outputs)
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(reverted, source.layout, values, source.stored, carried)
+    outgoing = Outgoing(outputs, values, source.stored, carried)
     notes = (*source.notes, *offline.ties_undone(source))
     return _NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
 

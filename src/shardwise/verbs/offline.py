@@ -27,7 +27,7 @@ from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import transformers_compat as compat
-from shardwise.models.revert import Reverted, revert
+from shardwise.models.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning import Consent, Ignore, LoadPlan, ModelRules, Refuse, Tie, plan_load, stored_tensors
 from shardwise.planning.save_plan import Saved, plan_save
@@ -88,22 +88,17 @@ class OfflineModel:
 
         return replace(self, layout=ModelLayout(tuple(map(stored, self.layout.tensors))))
 
-    def revert(self) -> Reverted:
+    def revert(self) -> dict[str, Output]:
         """The model's tensors as the checkpoint has them, less those that it does not have."""
         found = revert(self.built.model, self.layout)
         absent = {name for tensor in self.layout.saved() for name in tensor.names} - {
             name for tensor in self.layout.saved() for name in tensor.names if tensor.fqn in self.expressions
         }
-        if not absent:
-            return found
-        outputs = {
+        return {
             key: output
-            for key, output in found.outputs.items()
+            for key, output in found.items()
             if not any(leaf.key in absent for leaf in stored_leaves(output.expression))
         }
-        computed = tuple(item for item in found.computed if not absent.intersection(item.sources))
-        kept = {*outputs, *(key for item in computed for key, _, _ in item.outputs)}
-        return Reverted(outputs, computed, tuple(key for key in found.order if key in kept))
 
     def by_every_name(self) -> dict[str, Expression]:
         """``expressions`` under all names of each tensor."""
@@ -348,13 +343,13 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     )
 
 
-def carried_beside(source: OfflineModel, reverted: Reverted) -> list[Saved]:
+def carried_beside(source: OfflineModel, outputs: Mapping[str, Output]) -> list[Saved]:
     """Tensors that the model does not have, to be saved as they are, less those that are saved already."""
     tensors = {item.key: item for item in source.index.tensors()}
     return [
         (key, tensors[key].dtype, tensors[key].shape)
         for key in source.carried
-        if key not in reverted.order and key in tensors
+        if key not in outputs and key in tensors
     ]
 
 

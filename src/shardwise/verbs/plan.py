@@ -64,8 +64,8 @@ from shardwise.report.sizes import in_bytes
 from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import ExistingLora, Full
-from shardwise.tuning.tune import Tuned
+from shardwise.tuning.modes import Full
+from shardwise.tuning.tuned import Tuned
 from shardwise.verbs.adapters import beside_adapter, of_adapter, open_adapter
 from shardwise.verbs.asked import hints_of, require_known, require_meant
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
@@ -165,8 +165,8 @@ def forecast(
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
     sharding = options.get("sharding", Sharding())
-    index, adapter = _with_adapter(index, options)
-    tuned = made_ready(built, set(), options, adapter=adapter, casts_to=sharding.mp_policy.param_dtype)
+    index, adapters = _with_adapters(index, options)
+    tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
     world, load_plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
     homes = Homes.of(
@@ -282,16 +282,16 @@ def _mesh(ranks: int, options: PlanOptions) -> MeshShape:
     return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
 
 
-def _with_adapter(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, Adapter | None]:
-    """The checkpoint, and beside it the adapter that the tuning starts from, if it does."""
-    tuning = options.get("tuning", Full())
-    if not isinstance(tuning, ExistingLora):
-        return index, None
+def _with_adapters(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, dict[str, Adapter]]:
+    """The checkpoint, and beside it the adapters that the tuning starts from."""
     hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    opened = open_adapter(resolve(tuning.directory, of_adapter(hub), download=False, wanted=AdapterFiles()))
-    with opened.storage.reader as reader:
-        found = open_checkpoint(reader, weights_name=opened.storage.file)
-    return beside_adapter(index, found, opened)
+    adapters: dict[str, Adapter] = {}
+    for name, folder in options.get("tuning", Full()).folders().items():
+        opened = open_adapter(resolve(folder, of_adapter(hub), download=False, wanted=AdapterFiles()))
+        with opened.storage.reader as reader:
+            found = open_checkpoint(reader, weights_name=opened.storage.file)
+        index, adapters[name] = beside_adapter(index, found, opened, name)
+    return index, adapters
 
 
 def _is_trained(tensor: TensorLayout) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,9 @@ from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.machine import file_space
 from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import ExistingLora, Full
-from shardwise.tuning.tune import Tuned
-from shardwise.verbs.adapters import BESIDE, OpenAdapter, beside_adapter, of_adapter, open_adapter
+from shardwise.tuning.modes import Full
+from shardwise.tuning.tuned import Tuned
+from shardwise.verbs.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.verbs.asked import agree_on_call, hints_of, require_known, require_meant, world_of
 from shardwise.verbs.load import (
     Clock,
@@ -139,12 +139,12 @@ def from_pretrained(
         with clock.phase("index"):
             found = _find(world, name_or_path, keywords, stack)
         with clock.phase("plan"):
-            world.require_equal(world.together(lambda: alike(keywords, found.adapter)), "what is tuned, and how,")
+            world.require_equal(world.together(lambda: alike(keywords, found.adapters)), "what is tuned, and how,")
             built, pairs = _build_together(world, found, keywords)
             untied, already_read_bytes = _decide_ties(world, built, pairs, found.source, options)
             casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
             tuned = world.together(
-                lambda: made_ready(built, untied, keywords, adapter=found.adapter, casts_to=casts_to)
+                lambda: made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
             )
 
         def ask() -> LoadRequest:
@@ -213,15 +213,15 @@ class _Located:
         directory: the folder of the small files.
         config: the model's.
         index: the headers of the model's own files.
-        source: what is read: these files, and those of an adapter that is trained on.
-        adapter: that adapter.
+        source: what is read: these files, and those of adapters that are trained on.
+        adapters: these adapters, by name.
     """
 
     directory: Path
     config: PreTrainedConfig
     index: CheckpointIndex
     source: OpenSource
-    adapter: Adapter | None
+    adapters: Mapping[str, Adapter]
 
 
 def _find(
@@ -262,19 +262,24 @@ def _find(
         variant=hub.variant,
         extra=extra,
     )
-    tuning = keywords.get("tuning", Full())
-    if not isinstance(tuning, ExistingLora):
-        return _Located(directory, config, source.index, source, None)
-    both, adapter = _with_adapter(world, source, tuning, keywords, stack)
-    return _Located(directory, config, source.index, both, adapter)
+    adapters: dict[str, Adapter] = {}
+    everything = source
+    for name, folder in keywords.get("tuning", Full()).folders().items():
+        everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
+    return _Located(directory, config, source.index, everything, adapters)
 
 
 def _with_adapter(
-    world: World, source: OpenSource, tuning: ExistingLora, keywords: PretrainedOptions, stack: ExitStack
+    world: World,
+    source: OpenSource,
+    name: str,
+    given: str | os.PathLike[str],
+    keywords: PretrainedOptions,
+    stack: ExitStack,
 ) -> tuple[OpenSource, Adapter]:
-    """A checkpoint, and beside it the adapter that the tuning starts from. Collective: yes."""
+    """A checkpoint, and beside it an adapter that the tuning starts from. Collective: yes."""
     hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
-    folder = resolve_everywhere(world, tuning.directory, of_adapter(hub), AdapterFiles())
+    folder = resolve_everywhere(world, given, of_adapter(hub), AdapterFiles())
 
     def begin() -> OpenAdapter:
         opened = open_adapter(folder)
@@ -282,14 +287,17 @@ def _with_adapter(
         return opened
 
     opened = world.together(begin)
-    beside = read_index(world, opened.storage, options.copies, options.budget_bytes)
-    joined, adapter = beside_adapter(source.index, beside.index, opened)
-    identities = {f"{BESIDE}/{file}": identity for file, identity in beside.identities.items()}
+    found = read_index(world, opened.storage, options.copies, options.budget_bytes)
+    joined, adapter = beside_adapter(source.index, found.index, opened, name)
+    inside = beside_of(name)
     both = replace(
         source,
         index=joined,
-        reader=Beside(source.reader, opened.storage.reader, BESIDE),
-        identities={**source.identities, **identities},
+        reader=Beside(source.reader, opened.storage.reader, inside),
+        identities={
+            **source.identities,
+            **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
+        },
     )
     return both, adapter
 

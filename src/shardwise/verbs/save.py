@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Stored, computes
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
@@ -36,7 +36,7 @@ from shardwise.execution.write import Emitter
 from shardwise.layout import ModelLayout, Origin, TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
-from shardwise.models.revert import Output, Reverted, names_in_file, revert
+from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
 from shardwise.planning.consent import OnDiffering, TakeFirst
@@ -297,7 +297,7 @@ class _PreparedSave:
     held: Sequence[Held]
     shares: Shares
     layout: ModelLayout
-    reverted: Reverted
+    outputs: Mapping[str, Output]
     plan: SavePlan
     requests: Sequence[ReadRequest]
     tensors: Sequence[torch.Tensor]
@@ -330,17 +330,13 @@ def _prepare(
             "storage renames nothing; save into a folder, and copy that"
         )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    reverted = _reverted(request, layout, places)
-    if reverted.computed:
-        keys = [key for group in reverted.computed for key, _, _ in group.outputs]
+    outputs = _outputs(request, layout, places)
+    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
         raise CoverageError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
             "a save does not do yet; pass names=InternalNames()"
         )
-    saved = {
-        key: (key, saved_dtype(reverted.outputs[key].dtype, dtype), reverted.outputs[key].shape)
-        for key in reverted.order
-    }
+    saved = {key: (key, saved_dtype(output.dtype, dtype), output.shape) for key, output in outputs.items()}
     parameters = sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER)
     plan = plan_save(
         list(saved.values()),
@@ -355,7 +351,7 @@ def _prepare(
     staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
     cast = {
         key: (output.dtype.label, saved[key][1].label)
-        for key, output in reverted.outputs.items()
+        for key, output in outputs.items()
         if output.dtype != saved[key][1]
     }
     own = {
@@ -363,7 +359,7 @@ def _prepare(
         for name, boxes in shares.by_name.items()
     }
     requests = arrange_writes(
-        [(entry, reverted.outputs[key].expression) for key, entry in plan.entries.items()],
+        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
         own,
         {name: number for name, (number, _) in by_name.items()},
         {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
@@ -372,19 +368,18 @@ def _prepare(
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     tensors = [item.local for item in held]
-    return _PreparedSave(request, held, shares, layout, reverted, plan, requests, tensors, staging, cast, digest)
+    return _PreparedSave(request, held, shares, layout, outputs, plan, requests, tensors, staging, cast, digest)
 
 
-def _reverted(request: _SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Reverted:
+def _outputs(request: _SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
     tensors = {key: layout.by_name[name] for key, name in places.items()}
-    outputs = {
+    return {
         key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
         for key, tensor in tensors.items()
     }
-    return Reverted(outputs, (), tuple(outputs))
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
@@ -495,7 +490,7 @@ def _write_by_owners(
         world,
         emitter.writer,
         ready.plan.files,
-        {key: output.expression for key, output in ready.reverted.outputs.items()},
+        {key: output.expression for key, output in ready.outputs.items()},
         Giver({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
         ready.shares.by_name,
         budget_bytes=options.budget_bytes,

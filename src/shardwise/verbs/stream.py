@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Stored, computes
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.assemble import Giver, assemble, part_of
 from shardwise.execution.common_memory import is_common
@@ -248,14 +248,13 @@ def _whole(
 
 def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
     made = revert(model, layout, internal_names=isinstance(names, InternalNames))
-    if made.computed:
-        keys = [key for item in made.computed for key, _, _ in item.outputs]
+    if keys := [key for key, output in made.items() if computes(output.expression)]:
         raise CoverageError(
             f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
             "tensors of the model when it saves it; they cannot be put together in parts. Pass "
             "names=InternalNames() for the model's own tensors"
         )
-    return {key: made.outputs[key] for key in made.order}
+    return made
 
 
 @contextlib.contextmanager

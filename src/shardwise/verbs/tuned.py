@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import ExistingLora, Freeze, Full, Lora, Tuning
-from shardwise.tuning.tune import Tuned, in_words, tune
+from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.tune import tune
+from shardwise.tuning.tuned import Tuned
 from shardwise.verbs.outline import ModelOptions, Outline
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ class TunedOptions(ModelOptions, total=False):
     """Which model is built, and what of it is trained. Each is optional; also those of :class:`ModelOptions`.
 
     Attributes:
-        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``; with a LoRA
+        tuning: what is trained: ``Full()``, ``Freeze(...)``, ``Lora(...)`` or ``ExistingLora(...)``, or any other
+            :class:`~shardwise.tuning.modes.Tuning`; with a LoRA
             the model is PEFT's, and the model of transformers inside it is sharded.
         trained: the dtype of what is trained; with ``tuning``, ``Upcast()`` (float32) by default, else
             ``AsItIs()``. What is frozen stays as it is stored.
@@ -35,7 +38,7 @@ class TunedOptions(ModelOptions, total=False):
             :class:`~shardwise.models.vocabulary.ResizeVocab`, which tells how new ones begin.
     """
 
-    tuning: Tuning
+    tuning: AnyTuning
     trained: TrainedDtype
     resize_vocab: int | ResizeVocab
 
@@ -51,9 +54,10 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
     return options.get("trained", Upcast() if "tuning" in options else AsItIs())
 
 
-def alike(options: TunedOptions, adapter: Adapter | None) -> str:
+def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
     """What of the options ranks must have in common, in words."""
-    return repr((in_words(options.get("tuning", Full()), trained_dtype(options), adapter), resizing(options)))
+    tuning = options.get("tuning", Full())
+    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()
@@ -62,7 +66,7 @@ def made_ready(
     untied: set[str],
     options: TunedOptions,
     *,
-    adapter: Adapter | None,
+    adapters: Mapping[str, Adapter],
     casts_to: torch.dtype | None,
 ) -> Tuned:
     """Tie a model, and make it ready to be trained: on meta, before it is sharded.
@@ -71,7 +75,7 @@ def made_ready(
         built: the model, and what the checkpoint offers for it.
         untied: names declared tied that stay untied.
         options: what is trained.
-        adapter: the tensors of an ``ExistingLora``.
+        adapters: by name, those that the tuning starts from.
         casts_to: the dtype in which everything computes; None for each parameter's own.
     """
     built.tie(untied)
@@ -80,7 +84,7 @@ def made_ready(
         built.bindings_less_ties(),
         options.get("tuning", Full()),
         trained_dtype(options),
-        adapter=adapter,
+        adapters=adapters,
         casts_to=casts_to,
     )
 

@@ -1,0 +1,186 @@
+"""A LoRA of PEFT's in a model on meta: what it adds, what that begins as, and what the checkpoint offers then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings, Expression
+from shardwise.errors import ConfigError
+from shardwise.models._torch_private import parameters_in, walk
+from shardwise.models.additions import Additions, DrawnWhole, RowNorms
+from shardwise.models.view import Held, look_inside
+from shardwise.tuning import peft_compat
+from shardwise.tuning.existing import Adapter, match_adapter
+from shardwise.tuning.selecting import matches, near
+from shardwise.tuning.tuned import Tuned
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def with_lora(
+    base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
+) -> Tuned:
+    """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
+    before = look_inside(base)
+    old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
+    modules = [module_name for module_name, _ in walk(base)]
+    parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
+    try:
+        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+    except ConfigError:
+        everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
+        _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
+        raise
+    _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
+
+    held = look_inside(model)
+    new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
+    renamed = {old: new_names[slot] for slot, old in old_names.items()}
+    known_as = {new: old for old, new in renamed.items()}
+    originals = _originals(model, name, new_names)
+    offers: dict[str, tuple[Expression, ...]] = {
+        renamed.get(old, old): found for old, found in bindings.offers.items()
+    }
+    additions = _additions(model, name, config, {id(item.tensor): item for item in held})
+    copied = {copy: original for copy, original in originals.items() if original in known_as}
+    notes: tuple[str, ...] = ()
+    if adapter is not None:
+        taken = match_adapter(model, held, name, adapter, additions.begun.union(copied))
+        copied = {copy: original for copy, original in copied.items() if copy not in taken}
+        notes = _about_base(base, adapter)
+        additions = additions.begun_elsewhere()
+        offers |= {fqn: (expression,) for fqn, expression in taken.items()}
+    offers |= {copy: offers[original] for copy, original in _first_offers(copied, offers, held)}
+    known_as |= {copy: known_as[original] for copy, original in copied.items()}
+    return Tuned(
+        model=model,
+        base=base,
+        bindings=replace(
+            bindings,
+            offers=offers,
+            leaders={renamed.get(old, old): renamed.get(first, first) for old, first in bindings.leaders.items()},
+            faults={
+                sentence: [renamed.get(old, old) for old in names] for sentence, names in bindings.faults.items()
+            },
+        ),
+        additions=replace(additions, base=base, known_as=known_as, copies=copied),
+        notes=notes,
+    )
+
+
+def _about_base(base: PreTrainedModel, adapter: Adapter) -> tuple[str, ...]:
+    """That an adapter names another base: of the same shapes, or it would not fit."""
+    named, here = adapter.config.base_model_name_or_path or "", str(base.config.name_or_path)
+    if not named or os.path.basename(os.path.normpath(named)) == os.path.basename(os.path.normpath(here)):
+        return ()
+    return (f"the adapter in {adapter.directory} names {named} as its base, and goes on with {here}",)
+
+
+def _originals(model: Any, adapter: str, names: Mapping[tuple[int, str], str]) -> dict[str, str]:
+    """Names of parameters and buffers in copied modules, to those of what they are copies of."""
+    found: dict[str, str] = {}
+    for original, copy in peft_compat.copies(model, adapter):
+        ours = dict(walk(original, every_name=True))
+        for inner, module in walk(copy, every_name=True):
+            for local in (
+                *dict(module.named_parameters(recurse=False)),
+                *dict(module.named_buffers(recurse=False)),
+            ):
+                source = names.get((id(ours[inner]), local)) if inner in ours else None
+                if source is not None:
+                    found[names[id(module), local]] = source
+    return found
+
+
+def _first_offers(
+    copied: Mapping[str, str], offers: Mapping[str, object], held: Sequence[Held]
+) -> Iterable[tuple[str, str]]:
+    """(copy, name under which its original is offered), for those that are: a tied one under any of its names."""
+    names = {name: item.names for item in held for name in item.names}
+    for copy, original in copied.items():
+        offered = next((name for name in names[original] if name in offers), None)
+        if offered is not None:
+            yield copy, offered
+
+
+def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, Held]) -> Additions:
+    """What PEFT has put in, and how it begins.
+
+    Raises:
+        ConfigError: magnitudes of DoRA that are not norms of rows.
+    """
+    initialised: set[str] = set()
+    drawn_whole: dict[str, DrawnWhole] = {}
+    norms: dict[str, RowNorms] = {}
+    found = list(peft_compat.layers(model))
+    for name, layer in found:
+        drawn = peft_compat.drawn_whole(layer, adapter, config.init_lora_weights)
+        for module, local in peft_compat.matrices(layer, adapter):
+            parameter = getattr(module, local)
+            fqn = held[id(parameter)].fqn
+            if draw := drawn.get(parameter):
+                drawn_whole[fqn] = DrawnWhole(name, draw)
+            else:
+                initialised.add(fqn)
+        magnitude: Any = peft_compat.magnitude(layer, adapter)
+        if magnitude is not None:
+            if not peft_compat.has_row_norms(layer):
+                raise ConfigError(
+                    f"{name}: use_dora needs norms over the dimension that is sharded, for a "
+                    f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"
+                )
+            matrix = held[id(layer.get_base_layer().weight)].fqn
+            norms[held[id(magnitude.weight)].fqn] = RowNorms(matrix, peft_compat.row_norms)
+
+    def initialise() -> None:
+        with torch.no_grad():
+            for _, layer in found:
+                peft_compat.initialise(layer, adapter, config.init_lora_weights)
+
+    return Additions(
+        initialised=frozenset(initialised), initialise=initialise, norms=norms, drawn_whole=drawn_whole
+    )
+
+
+def _require_all_matched(
+    config: LoraConfig, targets: peft_compat.AdaptedNames, modules: Sequence[str], parameters: Sequence[str]
+) -> None:
+    """Every name in a config has matched something: PEFT is content when one of them has.
+
+    Raises:
+        ConfigError: naming all that match nothing, with the nearest names.
+    """
+    faults: list[str] = []
+
+    def check(option: str, wanted: object, found: Sequence[str], known: Sequence[str]) -> None:
+        names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
+        faults.extend(
+            f"{option}: nothing is named {name!r}{near(name, known)}"
+            for name in names
+            if not any(matches(target, name) for target in found)
+        )
+
+    check("target_modules", config.target_modules, targets.modules, modules)
+    check("target_parameters", config.target_parameters, targets.parameters, parameters)
+    check("modules_to_save", config.modules_to_save, targets.copied, modules)
+    check("exclude_modules", config.exclude_modules, modules, modules)
+    if faults:
+        raise ConfigError("the LoRA names what the model does not have:\n  " + "\n  ".join(faults))
+
+
+def replicated(made: Tuned) -> Tuned:
+    """The same, with what was added whole on every rank.
+
+    Raises:
+        ConfigError: it has magnitudes of DoRA, which need their rows.
+    """
+    if made.additions.norms:
+        raise ConfigError("use_dora needs its magnitudes where the rows are; pass adapters=InBlocks()")
+    return replace(made, stays_whole=dict.fromkeys(made.additions.begun, "adapters are replicated"))

@@ -1,0 +1,32 @@
+"""A tuning of one's own, in one file: norms alone are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings
+from shardwise.models.selection import Everything, Selection
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.tuned import Tuned
+
+
+@dataclass(frozen=True)
+class OnlyNorms:
+    """Vectors are trained, matrices are not."""
+
+    def folders(self) -> Mapping[str, str]:
+        return {}
+
+    def saves(self) -> Selection:
+        return Everything()
+
+    def in_words(self, _adapters: Mapping[str, Adapter]) -> str:
+        return repr(self)
+
+    def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        for parameter in base.parameters():
+            parameter.requires_grad_(parameter.ndim == 1)
+        return Tuned(base, base, bindings, notes=("norms are trained",))
