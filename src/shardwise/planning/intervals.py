@@ -64,7 +64,7 @@ Interval = tuple[IntervalPart, ...]
 
 
 def intervals(reads: Mapping[str, Expression], index: CheckpointIndex, ranks: int) -> tuple[Interval, ...]:
-    """What each rank reads of these tensors, none of which is made by an opaque conversion.
+    """What each rank reads of these tensors, none of which is computed.
 
     All portions together are all tensors, each element once. An interval is as long as the mean, but for one part
     in 64, or for an element where these are longer.
