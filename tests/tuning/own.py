@@ -15,7 +15,7 @@ from shardwise.tuning.tuned import Tuned
 
 @dataclass(frozen=True)
 class OnlyNorms:
-    """Vectors are trained, matrices are not."""
+    """The weights of norms are trained, and nothing else."""
 
     def folders(self) -> Mapping[str, str]:
         return {}
@@ -27,6 +27,6 @@ class OnlyNorms:
         return repr(self)
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        for parameter in base.parameters():
-            parameter.requires_grad_(parameter.ndim == 1)
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_("norm" in name.split(".")[-2])
         return Tuned(base, base, bindings, notes=("norms are trained",))
