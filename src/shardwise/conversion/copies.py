@@ -69,9 +69,15 @@ def copies_and_computed(
     computed: list[ComputedPart] = []
     if box.numel == 0:
         return copied, computed
+    last: tuple[object, ...] = ()
+    source = target = into
     for leaf, region in expression.leaves(Region.of(box, into)):
         if isinstance(leaf, Stored):
-            copied.append(Copy(leaf, *region.strided(contiguous_strides(leaf.shape))))
+            way = (region.axes, region.origin, leaf.shape)
+            if way != last:
+                source, target = region.strided(contiguous_strides(leaf.shape))
+                last = way
+            copied.append(Copy(leaf, source, Strided(region.target, target.sizes, target.strides)))
         else:
             assert isinstance(leaf, Computed)
             computed.append(ComputedPart(leaf, region))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.conversion.region import Region, clip, flatten, parts_touched, unflatten, without_dim
+from shardwise.conversion.region import Axis, Region, clip, flatten, parts_touched, unflatten, without_dim
 from shardwise.tensors import DType, Strided, numel
 
 Shape: TypeAlias = tuple[int, ...]
@@ -146,6 +146,14 @@ class Stack(Expression):
         return Stack(tuple(sources), self.dim, self.shape)
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
+        along = [axis for axis in region.axes if axis.dim == self.dim]
+        if len(along) < 2:  # of hundreds of experts, each gives the same
+            bare = without_dim(region, self.dim)
+            (axis,) = along or [Axis(1, 0, self.dim, 1)]
+            for number in range(axis.size):
+                source = self.sources[region.origin[self.dim] + axis.step * number]
+                yield source, Region(bare.origin, bare.target + axis.stride * number, bare.axes)
+            return
         for index in parts_touched(region, self.dim, range(len(self.sources) + 1)):
             for piece in clip(region, self.dim, index, index + 1):
                 yield self.sources[index], without_dim(piece, self.dim)

@@ -90,15 +90,15 @@ class Region:
         return source, Strided(self.target, sizes, tuple(stride for _, stride, _ in merged))
 
     def with_origin(self, dim: int, value: int) -> Region:
-        return replace(self, origin=(*self.origin[:dim], value, *self.origin[dim + 1 :]))
+        return Region((*self.origin[:dim], value, *self.origin[dim + 1 :]), self.target, self.axes)
 
     def restricted(self, axis: Axis, first: int, count: int) -> Region:
         """Only the steps ``first .. first + count`` of one axis."""
         axes = tuple(other for other in self.axes if other is not axis)
         if count > 1:
-            axes = (*axes, replace(axis, size=count))
+            axes = (*axes, Axis(count, axis.stride, axis.dim, axis.step))
         moved = self.with_origin(axis.dim, self.origin[axis.dim] + axis.step * first)
-        return replace(moved, target=self.target + axis.stride * first, axes=axes)
+        return Region(moved.origin, self.target + axis.stride * first, axes)
 
 
 def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
@@ -109,9 +109,13 @@ def parts_touched(region: Region, dim: int, starts: Sequence[int]) -> range:
 
 
 def without_dim(region: Region, dim: int) -> Region:
-    """The region without a dimension along which it does not move."""
-    axes = tuple(replace(axis, dim=axis.dim - 1) if axis.dim > dim else axis for axis in region.axes)
-    return replace(region, origin=(*region.origin[:dim], *region.origin[dim + 1 :]), axes=axes)
+    """The region without a dimension; how it moves along that is left out."""
+    axes = tuple(
+        Axis(axis.size, axis.stride, axis.dim - (axis.dim > dim), axis.step)
+        for axis in region.axes
+        if axis.dim != dim
+    )
+    return Region((*region.origin[:dim], *region.origin[dim + 1 :]), region.target, axes)
 
 
 def clip(region: Region, dim: int, start: int, stop: int) -> Iterator[Region]:

@@ -263,6 +263,8 @@ class _AlikeTensors:
     staging_bytes: int
     places: list[list[int]] = field(default_factory=list)
     _last: tuple[tuple[LocalBox, ...], Segments] | None = None
+    _by_key: list[_Numbers] = field(default_factory=list)
+    """Of each key, its places in all of the tensors; worked out once all are known."""
 
     def needed_bytes(self, boxes: tuple[LocalBox, ...]) -> int:
         """Stored bytes that the boxes of all of the tensors are made of."""
@@ -282,12 +284,13 @@ class _AlikeTensors:
             leaf = copy.leaf
             form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
             alike.setdefault(form, (copy, []))[1].append(number_of[leaf.key])
-        places = np.asarray(self.places, np.int64)
+        if not self._by_key:
+            self._by_key = list(np.ascontiguousarray(np.asarray(self.places, np.int64).T))
         found: list[Segments] = []
         for copy, numbers in alike.values():
             needs_staging = self.wanted.on_device or self.wanted.dtype != copy.leaf.dtype
             within = _within_leaf(copy, self.policy, self.staging_bytes, needs_staging=needs_staging)
-            found.append(within.moved(places[:, numbers].ravel()))
+            found.append(within.moved(np.concatenate([self._by_key[number] for number in numbers])))
         made = Segments.all_of(found)
         self._last = (boxes, made)
         return made
