@@ -9,6 +9,7 @@ Definitions:
   more define, without leading underscores.
 - *a reader of load*: the modules of the package that importing ``shardwise.verbs.load`` brings, at any depth;
   imports for type checkers only do not count. Their lines of code.
+- *circles*: modules that import each other.
 - *long*: functions of more than 50 lines, files of more than 400.
 """
 
@@ -52,6 +53,7 @@ def main() -> None:
         ),
         "modules": len(modules),
         "names in two modules": twice,
+        "circles": [name for circle in circles(trees) for name in circle],
         "functions of more than 50 lines": long_functions,
         "files of more than 400 lines": long_files,
         "a reader of load: modules": sorted(reader),
@@ -105,6 +107,19 @@ def names_in_two_modules(trees: dict[str, ast.Module]) -> list[str]:
             if name:
                 homes[name.lstrip("_")].add(module)
     return sorted(f"{name}: {', '.join(sorted(found))}" for name, found in homes.items() if len(found) > 1)
+
+
+def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
+    """Modules that import each other, at any depth, in functions too; the package's own root aside."""
+    after = {
+        name: {found for found in _imported(tree) if found in trees and found not in (name, PACKAGE)}
+        for name, tree in trees.items()
+    }
+    left = dict(after)
+    while ends := [name for name, found in left.items() if not found & left.keys()]:
+        for name in ends:
+            del left[name]
+    return [sorted(left)] if left else []
 
 
 def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:

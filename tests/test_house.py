@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 
-from tests.house import PACKAGE, ROOT, names_in_two_modules
+from tests.house import PACKAGE, ROOT, circles, names_in_two_modules
 
 
 def trees() -> dict[str, ast.Module]:
     src = ROOT / "src"
     return {
-        ".".join(path.relative_to(src).with_suffix("").parts): ast.parse(path.read_text())
+        ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
         for path in (src / PACKAGE).rglob("*.py")
     }
 
@@ -24,3 +24,28 @@ def test_a_name_in_two_modules_is_found():
     first = ast.parse("class Part: ...")
     second = ast.parse("from typing import TypeAlias\n_Part: TypeAlias = int")
     assert names_in_two_modules({"one": first, "two": second}) == ["Part: one, two"]
+
+
+def test_no_modules_import_each_other():
+    """Neither when they are imported, nor later, in functions."""
+    assert circles(trees()) == []
+
+
+def test_modules_that_import_each_other_are_found():
+    one = ast.parse("def later():\n    from shardwise.two import x")
+    two = ast.parse("from shardwise.one import later")
+    assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
+
+
+BELOW_TORCH = ("errors", "report", "tensors", "storage", "formats", "conversion", "layout", "planning", "cli")
+
+
+def test_nothing_below_torch_imports_it_by_name():
+    """The import contracts see statements only."""
+    above = ("torch", "transformers", "peft", "accelerate")
+    for name, tree in trees().items():
+        room = name.split(".")[1] if "." in name else ""
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if room in BELOW_TORCH and called.endswith(("import_module", "__import__")):
+                assert not ast.unparse(node.args[0]).strip("'\"").startswith(above), (name, node.lineno)

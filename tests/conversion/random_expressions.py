@@ -10,10 +10,10 @@ from tests.conversion.scaled import scaled, scales_of
 from shardwise.conversion import (
     Expression,
     Stored,
+    compute_tasks,
     concat,
     copies,
     copies_and_computed,
-    evaluations,
     permute,
     reshape,
     slice_dim,
@@ -157,7 +157,7 @@ def evaluated(
         view(found, copy.target)[...] = view(np.ascontiguousarray(leaves[copy.leaf.key]), copy.source)
         if written is not None:
             view(written, copy.target)[...] += 1
-    for item in evaluations(((0, part.leaf, part.region) for part in computed), most_bytes):
+    for item in compute_tasks(((0, part.leaf, part.region) for part in computed), most_bytes):
         needs = zip(item.inputs, item.block.needs, strict=True)
         values = [evaluated(leaves, source, need, most_bytes).reshape(need.sizes) for source, need in needs]
         outputs = item.operation.evaluate(item.block, values)

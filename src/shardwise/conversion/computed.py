@@ -103,7 +103,7 @@ class WholeOperation:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class OutputMove:
     """Elements of a block's output, counted in the box that it gives, and where they go in a target's memory."""
 
     target: int
@@ -113,13 +113,13 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ComputeTask:
     """A block to be computed of these inputs, and what becomes of it."""
 
     operation: Operation
     inputs: tuple[Expression, ...]
     block: ComputedBlock
-    moves: tuple[Move, ...]
+    moves: tuple[OutputMove, ...]
 
     @property
     def key(self) -> object:
@@ -127,7 +127,7 @@ class Evaluation:
         return self.operation, self.inputs, self.block
 
 
-def evaluations(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[Evaluation]:
+def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:
     """What fills parts of targets, given as (number of the target, leaf, region of it). Each block is made once."""
     groups: dict[tuple[Operation, tuple[Expression, ...]], list[tuple[int, Computed, Region]]] = {}
     for part in parts:
@@ -138,12 +138,12 @@ def evaluations(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) 
             wanted.setdefault(leaf.output, []).append(region.bounds)
         for block in operation.blocks({name: apart(boxes) for name, boxes in wanted.items()}, most_bytes):
             moves = [
-                Move(target, leaf.output, *piece.strided(contiguous_strides(block.gives[leaf.output].sizes)))
+                OutputMove(target, leaf.output, *piece.strided(contiguous_strides(block.gives[leaf.output].sizes)))
                 for target, leaf, region in group
                 if leaf.output in block.gives
                 for piece in region.within(block.gives[leaf.output])
             ]
-            yield Evaluation(operation, inputs, block, tuple(moves))
+            yield ComputeTask(operation, inputs, block, tuple(moves))
 
 
 def smallest_block_bytes(leaf: Computed) -> int:

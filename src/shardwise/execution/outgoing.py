@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.conversion import (
-    Evaluation,
+    ComputeTask,
     Expression,
+    compute_tasks,
     computed_leaves,
     copies_and_computed,
-    evaluations,
     key_of,
     needed_boxes,
     pieces,
@@ -155,14 +155,14 @@ class Outgoing:
             for copy in pieces(expression, {name: [(part, Strided.contiguous(part.sizes))]}, box):
                 strided_view(made, copy.target).copy_(strided_view(tensor, copy.source))
         _, computed = copies_and_computed(expression, box)
-        for item in evaluations(((0, part.leaf, part.region) for part in computed), COMPUTED_BYTES):
+        for item in compute_tasks(((0, part.leaf, part.region) for part in computed), COMPUTED_BYTES):
             outputs = self._evaluated(item)
             for move in item.moves:
                 values_moved = strided_view(outputs[move.output].contiguous(), move.source)
                 strided_view(made, move.place).copy_(values_moved)
         return made
 
-    def _evaluated(self, item: Evaluation) -> Mapping[str, torch.Tensor]:
+    def _evaluated(self, item: ComputeTask) -> Mapping[str, torch.Tensor]:
         """What a block gives; that of the last one is kept, since boxes are asked for one after the other."""
         if self._last is None or self._last[0] != item.key:
             self._last = None

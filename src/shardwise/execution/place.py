@@ -11,12 +11,12 @@ import torch
 
 from shardwise.conversion import (
     Computed,
+    ComputeTask,
     Copy,
-    Evaluation,
     Expression,
     Region,
+    compute_tasks,
     copies_and_computed,
-    evaluations,
     stored_leaves,
 )
 from shardwise.errors import StorageError
@@ -61,7 +61,7 @@ class Arrangement:
     destinations: tuple[Destination, ...]
     files: tuple[str, ...]
     batches: tuple[tuple[torch.device, tuple[ReadRequest, ...]], ...]
-    computed: tuple[Evaluation, ...]
+    computed: tuple[ComputeTask, ...]
 
 
 def arrange(
@@ -112,7 +112,7 @@ def arrange(
         )
         batches.append((device, tuple(requests)))
     most_bytes = ComputingShare.of(budget_bytes, policy.concurrency).most_bytes
-    return Arrangement(items, tuple(files), tuple(batches), tuple(evaluations(computed, most_bytes)))
+    return Arrangement(items, tuple(files), tuple(batches), tuple(compute_tasks(computed, most_bytes)))
 
 
 @dataclass
@@ -270,7 +270,7 @@ class Placer:
 
     # What is computed
 
-    def _compute(self, made: Sequence[Evaluation], filling: _Filling, budget_bytes: int) -> None:
+    def _compute(self, made: Sequence[ComputeTask], filling: _Filling, budget_bytes: int) -> None:
         """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
         policy = self.reader.policy
         share = ComputingShare.of(budget_bytes, policy.concurrency)
@@ -289,7 +289,7 @@ class Placer:
                 self._last = item.key, outputs
             self._move(item, self._last[1], filling)
 
-    def _make(self, filling: _Filling, budget_bytes: int, item: Evaluation, landing: Landing) -> None:
+    def _make(self, filling: _Filling, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
         """By one worker alone; ``budget_bytes`` are what all have for their inputs."""
         arrangement, values = self._arranged(budget_bytes, _inputs_of(item))
         inner = _Filling(values, [""] * len(values))
@@ -301,11 +301,11 @@ class Placer:
             self._make(inner, inputs_bytes, made, landing)
         self._move(item, self._evaluated(item, values), filling)
 
-    def _evaluated(self, item: Evaluation, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _evaluated(self, item: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         with torch.no_grad():
             return item.operation.evaluate(item.block, values)
 
-    def _move(self, item: Evaluation, outputs: Mapping[str, torch.Tensor], filling: _Filling) -> None:
+    def _move(self, item: ComputeTask, outputs: Mapping[str, torch.Tensor], filling: _Filling) -> None:
         for move in item.moves:
             filling.touch(move.target, move.place)
             found = strided_view(outputs[move.output].contiguous(), move.source)
@@ -336,7 +336,7 @@ class _Filling:
             self.fresh.touch(*_span(self.tensors[target], place))
 
 
-def _inputs_of(item: Evaluation) -> list[tuple[Expression, Box, torch.dtype]]:
+def _inputs_of(item: ComputeTask) -> list[tuple[Expression, Box, torch.dtype]]:
     return [
         (source, box, to_torch(source.dtype)) for source, box in zip(item.inputs, item.block.needs, strict=True)
     ]

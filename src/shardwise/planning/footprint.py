@@ -21,10 +21,10 @@ from shardwise.conversion import (
     Copy,
     Expression,
     Region,
+    compute_tasks,
     computes,
     copies,
     copies_and_computed,
-    evaluations,
     skeleton,
 )
 from shardwise.formats import CheckpointIndex, TensorEntry
@@ -183,7 +183,7 @@ class Footprints:
     ) -> Iterator[tuple[Segments, int]]:
         share = ComputingShare.of(budget_bytes, self._policy.concurrency)
         nbytes = staging_within(share.staging_bytes, self._policy.concurrency, on_device=False).nbytes
-        for item in evaluations(parts, share.most_bytes):
+        for item in compute_tasks(parts, share.most_bytes):
             found: list[Segments] = []
             computed: list[tuple[int, Computed, Region]] = []
             for number, (source, box) in enumerate(zip(item.inputs, item.block.needs, strict=True)):

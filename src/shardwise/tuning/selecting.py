@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
 from shardwise.models.policies import listed_blocks
-from shardwise.tuning.modes import Freeze
+
+if TYPE_CHECKING:
+    from shardwise.tuning.modes import Freeze
 
 
 def freeze(model: nn.Module, mode: Freeze) -> None:
