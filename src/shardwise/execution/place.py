@@ -161,7 +161,7 @@ class Placer:
     def _place(
         self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory, budget_bytes: int
     ) -> None:
-        filling = _Filling(tensors, [item.fqn for item in arrangement.destinations], fresh)
+        filling = _FilledTensors(tensors, [item.fqn for item in arrangement.destinations], fresh)
         for device, requests in arrangement.batches:
             self._carry_out(requests, filling, device, budget_bytes)
         self._compute(arrangement.computed, filling, budget_bytes)
@@ -197,7 +197,7 @@ class Placer:
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
     def _carry_out(
-        self, requests: Sequence[ReadRequest], filling: _Filling, device: torch.device, budget_bytes: int
+        self, requests: Sequence[ReadRequest], filling: _FilledTensors, device: torch.device, budget_bytes: int
     ) -> None:
         tools = landings(budget_bytes, self.reader.policy.concurrency, device)
         try:
@@ -206,7 +206,7 @@ class Placer:
             for landing in tools:
                 landing.finish()
 
-    def _answer(self, filling: _Filling, request: ReadRequest, landing: Landing) -> None:
+    def _answer(self, filling: _FilledTensors, request: ReadRequest, landing: Landing) -> None:
         for segment in request.segments:
             filling.touch(segment.target, segment.copy.target)
         if not self._copy_from_cache(request, filling.tensors):
@@ -217,7 +217,7 @@ class Placer:
             self.read_bytes += request.bytes.nbytes
             self.progress.advance(request.bytes.nbytes)
 
-    def _read_request(self, request: ReadRequest, filling: _Filling, landing: Landing) -> None:
+    def _read_request(self, request: ReadRequest, filling: _FilledTensors, landing: Landing) -> None:
         """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
         staged: list[tuple[Segment, int]] = []
         buffers: list[memoryview] = []
@@ -270,7 +270,7 @@ class Placer:
 
     # What is computed
 
-    def _compute(self, made: Sequence[ComputeTask], filling: _Filling, budget_bytes: int) -> None:
+    def _compute(self, made: Sequence[ComputeTask], filling: _FilledTensors, budget_bytes: int) -> None:
         """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
         policy = self.reader.policy
         share = ComputingShare.of(budget_bytes, policy.concurrency)
@@ -289,10 +289,10 @@ class Placer:
                 self._last = item.key, outputs
             self._move(item, self._last[1], filling)
 
-    def _make(self, filling: _Filling, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
+    def _make(self, filling: _FilledTensors, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
         """By one worker alone; ``budget_bytes`` are what all have for their inputs."""
         arrangement, values = self._arranged(budget_bytes, _inputs_of(item))
-        inner = _Filling(values, [""] * len(values))
+        inner = _FilledTensors(values, [""] * len(values))
         for _, requests in arrangement.batches:
             for request in requests:
                 self._answer(inner, request, landing)
@@ -305,7 +305,7 @@ class Placer:
         with torch.no_grad():
             return item.operation.evaluate(item.block, values)
 
-    def _move(self, item: ComputeTask, outputs: Mapping[str, torch.Tensor], filling: _Filling) -> None:
+    def _move(self, item: ComputeTask, outputs: Mapping[str, torch.Tensor], filling: _FilledTensors) -> None:
         for move in item.moves:
             filling.touch(move.target, move.place)
             found = strided_view(outputs[move.output].contiguous(), move.source)
@@ -316,7 +316,7 @@ class Placer:
 
 
 @dataclass
-class _Filling:
+class _FilledTensors:
     """Tensors that are being filled, with their names; ``fresh`` is memory that some lie in, not touched yet."""
 
     tensors: Sequence[torch.Tensor]
