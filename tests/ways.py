@@ -288,7 +288,7 @@ def place_by_plan(case: truth.Case, ranks: int) -> list[str]:
     tied = {name for names in expected["ties"] if len(names) > 1 for name in names}
     twice = {name for name, _ in built.ties_stored_twice()}
     built.equal_ties = frozenset(twice & tied)
-    tuned = made_ready(built, twice - tied, {}, adapter=None, casts_to=None)
+    tuned = made_ready(built, twice - tied, {}, adapters={}, casts_to=None)
     world, plan = plan_of_all_ranks(tuned, index, MeshShape.flat(ranks), Automatic(), 256 << 20, {})
     faults: list[str] = []
     held = {name: torch.zeros(plan.layout.by_name[name].shape, dtype=torch.uint8) for name in plan.reads()}
