@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.conversion import Stored, copies, stored_dtype
+from shardwise.conversion import Stored, copies
 from shardwise.formats import CheckpointIndex
 from shardwise.models.dtypes import to_torch
 from shardwise.planning import stored_tensors
@@ -30,7 +30,7 @@ def values_of(index: CheckpointIndex, reader: StorageReader) -> dict[str, torch.
     """Every tensor of the index, by the byte ranges and expressions that it makes of them."""
     found: dict[str, torch.Tensor] = {}
     for key, expression in stored_tensors(index).items():
-        value = torch.empty(expression.shape, dtype=to_torch(stored_dtype(expression)))
+        value = torch.empty(expression.shape, dtype=to_torch(expression.dtype))
         for copy in copies(expression, Box.whole(expression.shape)):
             assert isinstance(copy.leaf, Stored)
             entry = index.entries[copy.leaf.key]

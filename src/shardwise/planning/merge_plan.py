@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Expression, Stored
 from shardwise.conversion.expression import Shape
 from shardwise.errors import CoverageError
 from shardwise.formats.peft_adapter import LoraConfig
@@ -63,9 +63,9 @@ class LowRank:
     form: WeightForm
     rank: int
     scaling: float
-    a: Stored
-    b: Stored
-    magnitude: Stored | None = None
+    a: Expression
+    b: Expression
+    magnitude: Expression | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Added:
 
     module: str
     scaling: float
-    leaf: Stored
+    leaf: Expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Replaced:
     """A tensor of the adapter is there instead."""
 
     module: str
-    leaf: Stored
+    leaf: Expression
 
 
 Edit: TypeAlias = LowRank | Added | Replaced

@@ -6,36 +6,46 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Unpack
 
-from shardwise.conversion import Stored
+from shardwise.conversion import Expression, Stored, key_of
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.edited import EditedTensors
-from shardwise.execution.outgoing import MergedModel, Outgoing
+from shardwise.execution.edited import edited
+from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
-from shardwise.execution.stored import StoredTensors
 from shardwise.execution.stream_out import Streamed
 from shardwise.execution.twins import are_equal
 from shardwise.formats import CheckpointIndex
+from shardwise.formats.checkpoint_index import beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
+from shardwise.models.dtypes import to_torch
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Output
 from shardwise.models.rules import assign_keys
 from shardwise.planning import stored_tensors
-from shardwise.planning.merge_plan import Edit, MergePlan, MergeTargets, plan_merge, tensors_trained_whole
+from shardwise.planning.merge_plan import Edit, LowRank, MergePlan, MergeTargets, plan_merge, tensors_trained_whole
 from shardwise.report.merge_report import MergeAdapterReport
-from shardwise.storage import HubOptions, open_storage, resolve
+from shardwise.storage import HubOptions, StorageReader, open_storage, resolve
+from shardwise.storage.beside import Beside
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.tensors import DType, row_blocks
 from shardwise.verbs import offline
 from shardwise.verbs.outline import ModelOptions, Outline, config_of
 from shardwise.verbs.save import in_bytes_of
 
 DEFAULT_ADAPTER_NAME = "default"
+
+_ADAPTER = "(adapter)"
+"""What the names of the adapter's files and keys begin with, beside those of the base."""
+
+_LOOKED_AT_NUMEL = 1 << 24
+"""Elements of a factor that are looked at at a time."""
+
 MAX_SHARD_SIZE = "50GB"
 """As in ``save_pretrained`` of transformers 5."""
 
@@ -99,18 +109,11 @@ def merge_adapter(
             adapter_name=adapter_name,
             what=f"{lora_folder} and {base_folder}",
         )
-        edits = _by_every_name(source, plan.tensors)
-        edited = EditedTensors(StoredTensors(lora.placer, stored_tensors(lora.index)))
-        _require_effect(plan, edited, lora_folder)
-        merged = MergedModel(StoredTensors(placer, source.by_every_name()), source.layout, edits, edited)
-        outgoing = Outgoing(
-            outputs,
-            merged.values_of,
-            source.stored,
-            offline.carried_beside(source, outputs),
-            plan.keys,
-            edited,
-        )
+        _require_effect(plan, lora, lora_folder)
+        changed: set[str] = set()
+        joined = beside(index, lora.index, _ADAPTER)
+        both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, _ADAPTER), joined))
+        outgoing = Outgoing(_merged(source, outputs, plan, stored_tensors(joined), changed), both)
         dtype = options.get("dtype", "auto")
         written_dtype = None if dtype == "auto" else str(dtype).removeprefix("torch.")
         untied = bool(offline.ties_undone(source))
@@ -119,7 +122,7 @@ def merge_adapter(
         writer = stack.enter_context(offline.writer_to(target))
 
         def check(_: Streamed) -> None:
-            if not edited.changed:
+            if not changed:
                 raise _without_effect(lora_folder, plan)
 
         streamed, names = offline.write_out(
@@ -139,7 +142,7 @@ def merge_adapter(
         model_class=type(source.built.model).__name__,
         dtype=str(config.dtype).removeprefix("torch."),
         modules=len(plan.modules),
-        unchanged=tuple(name for name in plan.modules if name not in edited.changed),
+        unchanged=tuple(name for name in plan.modules if name not in changed),
         tensors=len(streamed.fingerprints),
         nbytes=streamed.nbytes,
         files=names,
@@ -155,6 +158,7 @@ class _OpenedAdapter:
 
     config: LoraConfig
     index: CheckpointIndex
+    reader: StorageReader
     placer: Placer
     tensors: Mapping[str, Stored]
     close: ExitStack
@@ -194,7 +198,7 @@ def _open_adapter(folder: Path) -> _OpenedAdapter:
         tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
         if not tensors:
             raise FormatError(f"{folder / names[0]}: holds no tensors; save the adapter again")
-        return _OpenedAdapter(config, index, placer, tensors, stack.pop_all())
+        return _OpenedAdapter(config, index, reader, placer, tensors, stack.pop_all())
 
 
 def _pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set[str]:
@@ -232,21 +236,57 @@ def _targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> Mer
     )
 
 
-def _by_every_name(
-    source: offline.OfflineModel, edits: Mapping[str, tuple[Edit, ...]]
-) -> dict[str, tuple[Edit, ...]]:
-    """The edits of tensors that have several names, under each of them."""
-    found: dict[str, tuple[Edit, ...]] = {}
+def _merged(
+    source: offline.OfflineModel,
+    outputs: Mapping[str, Output],
+    plan: MergePlan,
+    joined: Mapping[str, Expression],
+    changed: set[str],
+) -> dict[str, tuple[DType, Expression]]:
+    """What the outcome is made of: tensors of the base and of the adapter, joined. Edits are under every name."""
+    expressions = source.by_every_name()
     for tensor in source.layout.saved():
-        together = tuple(edit for name in tensor.names for edit in edits.get(name, ()))
-        if together:
-            found |= dict.fromkeys(tensor.names, together)
-    return found
+        edits = tuple(edit for name in tensor.names for edit in plan.tensors.get(name, ()))
+        if edits and tensor.fqn in source.expressions:
+            base = source.expressions[tensor.fqn]
+            merged = edited(tensor.fqn, base, [_beside(edit, joined) for edit in edits], tensor.dtype, changed)
+            expressions |= dict.fromkeys(tensor.names, merged)
+    made = offline.made_of(source, outputs, expressions)
+    for key, edits in plan.keys.items():
+        dtype, base = made[key]
+        made[key] = dtype, edited(key, base, [_beside(edit, joined) for edit in edits], dtype, changed)
+    return made
 
 
-def _require_effect(plan: MergePlan, edited: EditedTensors, folder: Path) -> None:
-    """At least one edit may change something, before anything is written."""
-    if all(edited.is_without_effect(edits) for edits in (*plan.tensors.values(), *plan.keys.values())):
+def _beside(edit: Edit, joined: Mapping[str, Expression]) -> Edit:
+    """An edit whose leaves are known by their keys beside those of the base."""
+
+    def found(leaf: Expression) -> Expression:
+        key = key_of(leaf)
+        assert key is not None
+        return joined[f"{_ADAPTER}/{key}"]
+
+    if isinstance(edit, LowRank):
+        magnitude = None if edit.magnitude is None else found(edit.magnitude)
+        return replace(edit, a=found(edit.a), b=found(edit.b), magnitude=magnitude)
+    return replace(edit, leaf=found(edit.leaf))
+
+
+def _require_effect(plan: MergePlan, lora: _OpenedAdapter, folder: Path) -> None:
+    """At least one edit may change something, before anything is written: not all factors are zero."""
+    expressions = stored_tensors(lora.index)
+
+    def is_zero(leaf: Expression) -> bool:
+        key = key_of(leaf)
+        assert key is not None
+        expression = expressions[key]
+        blocks = row_blocks(leaf.shape, _LOOKED_AT_NUMEL)
+        return not any(bool(lora.placer.values(expression, box, to_torch(leaf.dtype)).any()) for box in blocks)
+
+    def is_without(edit: Edit) -> bool:
+        return isinstance(edit, LowRank) and edit.magnitude is None and (is_zero(edit.a) or is_zero(edit.b))
+
+    if all(is_without(edit) for edits in (*plan.tensors.values(), *plan.keys.values()) for edit in edits):
         raise _without_effect(folder, plan)
 
 

@@ -17,7 +17,6 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.stored import StoredTensors
 from shardwise.execution.stream_out import Streamed
 from shardwise.execution.torch_out import Levels, fingerprints_in, loaded, stream_torch_file
 from shardwise.execution.world import World
@@ -239,9 +238,7 @@ def _as_named(index: CheckpointIndex, placer: Placer, dtype: str | None, why: st
     """Every tensor as it is, under the name it has."""
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is applied as the model says, which is not known: {why}")
-    carried = [(item.key, item.dtype, item.shape) for item in index.tensors()]
-    stored = StoredTensors(placer, stored_tensors(index))
-    outgoing = Outgoing({}, stored.values_of, stored, carried)
+    outgoing = Outgoing({key: (item.dtype, item) for key, item in stored_tensors(index).items()}, placer)
     notes = (f"not taken along: {', '.join(map(shown, index.ignored[:5]))}",) if index.ignored else ()
     return _NamedOutputs(outgoing, f"the checkpoint's own ({why})", notes=notes)
 
@@ -301,10 +298,8 @@ def _as_on_hub(
     elif any(item.was_used() for item in source.built.transforms):
         compat.record_conversions(source.built.model, source.built.transforms)
     outputs = source.revert()
-    values = StoredTensors(placer, source.by_every_name()).values_of
-    carried = offline.carried_beside(source, outputs)
     parameters = sum(tensor.numel for tensor in source.layout.tensors if tensor.kind is TensorKind.PARAMETER)
-    outgoing = Outgoing(outputs, values, source.stored, carried)
+    outgoing = Outgoing(offline.made_of(source, outputs, source.by_every_name()), placer)
     notes = (*source.notes, *offline.ties_undone(source))
     return _NamedOutputs(outgoing, f"the hub's, by {folder / 'config.json'}", folder, parameters, notes)
 

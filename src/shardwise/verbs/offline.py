@@ -14,12 +14,18 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import Expression, computed_leaves, computes, smallest_block_bytes, stored_leaves
+from shardwise.conversion import (
+    Expression,
+    computed_leaves,
+    computes,
+    smallest_block_bytes,
+    stored_leaves,
+    substitute,
+)
 from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
 from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.stored import StoredTensors
 from shardwise.execution.stream_out import Streamed, stream_out
 from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
@@ -30,9 +36,10 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning import Consent, Ignore, LoadPlan, ModelRules, Refuse, Tie, plan_load, stored_tensors
-from shardwise.planning.save_plan import Saved, plan_save
+from shardwise.planning.save_plan import plan_save
 from shardwise.storage import LocalReader, LocalWriter, OpenStorage, StorageReader, StorageWriter
 from shardwise.storage.names import shown
+from shardwise.tensors import DType
 from shardwise.verbs.outline import ModelOptions, Outline, outline
 
 BUDGET_BYTES: Final = 32 << 20
@@ -71,7 +78,7 @@ class OfflineModel:
     index: CheckpointIndex
     built: Outline
     layout: ModelLayout
-    stored: StoredTensors
+    stored: Mapping[str, Expression]
     expressions: dict[str, Expression]
     carried: tuple[str, ...]
     apart: tuple[str, ...]
@@ -176,7 +183,7 @@ def read_source(
         )
     if index.ignored:
         notes.append(f"not taken along: {', '.join(shown(item) for item in index.ignored[:5])}")
-    stored = StoredTensors(placer, stored_tensors(index))
+    stored = stored_tensors(index)
     return OfflineModel(
         folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
     )
@@ -343,14 +350,17 @@ def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     )
 
 
-def carried_beside(source: OfflineModel, outputs: Mapping[str, Output]) -> list[Saved]:
-    """Tensors that the model does not have, to be saved as they are, less those that are saved already."""
+def made_of(
+    source: OfflineModel, outputs: Mapping[str, Output], expressions: Mapping[str, Expression]
+) -> dict[str, tuple[DType, Expression]]:
+    """The tensors of a save: those of the model, made of ``expressions`` by name; and what is carried along."""
+    made = {key: (output.dtype, substitute(output.expression, expressions)) for key, output in outputs.items()}
     tensors = {item.key: item for item in source.index.tensors()}
-    return [
-        (key, tensors[key].dtype, tensors[key].shape)
+    return made | {
+        key: (tensors[key].dtype, source.stored[key])
         for key in source.carried
         if key not in outputs and key in tensors
-    ]
+    }
 
 
 def ties_undone(source: OfflineModel) -> list[str]:
