@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
+from shardwise.engines.outline import config_of, outline
+from shardwise.engines.tuned import made_ready
 from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer, arrange
 from shardwise.execution.world import World
@@ -32,9 +34,7 @@ from shardwise.models.view import look_inside, strided_view
 from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport
 from shardwise.storage import LocalReader, MemoryReader, StorageReader
-from shardwise.verbs.outline import config_of, outline
 from shardwise.verbs.plan import _plan as plan_of_all_ranks
-from shardwise.verbs.tuned import made_ready
 
 
 @dataclass(frozen=True, slots=True)

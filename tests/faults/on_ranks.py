@@ -29,7 +29,7 @@ from shardwise.storage import LocalReader
 
 STAGES = {
     "open": ("shardwise.verbs.pretrained", "open_storage"),
-    "headers": ("shardwise.verbs.opening", "open_checkpoint"),
+    "headers": ("shardwise.engines.opening", "open_checkpoint"),
     "build": ("shardwise.verbs.pretrained", "outline"),
     "wrap": ("shardwise.models.wrap", "wrap"),
     "plan": ("shardwise.verbs.load", "make_plan"),

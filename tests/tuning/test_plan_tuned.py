@@ -17,7 +17,7 @@ from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ConfigError, ExistingLora, Freeze, Full, Lora, Replicated
 from shardwise.cli.main import main
-from shardwise.verbs.tuned import tuning_named
+from shardwise.engines.tuned import tuning_named
 
 TUNINGS: dict[str, Any] = {
     "full": Full(),

@@ -238,7 +238,7 @@ def buffers_differ(directory: str) -> tuple[str, str]:
 
 def downloads(folder: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
-    from shardwise.verbs import opening as verb
+    from shardwise.engines import opening as verb
 
     asked: list[bool] = []
 

@@ -17,6 +17,8 @@ from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value
 from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
 from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
+from shardwise.engines.opening import OpenSource
+from shardwise.engines.optimizer_fitting import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.copies import require_one_checkpoint
 from shardwise.execution.garbage import collected_later
@@ -37,8 +39,6 @@ from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
 from shardwise.tensors import Box
 from shardwise.verbs.load import Clock, LoadOptions, LoadRequest, carry_out
-from shardwise.verbs.opening import OpenSource
-from shardwise.verbs.optimizer_fitting import Fitting, Ours, fit
 
 
 @torch.no_grad()

@@ -62,8 +62,8 @@ def plan_command(
     when the model cannot be loaded so.
     """
     from shardwise.cli.launch import fail
+    from shardwise.engines.tuned import tuning_named
     from shardwise.verbs.plan import PlanOptions, plan, sharding_named
-    from shardwise.verbs.tuned import tuning_named
 
     try:
         options: PlanOptions = {

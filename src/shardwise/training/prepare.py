@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from shardwise.engines.opening import open_everywhere, read_index, resolve_everywhere
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
@@ -27,7 +28,6 @@ from shardwise.training.options import TrainOptions
 from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.load import LoadOptions
-from shardwise.verbs.opening import open_everywhere, read_index, resolve_everywhere
 from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines.optimizer_fitting import Ours
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.distributed_folder import write_distributed_folder
 from shardwise.execution.materialize import home_of
@@ -58,7 +59,6 @@ from shardwise.storage import LocalReader
 from shardwise.verbs import optimizer_state as optimizers
 from shardwise.verbs import state as models
 from shardwise.verbs.load import Clock
-from shardwise.verbs.optimizer_fitting import Ours
 
 Place = str | os.PathLike[str]
 

@@ -25,6 +25,8 @@ from shardwise.conversion import (
     smallest_block_bytes,
     stored_leaves,
 )
+from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
+from shardwise.engines.opening import OpenSource, Source, open_source
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
@@ -81,8 +83,6 @@ from shardwise.report.load_report import TouchedPages
 from shardwise.storage import HubOptions, StorageReader, is_url
 from shardwise.storage.machine import boot, group_space
 from shardwise.tensors import Box
-from shardwise.verbs.asked import agree_on_call, hints_of, require_meant, world_of
-from shardwise.verbs.opening import OpenSource, Source, open_source
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells the others of when plans differ."""

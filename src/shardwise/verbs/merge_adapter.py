@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Unpack
 
 from shardwise.conversion import Expression, Stored, key_of
+from shardwise.engines import offline
+from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.edited import edited
 from shardwise.execution.outgoing import Outgoing
@@ -34,8 +36,6 @@ from shardwise.storage import HubOptions, StorageReader, open_storage, resolve
 from shardwise.storage.beside import Beside
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import DType, row_blocks
-from shardwise.verbs import offline
-from shardwise.verbs.outline import ModelOptions, Outline, config_of
 from shardwise.verbs.save import in_bytes_of
 
 DEFAULT_ADAPTER_NAME = "default"
@@ -71,7 +71,7 @@ def merge_adapter(
         adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
 
-    Keyword arguments: see :class:`~shardwise.verbs.outline.ModelOptions`; the outcome has their ``dtype``.
+    Keyword arguments: see :class:`~shardwise.engines.outline.ModelOptions`; the outcome has their ``dtype``.
 
     Collective: no.
     Memory: about half a GiB beyond what importing torch and transformers takes, however large the model is.

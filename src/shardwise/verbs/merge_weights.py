@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, assert_never
 
 from transformers import PreTrainedConfig
 
+from shardwise.engines import offline
+from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
@@ -42,8 +44,6 @@ from shardwise.storage import (
 )
 from shardwise.storage.names import shown
 from shardwise.tensors import numel
-from shardwise.verbs import offline
-from shardwise.verbs.outline import ModelOptions, class_of, config_of
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import in_bytes_of
 

@@ -15,6 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import PreTrainedConfig
 
 from shardwise.conversion import stored_leaves
+from shardwise.engines.adapters import beside_adapter, of_adapter, open_adapter
+from shardwise.engines.asked import hints_of, require_known, require_meant
+from shardwise.engines.opening import at_one_commit
+from shardwise.engines.outline import Outline, config_of, outline, settled
+from shardwise.engines.tuned import TunedOptions, made_ready, resizing
 from shardwise.errors import ConfigError
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -66,13 +71,8 @@ from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.adapters import beside_adapter, of_adapter, open_adapter
-from shardwise.verbs.asked import hints_of, require_known, require_meant
 from shardwise.verbs.load import LoadOptions, foresee_initial_values
-from shardwise.verbs.opening import at_one_commit
-from shardwise.verbs.outline import Outline, config_of, outline, settled
 from shardwise.verbs.pretrained import small_files
-from shardwise.verbs.tuned import TunedOptions, made_ready, resizing
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""

@@ -12,6 +12,11 @@ from typing import Literal, TypeAlias, Unpack, cast, overload
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
+from shardwise.engines.asked import agree_on_call, hints_of, require_known, require_meant, world_of
+from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
+from shardwise.engines.tuned import TunedOptions, alike, made_ready, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
@@ -34,8 +39,6 @@ from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
-from shardwise.verbs.asked import agree_on_call, hints_of, require_known, require_meant, world_of
 from shardwise.verbs.load import (
     Clock,
     LoadOptions,
@@ -45,9 +48,6 @@ from shardwise.verbs.load import (
     load_words,
     require_same_settings,
 )
-from shardwise.verbs.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
-from shardwise.verbs.outline import Outline, class_of, config_of, model_words, outline, settled
-from shardwise.verbs.tuned import TunedOptions, alike, made_ready, resizing
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -118,8 +118,8 @@ def from_pretrained(
     group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
     the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
 
-    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.verbs.tuned.TunedOptions` and
-    :class:`~shardwise.verbs.outline.ModelOptions`.
+    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.engines.tuned.TunedOptions` and
+    :class:`~shardwise.engines.outline.ModelOptions`.
 
     Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.
     Memory: this rank's shards and ``options.budget_bytes``.

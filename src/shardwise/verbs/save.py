@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import Stored, computes
+from shardwise.engines.asked import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
@@ -47,7 +48,6 @@ from shardwise.report import SaveReport
 from shardwise.storage import StorageWriter, WritePolicy, is_url, machine, open_storage, open_writer
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
-from shardwise.verbs.asked import hints_of, require_meant, world_of
 from shardwise.verbs.load import Clock
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.engines.asked import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.distribute import distribute
@@ -29,7 +30,6 @@ from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import Anyone, ValuesFrom
 from shardwise.report import ShardReport
-from shardwise.verbs.asked import hints_of, require_meant, world_of
 from shardwise.verbs.load import Clock
 
 

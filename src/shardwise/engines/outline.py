@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
+from shardwise.engines.asked import in_words
 from shardwise.errors import ConfigError
 from shardwise.execution.garbage import collected_later
 from shardwise.formats import CheckpointIndex
@@ -26,7 +27,6 @@ from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vo
 from shardwise.planning import stored_tensors
 from shardwise.storage import HubOptions
 from shardwise.tensors.dtypes import DType
-from shardwise.verbs.asked import in_words
 
 
 class ModelOptions(TypedDict, total=False):

@@ -22,6 +22,7 @@ from shardwise.conversion import (
     stored_leaves,
     substitute,
 )
+from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
 from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.place import Placer
@@ -40,7 +41,6 @@ from shardwise.planning.save_plan import plan_save
 from shardwise.storage import LocalReader, LocalWriter, OpenStorage, StorageReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import DType
-from shardwise.verbs.outline import ModelOptions, Outline, outline
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
@@ -19,7 +20,6 @@ from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.tuning.tune import tune
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.outline import ModelOptions, Outline
 
 if TYPE_CHECKING:
     from peft import LoraConfig
