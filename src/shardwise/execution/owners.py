@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,18 +11,19 @@ import torch
 
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError
-from shardwise.execution.assemble import Giver, assemble
+from shardwise.execution.assemble import assemble
+from shardwise.execution.giving import Giver
 from shardwise.execution.landing import memory_of
 from shardwise.execution.progress import Progress
 from shardwise.execution.world import World
 from shardwise.formats import NewFile
 from shardwise.models.dtypes import to_torch
-from shardwise.planning.assembly import Block, Round, plan_assembly
-from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.assembly import plan_assembly
 from shardwise.planning.giving import Boxes
 from shardwise.planning.owners import choose_owners, wanted_by_owners
+from shardwise.planning.parcels import ALIGNMENT_BYTES, Round, staged
 from shardwise.storage import StorageWriter
-from shardwise.tensors import numel
+from shardwise.tensors import Box, numel
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 _BUCKETS = 4
@@ -95,39 +96,42 @@ def write_by_owners(
 
 
 class _RoundMemory:
-    """The memory in which this rank's blocks of a round are put together."""
+    """The memory in which this rank's boxes of a round are put together."""
 
     def __init__(
         self, rounds: Sequence[Round], rank: int, dtypes: Mapping[str, torch.dtype], device: torch.device
     ) -> None:
         self._rank = rank
         self._dtypes = dtypes
-        largest = max((sum(map(_staged, self._own(items))) for items in rounds), default=0)
+        largest = max(
+            (sum(staged(self._nbytes(*block)) for block in self._own(items)) for items in rounds), default=0
+        )
         self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
+        self._starts: dict[tuple[str, Box], int] = {}
         self._used = 0
 
-    def room(self, block: Block) -> torch.Tensor:
-        start = self._used
-        self._used += _staged(block)
-        return self._memory[start : start + block.nbytes].view(self._dtypes[block.key])
+    def room(self, key: str, box: Box) -> torch.Tensor:
+        if (key, box) not in self._starts:
+            self._starts[key, box] = self._used
+            self._used += staged(self._nbytes(key, box))
+        start = self._starts[key, box]
+        return self._memory[start : start + self._nbytes(key, box)].view(self._dtypes[key])
 
-    def filled(self, items: Round) -> list[tuple[Block, memoryview]]:
-        """This rank's blocks of a complete round with their bytes. The memory is used again for the next."""
+    def filled(self, items: Round) -> list[tuple[str, Box, memoryview]]:
+        """This rank's boxes of a complete round with their bytes. The memory is used again for the next."""
         host = memory_of(self._memory[: self._used].cpu())
-        self._used = 0
-        found: list[tuple[Block, memoryview]] = []
-        start = 0
-        for block in self._own(items):
-            found.append((block, host[start : start + block.nbytes]))
-            start += _staged(block)
+        found = [
+            (key, box, host[self._starts[key, box] :][: self._nbytes(key, box)]) for key, box in self._own(items)
+        ]
+        self._starts, self._used = {}, 0
         return found
 
-    def _own(self, items: Round) -> Iterator[Block]:
-        return (block for block in items.blocks if block.targets == (self._rank,))
+    def _nbytes(self, key: str, box: Box) -> int:
+        return box.numel * self._dtypes[key].itemsize
 
-
-def _staged(block: Block) -> int:
-    return -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def _own(self, items: Round) -> list[tuple[str, Box]]:
+        own = (parcel for parcel in items.parcels if parcel.targets == (self._rank,))
+        return list(dict.fromkeys((parcel.tensor, parcel.box) for parcel in own))
 
 
 class _Pen:
@@ -142,14 +146,14 @@ class _Pen:
         self._file: NewFile | None = None
         self._progress = progress
 
-    def write(self, blocks: Sequence[tuple[Block, memoryview]]) -> None:
-        """Blocks that follow what has been written."""
-        for block, data in blocks:
-            entry = self._entries[block.key]
+    def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
+        """Boxes of tensors, which follow what has been written."""
+        for key, box, data in blocks:
+            entry = self._entries[key]
             while self._file is None or self._file.name != entry.file:
                 self._turn_to_next()
             start = sum(
-                at * numel(entry.shape[dim + 1 :]) * block.itemsize for dim, at in enumerate(block.box.offsets)
+                at * numel(entry.shape[dim + 1 :]) * entry.dtype.itemsize for dim, at in enumerate(box.offsets)
             )
             step = self._writer.policy.request_bytes
             for first in range(0, len(data), step):
