@@ -11,8 +11,7 @@ from tests.verbs.streaming import sharded
 
 from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.assemble import Giver
-from shardwise.execution.giving import agree_on_shares
+from shardwise.execution.giving import Giver, agree_on_shares
 from shardwise.execution.owners import write_by_owners
 from shardwise.execution.world import World
 from shardwise.layout import Origin
