@@ -92,7 +92,7 @@ def write(
             assert progress.nbytes == sum(written.bytes_by_file.values())
             assert sorted(writer.synced) == sorted(writer.places)
             assert all(writer.places[file.name] == file.nbytes for file in plan.files if file.name in writer.places)
-            return writer.synced, written.sums
+            return writer.synced, written.fingerprints
 
 
 def rank_and_size() -> tuple[int, int]:

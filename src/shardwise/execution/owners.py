@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from shardwise.execution.assemble import assemble
 from shardwise.execution.giving import Giver
 from shardwise.execution.landing import memory_of
 from shardwise.execution.progress import Progress
+from shardwise.execution.sink import Sink, WrittenTensors
 from shardwise.execution.world import World
 from shardwise.formats import NewFile
 from shardwise.models.dtypes import to_torch
@@ -23,19 +24,10 @@ from shardwise.planning.giving import Boxes
 from shardwise.planning.owners import choose_owners, wanted_by_owners
 from shardwise.planning.parcels import ALIGNMENT_BYTES, Round, staged
 from shardwise.storage import StorageWriter
-from shardwise.tensors import Box, numel
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.tensors import Box, contiguous_strides
 
 _BUCKETS = 4
 """Sent, received, put together, and a copy of that on the host where it is put together on an accelerator."""
-
-
-@dataclass
-class WrittenTensors:
-    """What this rank wrote: bytes of tensors by file, and fingerprints of what it wrote by key."""
-
-    bytes_by_file: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, int] = field(default_factory=dict)
 
 
 def write_by_owners(
@@ -85,14 +77,14 @@ def write_by_owners(
     rounds = world.together(lambda: plan_assembly(streams, shares, world.size, bucket_bytes))
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    desk = _RoundMemory(rounds, world.rank, dtypes, device)
-    pen = _Pen(world, writer, own, progress)
-    arrivals = assemble(world, rounds, giver, desk.room, dtypes, device)
+    memory = _RoundMemory(rounds, world.rank, dtypes, device)
+    out = _OwnFiles(world, writer, own, progress)
+    arrivals = assemble(world, rounds, giver, memory.room, dtypes, device)
     with contextlib.closing(arrivals):
         for items in arrivals:
-            world.together(partial(pen.write, desk.filled(items)))
-    world.together(pen.finish)
-    return pen.written
+            world.together(partial(out.write, memory.filled(items)))
+    world.together(out.finish)
+    return out.written
 
 
 class _RoundMemory:
@@ -134,12 +126,12 @@ class _RoundMemory:
         return list(dict.fromkeys((parcel.tensor, parcel.box) for parcel in own))
 
 
-class _Pen:
+class _OwnFiles:
     """Writes this rank's files, one after the other."""
 
     def __init__(self, world: World, writer: StorageWriter, files: Sequence[NewFile], progress: Progress) -> None:
         self.written = WrittenTensors()
-        self._world = world
+        self._sink = Sink(writer, self.written.add, check=world.check, bytes_by_file=self.written.bytes_by_file)
         self._writer = writer
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
@@ -148,21 +140,16 @@ class _Pen:
 
     def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
         """Boxes of tensors, which follow what has been written."""
+        step = self._writer.policy.request_bytes
         for key, box, data in blocks:
             entry = self._entries[key]
             while self._file is None or self._file.name != entry.file:
                 self._turn_to_next()
-            start = sum(
-                at * numel(entry.shape[dim + 1 :]) * entry.dtype.itemsize for dim, at in enumerate(box.offsets)
-            )
-            step = self._writer.policy.request_bytes
+            strides = contiguous_strides(entry.shape)
+            inside = entry.dtype.itemsize * sum(map(operator.mul, box.offsets, strides))
             for first in range(0, len(data), step):
-                self._world.check()
                 part = data[first : first + step]
-                self._writer.write(entry.file, entry.start + start + first, [part])
-                sums, done = self.written.sums, self.written.bytes_by_file
-                sums[entry.key] = (sums.get(entry.key, 0) + fingerprint(part, start + first)) % MODULUS
-                done[entry.file] = done.get(entry.file, 0) + len(part)
+                self._sink.write(entry.file, entry.start + inside + first, [(key, inside + first, part)])
                 self._progress.advance(len(part))
 
     def finish(self) -> None:

@@ -16,8 +16,8 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.edited import EditedTensors
 from shardwise.execution.outgoing import MergedModel, Outgoing
 from shardwise.execution.place import Placer
+from shardwise.execution.sink import WrittenTensors
 from shardwise.execution.stored import StoredTensors
-from shardwise.execution.stream_out import Streamed
 from shardwise.execution.twins import are_equal
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
@@ -118,7 +118,7 @@ def merge_adapter(
         companions["config.json"] = offline.config_content(folder, dtype=written_dtype, untied=untied)
         writer = stack.enter_context(offline.writer_to(target))
 
-        def check(_: Streamed) -> None:
+        def check(_: WrittenTensors) -> None:
             if not edited.changed:
                 raise _without_effect(lora_folder, plan)
 

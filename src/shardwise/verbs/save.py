@@ -496,7 +496,7 @@ def _write_by_owners(
         progress=progress,
     )
     emitter.written_bytes.update(written.bytes_by_file)
-    emitter.sums.update(written.sums)
+    emitter.sums.update(written.fingerprints)
 
 
 class _OnFirstRank:
