@@ -45,7 +45,7 @@ STAGES = {
     "look": ("shardwise.verbs.shard", "look_inside"),
     "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
     "take": ("shardwise.execution.distribute", "_Yard.take"),
-    "pack": ("shardwise.execution.assemble", "Giver.share"),
+    "pack": ("shardwise.execution.giving", "Giver.share"),
     "arrange": ("shardwise.verbs.save", "_prepare"),
     "create": ("shardwise.storage.local_writer", "LocalWriter.create"),
     "mark": ("shardwise.verbs.save", "require_lock"),
