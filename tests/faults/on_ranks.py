@@ -43,7 +43,7 @@ STAGES = {
     "fill": ("shardwise.verbs.load", "fill"),
     "audit": ("shardwise.verbs.load", "audit"),
     "look": ("shardwise.verbs.shard", "look_inside"),
-    "give": ("shardwise.execution.distribute", "_Yard.give_whole"),
+    "give": ("shardwise.execution.distribute", "_Yard.give"),
     "take": ("shardwise.execution.distribute", "_Yard.take"),
     "pack": ("shardwise.execution.giving", "Giver.share"),
     "arrange": ("shardwise.verbs.save", "_prepare"),

@@ -43,6 +43,10 @@ class LocalTensor:
     local: torch.Tensor
     boxes: tuple[LocalBox, ...]
 
+    def has(self, box: Box) -> bool:
+        """Whether a box lies in one of this rank's."""
+        return any(held.box.intersect(box) == box for held in self.boxes)
+
     def view(self, box: Box) -> torch.Tensor:
         """The elements of a box, which lies in one of this rank's."""
         return strided_view(self.local, place_of(box, self.boxes))
@@ -65,13 +69,12 @@ def distribute(
         [WantedBoxes(item.name, item.dtype.itemsize, item.boxes) for item in shipments],
         [item.source_of for item in shipments],
     )
-    first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
-    yard = _Yard(world, shipments, prepare, [*first, *then])
+    plan = [*rounds(spread.first, budget_bytes), *rounds(spread.then, budget_bytes)]
+    yard = _Yard(world, shipments, prepare, plan)
     dtypes = {item.name: item.dtype for item in shipments}
-    traffic = exchange(world, first, yard.give_whole, yard.take, dtypes, device, budget_bytes=budget_bytes)
-    onward = exchange(world, then, yard.give_on, yard.take, dtypes, device, budget_bytes=budget_bytes)
+    traffic = exchange(world, plan, yard.give, yard.take, dtypes, device, budget_bytes=budget_bytes)
     world.together(yard.close)
-    return traffic + onward
+    return traffic
 
 
 class _Yard:
@@ -80,6 +83,7 @@ class _Yard:
     def __init__(
         self, world: World, shipments: Sequence[Shipment], prepare: Prepare, all_rounds: Sequence[Round]
     ) -> None:
+        self._rank = world.rank
         self._shipments = {item.name: item for item in shipments}
         self._prepare = prepare
         self._landed: dict[str, LocalTensor] = {}
@@ -98,9 +102,11 @@ class _Yard:
             if not self._to_give[item.name]:
                 item.live = None
 
-    def give_whole(self, parcel: Parcel) -> torch.Tensor:
-        """From a tensor that this rank has whole."""
+    def give(self, parcel: Parcel) -> torch.Tensor:
+        """From a tensor that this rank has whole, or from what has arrived here."""
         item = self._shipments[parcel.tensor]
+        if item.source_of[self._rank] != self._rank:
+            return self._landing(parcel.tensor).view(parcel.box)
         assert item.live is not None
         values = item.live
         for dim, (offset, size) in enumerate(zip(parcel.box.offsets, parcel.box.sizes, strict=True)):
@@ -109,10 +115,6 @@ class _Yard:
         if not self._to_give[item.name]:
             item.live = None
         return values
-
-    def give_on(self, parcel: Parcel) -> torch.Tensor:
-        """From what has arrived here."""
-        return self._landing(parcel.tensor).view(parcel.box)
 
     def take(self, parcel: Parcel, values: torch.Tensor) -> None:
         self._landing(parcel.tensor).view(parcel.box).copy_(values)

@@ -48,16 +48,6 @@ class Traffic:
     staging_bytes: int = 0
     rounds: int = 0
 
-    def __add__(self, then: Traffic) -> Traffic:
-        """What two exchanges moved, one after the other: the second uses the staging memory of the first."""
-        return Traffic(
-            sent_bytes=self.sent_bytes + then.sent_bytes,
-            received_bytes=self.received_bytes + then.received_bytes,
-            kept_bytes=self.kept_bytes + then.kept_bytes,
-            staging_bytes=max(self.staging_bytes, then.staging_bytes),
-            rounds=self.rounds + then.rounds,
-        )
-
 
 def exchange(
     world: World,

@@ -62,20 +62,17 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
     )
 
     def give(parcel: Parcel) -> torch.Tensor:
-        return _there(by_name[parcel.tensor].mine).view(parcel.box)
-
-    def give_on(parcel: Parcel) -> torch.Tensor:
-        return _there(by_name[parcel.tensor].into).view(parcel.box)
+        item = by_name[parcel.tensor]
+        if item.mine is not None and item.mine.has(parcel.box):
+            return item.mine.view(parcel.box)
+        return _there(item.into).view(parcel.box)  # it has come here before
 
     def take(parcel: Parcel, values: torch.Tensor) -> None:
         _there(by_name[parcel.tensor].into).view(parcel.box).copy_(values)
 
+    plan = [*rounds(spread.first, budget_bytes), *rounds(spread.then, budget_bytes)]
     dtypes = {item.name: item.dtype for item in items}
-    first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
-    traffic = exchange(world, first, give, take, dtypes, device, budget_bytes=budget_bytes)
-    if not then:
-        return traffic
-    return traffic + exchange(world, then, give_on, take, dtypes, device, budget_bytes=budget_bytes)
+    return exchange(world, plan, give, take, dtypes, device, budget_bytes=budget_bytes)
 
 
 def _there(place: LocalTensor | None) -> LocalTensor:

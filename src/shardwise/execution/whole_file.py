@@ -58,17 +58,17 @@ def write_whole_file(
     )
     with ExitStack() as closing:
 
-        def opened() -> _OpenFile | None:
+        def opened() -> _FileUnderWay | None:
             if world.rank:
                 return None
             writer = closing.enter_context(open_writer(path.parent))
-            return _OpenFile(RoomyFile(writer, path.name), Sink(writer, lambda key, first, data: None))
+            return _FileUnderWay(RoomyFile(writer, path.name), Sink(writer, lambda key, first, data: None))
 
         return _write(world, world.together(opened), saved, objects, once, held, budget_bytes, device)
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenFile:
+class _FileUnderWay:
     """The file on the first rank, and the way into it."""
 
     file: RoomyFile
@@ -77,7 +77,7 @@ class _OpenFile:
 
 def _write(
     world: World,
-    target: _OpenFile | None,
+    target: _FileUnderWay | None,
     saved: Mapping[Levels, Saved],
     objects: Nest,
     once: Mapping[str, torch.Tensor],
@@ -107,7 +107,7 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
 
 def _carry(
     world: World,
-    target: _OpenFile | None,
+    target: _FileUnderWay | None,
     block: Sequence[Extent],
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, tuple[tuple[Box, ...], ...]],

@@ -146,7 +146,7 @@ class _GivingForm:
     leaves: tuple[str, ...] = field(compare=False)
 
 
-_Given: TypeAlias = tuple[tuple[int, tuple[Piece, ...]], ...]
+_GivenPieces: TypeAlias = tuple[tuple[int, tuple[Piece, ...]], ...]
 """What ranks give of a box, by rank."""
 
 
@@ -156,18 +156,18 @@ class _Cutter:
     def __init__(self, shares: Mapping[str, Sequence[Boxes]], size: int) -> None:
         self._shares = shares
         self._size = size
-        self._made: dict[tuple[_GivingForm, Box], _Given] = {}
+        self._made: dict[tuple[_GivingForm, Box], _GivenPieces] = {}
 
     def form_of(self, expression: Expression) -> _GivingForm:
         bare, leaves = skeleton(expression)
         return _GivingForm(bare, tuple(id(self._shares[leaf]) for leaf in leaves), leaves)
 
-    def given(self, expression: Expression, form: _GivingForm, box: Box) -> _Given:
+    def given(self, expression: Expression, form: _GivingForm, box: Box) -> _GivenPieces:
         if (form, box) not in self._made:
             self._made[form, box] = self._given(expression, form.leaves, box)
         return self._made[form, box]
 
-    def _given(self, expression: Expression, leaves: Sequence[str], box: Box) -> _Given:
+    def _given(self, expression: Expression, leaves: Sequence[str], box: Box) -> _GivenPieces:
         """The pieces of all ranks at once: their shares lie one behind the other in one memory, leaf by leaf."""
         held: dict[str, list[tuple[Box, Strided]]] = {}
         homes: list[tuple[int, int]] = []
