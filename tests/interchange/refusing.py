@@ -246,7 +246,7 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
         raise StorageError("the disk is gone")
 
     what = {
-        "full": "shardwise.execution.whole_file.write_extents",
+        "full": "shardwise.execution.torch_out.RoomyFile.write",
         "sharded": "shardwise.execution.chunk_stream.ChunkStream.write",
         "ranks": "shardwise.execution.rank_files.torch.save",
     }[form]

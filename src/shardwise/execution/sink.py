@@ -52,12 +52,12 @@ class Sink(Generic[Name]):
     def __init__(
         self,
         writer: StorageWriter,
-        seen: Callable[[Name, int, memoryview], object],
+        seen: Callable[[Name, int, memoryview], object] = lambda name, first, data: None,
         *,
         check: Callable[[], None] = lambda: None,
         bytes_by_file: dict[str, int] | None = None,
     ) -> None:
-        self._writer = writer
+        self.writer = writer
         self._seen = seen
         self._check = check
         self._bytes_by_file = {} if bytes_by_file is None else bytes_by_file
@@ -78,11 +78,11 @@ class Sink(Generic[Name]):
                 self._seen(*item)
 
         if nbytes < _SMALL_BYTES:
-            self._writer.write(file, start, buffers)
+            self.writer.write(file, start, buffers)
             show()
         else:
             showing = Ahead(show)
-            self._writer.write(file, start, buffers)
+            self.writer.write(file, start, buffers)
             showing.value(self._check)
         self._bytes_by_file[file] = self._bytes_by_file.get(file, 0) + nbytes
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from shardwise.execution.committing import begin_save, commit_save, undo_save
 from shardwise.execution.sink import Sink, WrittenTensors, write_extents
-from shardwise.planning.save_plan import Saved, SavePlan, extents
+from shardwise.planning.save_plan import Extent, Saved, SavePlan, extents
 from shardwise.storage import StorageWriter
 from shardwise.tensors import Box
 
@@ -61,7 +62,8 @@ def stream_out(
             writer.create(file.name, file.nbytes)
             writer.write(file.name, 0, [memoryview(file.header)])
             places = [(entry.start, (entry.key, entry.dtype, entry.shape)) for entry in file.entries]
-            write_ahead(sink, file.name, places, values, advance=advance, block_bytes=block_bytes)
+            write = partial(write_extents, sink, file.name)
+            write_ahead(write, places, values, advance=advance, block_bytes=block_bytes)
             writer.sync(file.name)
         check(written)
         commit_save(writer, plan, begun, companions, written.fingerprints)
@@ -72,8 +74,7 @@ def stream_out(
 
 
 def write_ahead(
-    sink: Sink[str],
-    file: str,
+    write: Callable[[Sequence[Extent], Sequence[torch.Tensor]], None],
     places: Iterable[tuple[int, Saved]],
     values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
     *,
@@ -82,7 +83,9 @@ def write_ahead(
 ) -> None:
     """Write tensors to their places in a file, which are in order; a block is written while the next is made.
 
-    The arguments are those of :func:`stream_out`, and of :func:`~shardwise.planning.save_plan.extents`.
+    ``write`` puts boxes into the file. The other arguments are those of :func:`stream_out`, and of
+    :func:`~shardwise.planning.save_plan.extents`.
+
     Memory: four blocks, and what ``values`` takes.
     """
     pending: Future[None] | None = None
@@ -92,7 +95,7 @@ def write_ahead(
             tensors = values([(extent.key, extent.box) for extent in block])
             if pending is not None:
                 pending.result()
-            pending = pool.submit(write_extents, sink, file, block, tensors)
+            pending = pool.submit(write, block, tensors)
             nbytes = sum(tensor.nbytes for tensor in tensors)
             advance(nbytes)
             del tensors

@@ -14,13 +14,13 @@ import torch
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.committing import let_count, remove_unnamed
 from shardwise.execution.saving_lock import HeldMark, new_token, take_lock
-from shardwise.execution.sink import Sink, WrittenTensors
+from shardwise.execution.sink import Sink, WrittenTensors, write_extents
 from shardwise.execution.stream_out import BLOCK_BYTES, Part, write_ahead
 from shardwise.formats.torch_file import read_torch_file
 from shardwise.models._torch_private import save_without_data
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.commit import Commit, Rename, on_its_way
-from shardwise.planning.save_plan import Saved
+from shardwise.planning.save_plan import Extent, Saved
 from shardwise.storage import LocalReader, StorageWriter
 from shardwise.storage.names import shown
 from shardwise.tensors import ByteRange
@@ -38,15 +38,16 @@ _HOLLOW = "archive"
 class RoomyFile:
     """A file of ``torch.save`` under way: its pickle is written, with room for the bytes of its tensors.
 
-    ``file`` is its name until it counts. All of it goes through ``writer``, by one process. The archive's checksums
-    of the tensors stay those of nothing, which torch does not look at.
+    All of it goes through ``sink`` and its writer, by one process. The archive's checksums of the tensors stay
+    those of nothing, which torch does not look at.
     """
 
-    def __init__(self, writer: StorageWriter, name: str) -> None:
-        self._writer = writer
+    def __init__(self, sink: Sink[str], name: str) -> None:
+        self._sink = sink
+        self._writer = sink.writer
         self._name = name
         self._token = new_token()
-        self.file = on_its_way(name, self._token)
+        self._file = on_its_way(name, self._token)
         self._held: HeldMark | None = None
         self._nbytes = 0
 
@@ -70,10 +71,10 @@ class RoomyFile:
                 with LocalReader(folder) as reader:
                     places = _places(reader, {".".join(map(str, path)): at for path, at in tensors.items()})
                     self._nbytes = reader.size(_HOLLOW)
-                    self._writer.create(self.file, self._nbytes)
+                    self._writer.create(self._file, self._nbytes)
                     for around in _around([place for place, _ in places], self._nbytes):
                         content = reader.read(_HOLLOW, around.start, around.stop)
-                        self._writer.write(self.file, around.start, [memoryview(content)])
+                        self._writer.write(self._file, around.start, [memoryview(content)])
             return places
         except OSError as error:
             self.undo()
@@ -82,18 +83,22 @@ class RoomyFile:
             self.undo()
             raise
 
+    def write(self, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
+        """Put boxes of tensors where they belong. One thread does this at a time."""
+        write_extents(self._sink, self._file, extents, tensors)
+
     def sync(self) -> None:
         """Make sure that what has been written stays."""
-        self._writer.sync(self.file)
+        self._writer.sync(self._file)
 
     def commit(self, companions: Mapping[str, bytes]) -> None:
         """Take the place of the file of this name, once synced; ``companions`` are small files beside it."""
         assert self._held is not None
         commit = Commit(
-            {self.file: self._nbytes},
-            steps=(Rename(self.file, self._name),),
+            {self._file: self._nbytes},
+            steps=(Rename(self._file, self._name),),
             then={self._name: self._nbytes},
-            without=frozenset({self.file}),
+            without=frozenset({self._file}),
         )
         let_count(self._writer, self._held, commit, companions)
         self._held.release()
@@ -102,7 +107,7 @@ class RoomyFile:
     def undo(self) -> None:
         """Leave nothing behind."""
         with contextlib.suppress(StorageError):
-            self._writer.remove(self.file)
+            self._writer.remove(self._file)
         if self._held is not None:
             with contextlib.suppress(StorageError):
                 self._held.release()
@@ -133,11 +138,10 @@ def stream_torch_file(
     Memory: four blocks, and what ``values`` takes.
     """
     written = WrittenTensors({key: 0 for key, _, _ in tensors.values()})
-    sink = Sink(writer, written.add, bytes_by_file=written.bytes_by_file)
-    file = RoomyFile(writer, name)
+    file = RoomyFile(Sink(writer, written.add, bytes_by_file=written.bytes_by_file), name)
     try:
         places = [(place.start, saved) for place, saved in file.begin(tensors, objects)]
-        write_ahead(sink, file.file, places, values, advance=advance)
+        write_ahead(file.write, places, values, advance=advance)
         file.sync()
         file.commit(companions)
     except BaseException:

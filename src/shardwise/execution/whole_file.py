@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from shardwise.errors import PlacementError
 from shardwise.execution.distribute import LocalTensor
 from shardwise.execution.handover import Handover, facts_of, hand_over, held_by_rank, landing
-from shardwise.execution.sink import Sink, write_extents
+from shardwise.execution.sink import Sink
 from shardwise.execution.torch_out import Levels, Nest, RoomyFile
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
@@ -58,26 +57,17 @@ def write_whole_file(
     )
     with ExitStack() as closing:
 
-        def opened() -> _FileUnderWay | None:
+        def opened() -> RoomyFile | None:
             if world.rank:
                 return None
-            writer = closing.enter_context(open_writer(path.parent))
-            return _FileUnderWay(RoomyFile(writer, path.name), Sink(writer, lambda key, first, data: None))
+            return RoomyFile(Sink(closing.enter_context(open_writer(path.parent))), path.name)
 
         return _write(world, world.together(opened), saved, objects, once, held, budget_bytes, device)
 
 
-@dataclass(frozen=True, slots=True)
-class _FileUnderWay:
-    """The file on the first rank, and the way into it."""
-
-    file: RoomyFile
-    sink: Sink[str]
-
-
 def _write(
     world: World,
-    target: _FileUnderWay | None,
+    file: RoomyFile | None,
     saved: Mapping[Levels, Saved],
     objects: Nest,
     once: Mapping[str, torch.Tensor],
@@ -86,14 +76,14 @@ def _write(
     device: torch.device,
 ) -> int:
     try:
-        places = world.from_first(lambda: [] if target is None else target.file.begin(saved, objects))
+        places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
         for block in extents([(place.start, item) for place, item in places], budget_bytes // 2):
-            _carry(world, target, block, once, held, budget_bytes // 2, device)
-        world.together(lambda: None if target is None else target.file.sync())
-        world.together(lambda: None if target is None else target.file.commit({}))
+            _carry(world, file, block, once, held, budget_bytes // 2, device)
+        world.together(lambda: None if file is None else file.sync())
+        world.together(lambda: None if file is None else file.commit({}))
     except BaseException:
-        if target is not None:
-            target.file.undo()
+        if file is not None:
+            file.undo()
         raise
     return sum(place.nbytes for place, _ in places)
 
@@ -107,7 +97,7 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
 
 def _carry(
     world: World,
-    target: _FileUnderWay | None,
+    file: RoomyFile | None,
     block: Sequence[Extent],
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, tuple[tuple[Box, ...], ...]],
@@ -121,7 +111,7 @@ def _carry(
         items: list[Handover] = []
         for extent in block:
             into, dtype = None, to_torch(extent.dtype)
-            if target is not None:
+            if file is not None:
                 arrived.append(torch.empty(extent.box.sizes, dtype=dtype, device="cpu"))
                 into = LocalTensor(arrived[-1], (LocalBox(extent.box, Strided.contiguous(extent.box.sizes)),))
             wanted = tuple((extent.box,) if rank == 0 else () for rank in range(world.size))
@@ -131,4 +121,4 @@ def _carry(
         return items
 
     hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
-    world.together(lambda: None if target is None else write_extents(target.sink, target.file.file, block, arrived))
+    world.together(lambda: None if file is None else file.write(block, arrived))
