@@ -43,10 +43,6 @@ class LocalTensor:
     local: torch.Tensor
     boxes: tuple[LocalBox, ...]
 
-    def has(self, box: Box) -> bool:
-        """Whether a box lies in one of this rank's."""
-        return any(held.box.intersect(box) == box for held in self.boxes)
-
     def view(self, box: Box) -> torch.Tensor:
         """The elements of a box, which lies in one of this rank's."""
         return strided_view(self.local, place_of(box, self.boxes))

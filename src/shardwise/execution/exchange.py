@@ -135,10 +135,10 @@ class Exchange:
                     carrier.send(number)
                 if arriving is not None:
                     yield self._rounds[number - 1]
-        finally:  # nobody is kept waiting for what is under way, and its memory is in use
-            with contextlib.suppress(
-                Exception
-            ):  # a rank that is lost is told of at the next meeting, if there is one
+        finally:
+            # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
+            # at the next meeting, if there is one.
+            with contextlib.suppress(Exception):
                 carrier.wait()
 
     @torch.no_grad()

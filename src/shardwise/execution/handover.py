@@ -63,9 +63,8 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
 
     def give(parcel: Parcel) -> torch.Tensor:
         item = by_name[parcel.tensor]
-        if item.mine is not None and item.mine.has(parcel.box):
-            return item.mine.view(parcel.box)
-        return _there(item.into).view(parcel.box)  # it has come here before
+        is_held = any(box.intersect(parcel.box) == parcel.box for box in item.held[world.rank])
+        return _there(item.mine if is_held else item.into).view(parcel.box)  # what is not has come here before
 
     def take(parcel: Parcel, values: torch.Tensor) -> None:
         _there(by_name[parcel.tensor].into).view(parcel.box).copy_(values)
