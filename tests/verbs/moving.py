@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from tests.verbs.streaming import through
+from torch import nn
 
 import shardwise
+from shardwise import Sharding, WholeModel
 from shardwise.execution.exchange import Exchange
 from shardwise.execution.sink import Sink
 from shardwise.storage import LocalWriter, WritePolicy
@@ -81,3 +83,14 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
         found["merge"] = 0, runs[0]
     dist.barrier()
     return found
+
+
+def mean_of_all() -> list[float]:
+    """A buffer that has another value on each rank, as every rank gets it."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    shardwise.shard(model, Sharding(wrap=WholeModel()))
+    mean = model.get_buffer("0.running_mean")
+    mean.fill_(float(dist.get_rank() + 1))
+    state = shardwise.model_state(model, shardwise.FullState(on=shardwise.EveryRank()))
+    assert mean.tolist() == [dist.get_rank() + 1] * 4
+    return state["0.running_mean"].tolist()
