@@ -19,7 +19,7 @@ import torch
 
 from shardwise.execution.carriers import open_carrier
 from shardwise.execution.world import World
-from shardwise.planning.parcels import Parcel, RankPart, Round
+from shardwise.planning.parcels import Parcel, RankPart, Round, ToEach
 from shardwise.tensors import numel
 
 Give = Callable[[Parcel], torch.Tensor]
@@ -154,10 +154,19 @@ class Exchange:
                 self._world.check()
                 self._take(parcel, self._pieces(parcel, self._carrier.inbox(number - 1, parcel.source), start))
                 self.traffic.received_bytes += parcel.nbytes
-        for parcel, ways in leaving.sends if leaving is not None else ():
+        if leaving is not None:
+            self._pack(number, leaving)
+
+    def _pack(self, number: int, leaving: RankPart) -> None:
+        for parcel, ways in leaving.sends:
             self._world.check()
             rooms = [self._pieces(parcel, self._carrier.outbox(number, target), start) for target, start in ways]
-            for values, *places in zip(self._give(parcel), *rooms, strict=True):
+            given = self._give(parcel)
+            if isinstance(leaving.load, ToEach) and self._world.rank in parcel.targets:
+                given = list(given)
+                self._take(parcel, iter(given))
+                self.traffic.kept_bytes += parcel.nbytes
+            for values, *places in zip(given, *rooms, strict=True):
                 for place in places:
                     if values.shape != place.shape:
                         raise ValueError(f"{parcel} was given as {tuple(values.shape)}")

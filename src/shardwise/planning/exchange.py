@@ -184,10 +184,7 @@ class Holders:
             targets.setdefault((tuple(offset), tuple(size)), []).append(rank)
         # Whoever asks gets those of one target in one order.
         for (offsets, extent), found in sorted(targets.items()):
-            others = tuple(sorted(rank for rank in found if rank != source))
-            for together in ((source,) if source in found else (), others):
-                if together:
-                    yield Parcel(item.tensor, source, together, Box(offsets, extent), item.itemsize, block)
+            yield Parcel(item.tensor, source, tuple(sorted(found)), Box(offsets, extent), item.itemsize, block)
 
     def staging_of(self, item: WantedBoxes, source: int, block: Box, size: int) -> npt.NDArray[np.int64]:
         """As :func:`staging_of` of all parcels of a block together, for each of ``size`` ranks."""

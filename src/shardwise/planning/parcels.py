@@ -49,13 +49,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Elements of a box of a tensor (in global indices) that one rank gives to others, or to itself.
+    """Elements of a box of a tensor (in global indices) that one rank gives to others, to itself, or to both.
 
     Attributes:
         tensor: by the name that the targets know.
         source: the rank that gives them.
-        targets: the ranks that get them: all of these others, or it is the source alone. Only in a round that is
-            gathered it is all ranks.
+        targets: the ranks that get them.
         box: of the tensor.
         itemsize: bytes of an element, as it travels.
         block: what the source fetches at once, where this is a part of it.
@@ -74,7 +73,7 @@ class Parcel:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the source gives it to itself."""
+        """Whether the source gives it to itself alone."""
         return self.targets == (self.source,)
 
     @property
@@ -154,8 +153,9 @@ class Round:
                 if parcel.is_kept:
                     keeps.append(parcel)
                     continue
-                sends.append((parcel, tuple((target, sent[target]) for target in parcel.targets)))
-                for target in parcel.targets:
+                others = [target for target in parcel.targets if target != rank]
+                sends.append((parcel, tuple((target, sent[target]) for target in others)))
+                for target in others:
                     sent[target] += parcel.staged_bytes
             elif rank in parcel.targets:
                 receives.append((parcel, received[parcel.source]))
@@ -179,8 +179,8 @@ class RankPart:
 
     Attributes:
         load: the bytes it sends and receives.
-        keeps: parcels that it gives to itself.
-        sends: parcels with (target, the byte where it begins in what goes there).
+        keeps: parcels that it gives to itself alone.
+        sends: parcels with (target, the byte where it begins in what goes there). It may be a target itself.
         receives: parcels with the byte where each begins in what comes from its source.
     """
 
