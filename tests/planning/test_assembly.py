@@ -112,7 +112,7 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
     by_rank = Simulated(grower.leaves, shares).run(rounds, size)
     for item in wanted:
         for rank, made in enumerate(by_rank):
-            parts = [memory for (found, _), memory in made.items() if found == item.key]
+            parts = [made[at] for items in rounds for at in items.boxes() if at[0] == item.key and at in made]
             flat = np.concatenate(parts) if parts else np.empty(0)
             expected = arrays[item.key].reshape(-1) if rank in item.targets else np.empty(0)
             assert np.array_equal(flat, expected), "boxes come in order, and are runs"
