@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shardwise.execution.exchange import exchange
 from shardwise.execution.local_ranks import LocalRanks
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Parcel, WantedBoxes, from_sources, rounds
+from shardwise.planning.exchange import WantedBoxes, from_sources, rounds
+from shardwise.planning.parcels import Parcel
 from shardwise.tensors import Box
 
 _ROWS, _WIDTH = 2048, 1024  # 8 MiB of float32
@@ -54,7 +55,7 @@ def measure(mib: int, budgets: list[int]) -> dict[str, float]:
         dist.barrier()
         start = time.perf_counter()
         plan = rounds(from_sources(wanted, [[0] * world.size] * count).first, budget << 20)
-        exchange(world, plan, give, take, lambda parcel: torch.float32, torch.device("cpu"), budget_bytes=1 << 40)
+        exchange(world, plan, give, take, dict.fromkeys(map(str, range(count)), torch.float32), torch.device("cpu"))
         dist.barrier()
         seconds[f"exchange, {budget} MiB"] = time.perf_counter() - start
         assert all(bool((tensor == float(number)).all()) for number, tensor in enumerate(mine))

@@ -13,7 +13,8 @@ from shardwise.errors import StorageError
 from shardwise.execution import carriers
 from shardwise.execution.exchange import exchange
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Parcel, WantedBoxes, dealt, from_sources, rounds
+from shardwise.planning.exchange import WantedBoxes, dealt, from_sources, rounds
+from shardwise.planning.parcels import Parcel
 from shardwise.tensors import Box
 
 CPU = torch.device("cpu")
@@ -113,9 +114,8 @@ def hand_over(source_of: list[int] | None, budget: int, way: str = "") -> tuple[
         of_box(written[parcel.tensor], parcel.box).add_(1)
 
     with world, through(way):
-        traffic = exchange(
-            world, plan, give, take, lambda parcel: everything[parcel.tensor].dtype, CPU, budget_bytes=budget
-        )
+        dtypes = {name: tensor.dtype for name, tensor in everything.items()}
+        traffic = exchange(world, plan, give, take, dtypes, CPU, budget_bytes=budget)
     wrong = []
     for item in wanted:
         mine = torch.zeros(everything[item.tensor].shape, dtype=torch.int32)
@@ -152,7 +152,7 @@ def fail_half_way(failing: int, where: str, way: str) -> tuple[str, str, float]:
                 plan,
                 lambda parcel: spoil("give", of_box(whole, parcel.box)),
                 lambda parcel, values: spoil("take", values),
-                lambda parcel: torch.float32,
+                {"w": torch.float32},
                 CPU,
                 budget_bytes=1 << 20,
             )

@@ -11,8 +11,7 @@ from tests.verbs.streaming import sharded
 
 from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.assemble import Giver
-from shardwise.execution.giving import agree_on_shares
+from shardwise.execution.giving import Giver, agree_on_shares
 from shardwise.execution.owners import write_by_owners
 from shardwise.execution.world import World
 from shardwise.layout import Origin
@@ -93,7 +92,7 @@ def write(
             assert progress.nbytes == sum(written.bytes_by_file.values())
             assert sorted(writer.synced) == sorted(writer.places)
             assert all(writer.places[file.name] == file.nbytes for file in plan.files if file.name in writer.places)
-            return writer.synced, written.sums
+            return writer.synced, written.fingerprints
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -10,19 +10,19 @@ from tests.execution import rooms
 
 from shardwise.execution.common_memory import CommonMemory, enter
 from shardwise.execution.common_rooms import _RoomAllocator, lay_out
-from shardwise.planning.assembly import Block, Round
+from shardwise.planning.parcels import Parcel, Round
 from shardwise.tensors import Box
 
 LARGE = (1 << 18) + 1
 """Elements of 4 bytes: more than a tensor has that shares its memory with others."""
 
 
-def block(key: str, start: int = 0, size: int = 1) -> Block:
-    return Block(key, Box((start,), (size,)), 4, (0, 1), (), ())
+def parcel(key: str) -> Parcel:
+    return Parcel(key, 0, (0, 1), Box((0,), (1,)), 4)
 
 
 def rounds(*keys: str) -> list[Round]:
-    return [Round(tuple(block(key) for key in name.split()), is_for_all=True, lanes={}) for name in keys]
+    return [Round(tuple(map(parcel, name.split())), moves=True, is_gathered=True) for name in keys]
 
 
 def test_large_tensors_have_memory_of_their_own_and_small_ones_of_a_round_share_it():

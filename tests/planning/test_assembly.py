@@ -13,11 +13,11 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion import Stored, concat, slice_dim
 from shardwise.formats import NewFile
-from shardwise.planning.assembly import Round, WantedTensor, plan_assembly
-from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.assembly import WantedTensor, plan_assembly
 from shardwise.planning.giving import shares_by_rank
 from shardwise.planning.owners import choose_owners
-from shardwise.tensors import Box, DType
+from shardwise.planning.parcels import ALIGNMENT_BYTES, Round, ToAll, ToEach
+from shardwise.tensors import Box, DType, numel
 
 ITEMSIZE = 4
 
@@ -51,28 +51,49 @@ class Simulated:
         part = self.leaves[name][tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
         return np.ascontiguousarray(part).reshape(-1)
 
-    def run(self, rounds):
-        """Every block as its targets get it, by key, box and target: packed by the giver, unpacked by the taker."""
-        made = {}
+    def run(self, rounds, size):
+        """Every box as its targets get it, by key and box: packed by the sources, unpacked by the targets."""
+        made = [{} for _ in range(size)]
         for items in rounds:
-            for block in items.blocks:
-                memory = np.full(block.box.numel, -7)
-                for gift in block.gifts:
-                    values = [
-                        view(self.share(block.leaves[piece.leaf], gift.source, piece.share), piece.source).reshape(
-                            -1
-                        )
-                        for piece in gift.pieces
-                    ]
-                    packed = np.concatenate(values)
-                    assert len(packed) == gift.numel
-                    for piece in gift.pieces:
-                        count = piece.target.numel
-                        view(memory, piece.target)[...] = packed[:count].reshape(piece.target.sizes)
-                        packed = packed[count:]
-                assert (block.key, block.box) not in made
-                made[block.key, block.box] = memory
+            before = [dict(memory) for memory in made]
+            parts = [items.part(rank, size) for rank in range(size)]
+            for rank, part in enumerate(parts):
+                for parcel in part.keeps:
+                    self.put(made[rank], parcel, self.packed(parcel))
+                sent = part.load.parts[rank : rank + 1] * size if items.is_gathered else part.load.sent
+                boxes = [np.full(nbytes // ITEMSIZE, -9) for nbytes in sent]
+                for parcel, ways in part.sends:
+                    values = self.packed(parcel)
+                    for target, start in ways:
+                        boxes[target][start // ITEMSIZE :][: len(values)] = values
+                for target in range(size):
+                    awaited = parts[target].load
+                    if items.is_gathered or target != rank:
+                        nbytes = awaited.parts[rank] if items.is_gathered else awaited.received[rank]
+                        assert nbytes == sent[target]
+                    box = boxes[rank if items.is_gathered else target]
+                    for parcel, start in parts[target].receives:
+                        if parcel.source == rank:
+                            count = parcel.nbytes // ITEMSIZE
+                            self.put(made[target], parcel, box[start // ITEMSIZE :][:count])
+            for rank in range(size):
+                assert not before[rank].keys() & {(p.tensor, p.box) for p in items.parcels}
         return made
+
+    def packed(self, parcel):
+        values = [
+            view(self.share(parcel.leaves[piece.leaf], parcel.source, piece.share), piece.source).reshape(-1)
+            for piece in parcel.pieces
+        ]
+        return np.concatenate(values)
+
+    def put(self, memory, parcel, packed):
+        found = memory.setdefault((parcel.tensor, parcel.box), np.full(parcel.box.numel, -7))
+        for piece, sizes in zip(parcel.pieces, parcel.sizes, strict=True):
+            count = numel(sizes)
+            view(found, piece.target)[...] = packed[:count].reshape(sizes)
+            packed = packed[count:]
+        assert not len(packed)
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 4), bucket=st.integers(16, 400), to_all=st.booleans())
@@ -88,57 +109,63 @@ def test_blocks_make_the_tensors_within_the_bucket(seed, size, bucket, to_all):
     shares = {name: dealt(rng, leaf.shape, size) for name, leaf in grower.leaves.items()}
     streams = [wanted] if to_all else [[item for item in wanted if item.targets == (r,)] for r in range(size)]
     rounds = plan_assembly(streams, shares, size, bucket)
-    made = Simulated(grower.leaves, shares).run(rounds)
-    for key, array in arrays.items():
-        parts = [(box, memory) for (found, box), memory in made.items() if found == key]
-        flat = np.concatenate([memory for _, memory in parts]) if parts else np.empty(0)
-        assert np.array_equal(flat, array.reshape(-1)), "blocks come in order, and are runs"
+    by_rank = Simulated(grower.leaves, shares).run(rounds, size)
+    for item in wanted:
+        for rank, made in enumerate(by_rank):
+            parts = [made[at] for items in rounds for at in items.boxes() if at[0] == item.key and at in made]
+            flat = np.concatenate(parts) if parts else np.empty(0)
+            expected = arrays[item.key].reshape(-1) if rank in item.targets else np.empty(0)
+            assert np.array_equal(flat, expected), "boxes come in order, and are runs"
     for items in rounds:
-        padding = ALIGNMENT_BYTES * size * len(items.blocks)
+        padding = ALIGNMENT_BYTES * size * len(items.boxes())
         for rank in range(size):
-            assert sum(block.nbytes for block in items.blocks if rank in block.targets) <= bucket
-            assert sent_bytes(items, rank) <= bucket + padding
-            assert received_bytes(items, rank) <= 1.25 * (bucket + padding)
+            got = {(p.tensor, p.box) for p in items.parcels if rank in p.targets}
+            assert sum(box.numel * ITEMSIZE for _, box in got) <= bucket
+            assert sent_bytes(items, rank, size) <= bucket + padding
+            assert received_bytes(items, rank, size) <= 1.25 * (bucket + padding)
 
 
-def sent_bytes(items: Round, rank: int) -> int:
-    return sum(size for (giver, _), size in items.lanes.items() if giver == rank)
+def sent_bytes(items: Round, rank: int, size: int) -> int:
+    load = items.part(rank, size).load
+    return load.parts[rank] if isinstance(load, ToAll) else sum(load.sent)
 
 
-def received_bytes(items: Round, rank: int) -> int:
-    if items.is_padded:
-        return items.part_bytes * len(items.blocks[0].targets)
-    return sum(size for (_, receiver), size in items.lanes.items() if items.is_for_all or receiver == rank)
+def received_bytes(items: Round, rank: int, size: int) -> int:
+    load = items.part(rank, size).load
+    if isinstance(load, ToAll):
+        return max(load.parts) * size if load.is_padded else sum(load.parts)
+    return sum(load.received)
 
 
 def test_a_tensor_larger_than_a_bucket_comes_in_rows():
     leaf = Stored("w", (10, 8), DType.F32)
     shares = {"w": shares_by_rank([(Box((0, 0), (5, 8)),), (Box((5, 0), (5, 8)),)], 0, 4)}
     rounds = plan_assembly([[WantedTensor("w", leaf, 4, (0,))]], shares, 2, 100)
-    assert [block.box for items in rounds for block in items.blocks] == [
+    assert [box for items in rounds for _, box in items.boxes()] == [
         Box((0, 0), (3, 8)),
         Box((3, 0), (3, 8)),
         Box((6, 0), (3, 8)),
         Box((9, 0), (1, 8)),
     ]
-    assert [items.lanes for items in rounds] == [{}, {(1, 0): 32}, {(1, 0): 96}, {(1, 0): 32}]
+    assert [items.part(0, 2).load for items in rounds] == [ToEach((0, 0), (0, n)) for n in (0, 32, 96, 32)]
+    assert [items.moves for items in rounds] == [False, True, True, True]
 
 
 def test_small_tensors_share_a_round_until_the_bucket_is_full():
     shares = {str(n): shares_by_rank([(Box((0,), (4,)),), (Box((4,), (4,)),)], 0, 4) for n in range(5)}
     wanted = [WantedTensor(str(n), Stored(str(n), (8,), DType.F32), 4, (0, 1)) for n in range(5)]
     rounds = plan_assembly([wanted], shares, 2, 64)
-    assert [[block.key for block in items.blocks] for items in rounds] == [["0", "1"], ["2", "3"], ["4"]]
-    assert all(items.is_padded for items in rounds)
-    assert received_bytes(rounds[0], 0) == received_bytes(rounds[0], 1) == 64
+    assert [[key for key, _ in items.boxes()] for items in rounds] == [["0", "1"], ["2", "3"], ["4"]]
+    assert all(items.part(0, 2).load.is_padded for items in rounds)
+    assert received_bytes(rounds[0], 0, 2) == received_bytes(rounds[0], 1, 2) == 64
 
 
 def test_what_one_rank_gives_to_all_is_not_padded():
     """Experts that lie on one rank: the others would send as much of nothing."""
     shares = {"w": shares_by_rank([(Box((0, 0), (4, 8)),), ()], 0, 4)}
     (items,) = plan_assembly([[WantedTensor("w", Stored("w", (4, 8), DType.F32), 4, (0, 1))]], shares, 2, 1 << 10)
-    assert not items.is_padded
-    assert received_bytes(items, 1) == 128
+    assert items.part(1, 2).load == ToAll((128, 0), is_padded=False)
+    assert received_bytes(items, 1, 2) == 128
 
 
 def test_equal_layers_share_what_is_given():
@@ -149,8 +176,9 @@ def test_equal_layers_share_what_is_given():
         parts = [Stored(f"{number}.{name}", (8,), DType.F32) for name in "qk"]
         wanted.append(WantedTensor(f"{number}.half", slice_dim(concat(parts, 0), 0, 2, 12), 4, (0,)))
     (items,) = plan_assembly([wanted], shares, 2, 1 << 10)
-    assert len({id(block.gifts) for block in items.blocks}) == 1
-    assert [block.leaves for block in items.blocks] == [("0.q", "0.k"), ("1.q", "1.k"), ("2.q", "2.k")]
+    given = [parcel for parcel in items.parcels if parcel.source == 0]
+    assert len({id(parcel.pieces) for parcel in given}) == 1
+    assert [parcel.leaves for parcel in given] == [("0.q", "0.k"), ("1.q", "1.k"), ("2.q", "2.k")]
 
 
 def test_streams_go_side_by_side():
@@ -160,7 +188,7 @@ def test_streams_go_side_by_side():
         shares[str(rank)] = shares_by_rank([(Box((0,), (40,)),), (Box((40,), (40,)),)], 0, 4)
         streams.append([WantedTensor(str(rank), Stored(str(rank), (80,), DType.F32), 4, (rank,))])
     rounds = plan_assembly(streams, shares, 2, 160)
-    assert [sorted(block.targets for block in items.blocks) for items in rounds] == [[(0,), (1,)]] * 2
+    assert [sorted({parcel.targets for parcel in items.parcels}) for items in rounds] == [[(0,), (1,)]] * 2
 
 
 @pytest.mark.parametrize(

@@ -234,17 +234,17 @@ def test_everybody_gets_exactly_its_boxes_within_the_budget(made, ranks, dims, e
     budget = 16 * ranks + extra
     wanted = wanted_of(reads, ranks, dims)
     read = intervals(reads, index, ranks)
-    agendas = [handed_over(wanted, read, budget, rank) for rank in range(ranks)]
-    assert len({(len(agenda.rounds), agenda.moves) for agenda in agendas}) == 1
+    rounds_of = [handed_over(wanted, read, budget, rank) for rank in range(ranks)]
+    assert len({tuple(items.moves for items in own) for own in rounds_of}) == 1
     for item in wanted:
         shape = reads[item.tensor].shape
-        for rank, agenda in enumerate(agendas):
-            got = [p.box for p in itertools.chain(*agenda.rounds) if p.tensor == item.tensor and rank in p.targets]
+        for rank, own in enumerate(rounds_of):
+            got = [p.box for items in own for p in items.parcels if p.tensor == item.tensor and rank in p.targets]
             assert (count(got, shape) == count(item.boxes[rank], shape)).all()
-    for number in range(len(agendas[0].rounds)):
-        given = [p for rank, agenda in enumerate(agendas) for p in agenda.rounds[number] if p.source == rank]
+    for number in range(len(rounds_of[0])):
+        given = [p for rank, own in enumerate(rounds_of) for p in own[number].parcels if p.source == rank]
         assert given
-        assert agendas[0].moves[number] == any(target != p.source for p in given for target in p.targets)
+        assert rounds_of[0][number].moves == any(target != p.source for p in given for target in p.targets)
         used = [0] * ranks
         for parcel in given:
             for rank, nbytes in staging_of(parcel).items():
@@ -256,13 +256,13 @@ def test_everybody_gets_exactly_its_boxes_within_the_budget(made, ranks, dims, e
 def test_what_one_rank_sends_the_other_awaits_in_the_same_order(made, ranks, dims):
     reads, index = made
     read = intervals(reads, index, ranks)
-    agendas = [handed_over(wanted_of(reads, ranks, dims), read, 1000, rank) for rank in range(ranks)]
-    for number in range(len(agendas[0].rounds)):
+    rounds_of = [handed_over(wanted_of(reads, ranks, dims), read, 1000, rank) for rank in range(ranks)]
+    for number in range(len(rounds_of[0])):
         for source, target in itertools.permutations(range(ranks), 2):
             sent, awaited = (
                 [
                     (p.tensor, p.box, p.block)
-                    for p in agendas[side].rounds[number]
+                    for p in rounds_of[side][number].parcels
                     if p.source == source and target in p.targets
                 ]
                 for side in (source, target)
@@ -274,8 +274,8 @@ def test_a_rank_writes_down_its_own_part_only():
     reads, index = model(layers=3, experts=8)
     read = intervals(reads, index, 8)
     for rank in range(8):
-        agenda = handed_over(wanted_of(reads, 8, [0]), read, 1 << 20, rank)
-        assert all(rank == p.source or rank in p.targets for items in agenda.rounds for p in items)
+        own = handed_over(wanted_of(reads, 8, [0]), read, 1 << 20, rank)
+        assert all(rank == p.source or rank in p.targets for items in own for p in items.parcels)
 
 
 @pytest.mark.parametrize("ranks", [3, 8, 16])
@@ -284,11 +284,11 @@ def test_all_read_at_once_and_rounds_are_nearly_full(ranks):
     reads, index = model(layers=ranks, experts=ranks, hidden=64, width=32, files=4)
     wanted, budget = wanted_of(reads, ranks, [0]), 1 << 14
     read = intervals(reads, index, ranks)
-    agendas = [handed_over(wanted, read, budget, rank) for rank in range(ranks)]
-    rounds = len(agendas[0].rounds)
+    rounds_of = [handed_over(wanted, read, budget, rank) for rank in range(ranks)]
+    rounds = len(rounds_of[0])
     least = 2 * index.nbytes / (ranks * budget)  # what is given and what is taken
     assert rounds <= 1.5 * least + 16
-    busy = [sum(any(p.source == rank for p in items) for items in agendas[rank].rounds) for rank in range(ranks)]
+    busy = [sum(any(p.source == rank for p in items.parcels) for items in rounds_of[rank]) for rank in range(ranks)]
     assert min(busy) > 0.6 * rounds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -236,17 +236,17 @@ def cast() -> tuple[list[str], dict[str, Any]]:
 def failing_gather(failing: int, on: FirstRank | EveryRank) -> tuple[str, str]:
     """A rank whose device gives nothing any more, in the middle."""
     model = sharded("", 1)
-    begin = exchange._Hold._view
+    begin = exchange.Exchange._pieces
     calls = 0
 
-    def view(self: Any, box: torch.Tensor, lane: Any) -> torch.Tensor:
+    def pieces(self: Any, *args: Any) -> Iterator[torch.Tensor]:
         nonlocal calls
         calls += 1
         if dist.get_rank() == failing and calls > 3:
             raise StorageError("the device has fallen off the bus")
-        return begin(self, box, lane)
+        return begin(self, *args)
 
-    with mock.patch.object(exchange._Hold, "_view", view):
+    with mock.patch.object(exchange.Exchange, "_pieces", pieces):
         error = attempt(lambda: shardwise.model_state(model, FullState(on=on), options=SMALL))
     dist.barrier()  # the ranks are in step afterwards
     return error

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
 from shardwise.execution import carriers, common_rooms
-from shardwise.execution.assemble import Giver
+from shardwise.execution.giving import Giver
 from shardwise.execution.line import Patience
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes

@@ -27,7 +27,8 @@ from shardwise.errors import ConfigError, CoverageError, FormatError, StorageErr
 from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.stream_out import Streamed, stream_out
+from shardwise.execution.sink import WrittenTensors
+from shardwise.execution.stream_out import stream_out
 from shardwise.execution.twins import are_equal
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
@@ -236,9 +237,9 @@ def write_out(
     *,
     max_shard_bytes: int,
     companions: Mapping[str, bytes],
-    check: Callable[[Streamed], None],
+    check: Callable[[WrittenTensors], None],
     label: str,
-) -> tuple[Streamed, tuple[str, ...]]:
+) -> tuple[WrittenTensors, tuple[str, ...]]:
     """Plan the files, write them, and let them count; also their names."""
     outgoing.require_bounded()
     plan = plan_save(

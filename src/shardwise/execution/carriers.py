@@ -14,40 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.execution.common_memory import open_windows
 from shardwise.execution.world import World
+from shardwise.planning.parcels import Load, ToAll, ToEach
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """From torch 2.13 on it has the first name, and warns of the second."""
 
 _OFFSET_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ToEach:
-    """A round in which a rank gives every other what is for that one alone. Bytes by target, and by source."""
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToAll:
-    """A round in which every rank gets what all give. Bytes by source; padded, they travel in parts of one size."""
-
-    parts: tuple[int, ...]
-    is_padded: bool
-
-
-Load: TypeAlias = ToEach | ToAll
-"""A rank's part of a round."""
 
 
 class Carrier(Protocol):

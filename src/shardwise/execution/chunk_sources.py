@@ -10,7 +10,7 @@ from shardwise.execution.chunks import ArchivedChunk
 from shardwise.execution.host_memory import HostMemory
 from shardwise.execution.landing import memory_of
 from shardwise.execution.place import bytes_of
-from shardwise.execution.sharing import place_of
+from shardwise.layout import place_of
 from shardwise.models._torch_private import copy_all
 from shardwise.models.view import local_boxes, strided_view
 from shardwise.tensors import Strided, row_blocks

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shardwise.execution.archive import envelope
 from shardwise.execution.chunks import ArchivedChunk
-from shardwise.execution.workers import Ahead
+from shardwise.execution.sink import Sink
 from shardwise.storage import StorageWriter
 
 
@@ -66,50 +66,40 @@ class ChunkStream:
     def __init__(
         self, writer: StorageWriter, file: str, check: Callable[[], None], onlooker: Onlooker | None = None
     ) -> None:
-        self._writer = writer
-        self._file = file
-        self._check = check
-        self._position = 0
-        self._pending: list[memoryview] = []
-        self._pending_nbytes = 0
         self._onlooker: Onlooker = onlooker or Nobody()
-        self._unseen: list[tuple[int, int, memoryview]] = []
+        self._sink = Sink(writer, self._onlooker.add, check=check)
+        self._request_bytes = writer.policy.request_bytes
+        self._file = file
+        self._position = 0
+        self._pending: list[tuple[int | None, int, memoryview]] = []
+        self._pending_nbytes = 0
 
     def write(self, chunks: Sequence[ArchivedChunk], source: ChunkSource, values: Sequence[bytes]) -> None:
-        most = min(source.block_bytes, self._writer.policy.request_bytes)
+        most = min(source.block_bytes, self._request_bytes)
         for chunk in chunks:
             around = envelope(chunk.box.sizes, chunk.dtype)
             self._add_around(bytes(chunk.start - self._position - self._pending_nbytes) + around.before)
             number, start = self._onlooker.begin(), 0
             for block in source.blocks(chunk):
-                self._add(block)
-                self._unseen.append((number, start, block))
+                self._add(number, start, block)
                 start += block.nbytes
                 if self._pending_nbytes >= most:
                     self._flush()
             self._add_around(around.after)
         for content in values:
-            self._add(content)
+            self._add(None, 0, memoryview(content))
             self._onlooker.add_value(content)
         self._flush()
 
     def _add_around(self, content: bytes) -> None:
-        self._add(content)
+        self._add(None, 0, memoryview(content))
         self._onlooker.add_around(content)
 
-    def _add(self, content: bytes | memoryview) -> None:
-        self._pending.append(memoryview(content))
+    def _add(self, chunk: int | None, start: int, content: memoryview) -> None:
+        self._pending.append((chunk, start, content))
         self._pending_nbytes += len(content)
 
     def _flush(self) -> None:
-        self._check()
-        shown = Ahead(self._show)  # while the bytes are written
-        self._writer.write(self._file, self._position, self._pending)
-        shown.value(self._check)
+        self._sink.write(self._file, self._position, self._pending)
         self._position += self._pending_nbytes
         self._pending, self._pending_nbytes = [], 0
-
-    def _show(self) -> None:
-        for number, start, block in self._unseen:
-            self._onlooker.add(number, start, block)
-        self._unseen = []

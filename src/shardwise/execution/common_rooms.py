@@ -6,6 +6,7 @@ written once for all of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Self
 
 import torch
 
-from shardwise.execution.assemble import Giver, part_of, values_of
+from shardwise.execution.assemble import into, part_of
 from shardwise.execution.common_memory import Address, CommonMemory, Entered, enter
+from shardwise.execution.exchange import Exchange
+from shardwise.execution.giving import Giver
 from shardwise.execution.world import World
-from shardwise.models.view import strided_view
-from shardwise.planning.assembly import Block, Round
+from shardwise.planning.parcels import Round
+from shardwise.tensors import Box
 
 _SMALL_BYTES = 1 << 20
 """Tensors up to this size lie together and are handed out as copies; others are handed out as they lie."""
@@ -64,7 +67,7 @@ def lay_out(
     places: dict[str, _PlaceInRoom] = {}
     for number, items in enumerate(rounds):
         tray: int | None = None
-        for key in dict.fromkeys(block.key for block in items.blocks):
+        for key in dict.fromkeys(parcel.tensor for parcel in items.parcels):
             if key in places:
                 pieces[places[key].piece].last = number
                 continue
@@ -120,10 +123,10 @@ class CommonRooms:
             if self._is_target and not self._pieces[piece].is_tray:
                 self._own[piece], self._lent[piece] = self._entered[piece].lend()
 
-    def room(self, block: Block) -> torch.Tensor:
-        """The elements of a block, for all ranks."""
-        place = self._places[block.key]
-        return part_of(place.in_(self._entered[place.piece].shared), block)
+    def room(self, key: str, box: Box) -> torch.Tensor:
+        """The elements of a tensor's box, for all ranks."""
+        place = self._places[key]
+        return part_of(place.in_(self._entered[place.piece].shared), box)
 
     def take(self, key: str) -> torch.Tensor:
         """A tensor that is complete, for this rank: what it writes there concerns no other."""
@@ -170,28 +173,27 @@ def put_together(world: World, rounds: Sequence[Round], giver: Giver, rooms: Com
         CheckpointError: (or a subclass) the same on every rank, when anything raised on any.
         RankLostError: a rank has been lost, or has left.
     """
+    told: list[_RoomWords] = []
+    met = 0
 
-    @torch.no_grad()
-    def step(number: int, told: Sequence[_RoomWords]) -> _RoomWords:
-        rooms.enter(told[0].addresses)
-        for block in rounds[number].blocks:
-            world.check()
-            for gift in block.gifts:
-                if gift.source == world.rank:
-                    for piece, values in values_of(giver, block, gift):
-                        strided_view(rooms.room(block), piece.target).copy_(values)
-        return prepare(number + 1, told)
+    def meet(step: Callable[[], None]) -> None:
+        nonlocal told, met
+        told = world.each(partial(work, step))
+        met += 1
 
-    def prepare(number: int, told: Sequence[_RoomWords]) -> _RoomWords:
+    def work(step: Callable[[], None]) -> _RoomWords:
+        if told:
+            rooms.enter(told[0].addresses)
+        step()
         if world.rank:
             return _RoomWords({}, rooms.let_go())
         keeper.take_back([piece for one in told for piece in one.let_go])
-        return _RoomWords(keeper.open(rooms.begun_by(number)), rooms.let_go())
+        return _RoomWords(keeper.open(rooms.begun_by(met)), rooms.let_go())
 
-    with _RoomAllocator(world.size, rooms.spare_bytes) as keeper:
-        told = world.each(lambda: prepare(0, ()))
-        for number, items in enumerate(rounds):
-            told = world.each(partial(step, number, told))
+    own = [items.kept_by(world.rank) for items in rounds]
+    filling = Exchange(world, own, giver.give, into(rooms.room), {}).run(torch.device("cpu"), meet)
+    with _RoomAllocator(world.size, rooms.spare_bytes) as keeper, contextlib.closing(filling):
+        for number, (items, _) in enumerate(zip(rounds, filling, strict=True)):
             yield items
             rooms.leave(number)
 

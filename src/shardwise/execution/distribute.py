@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.errors import PlacementError
 from shardwise.execution.exchange import Traffic, exchange
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox
+from shardwise.layout import LocalBox, place_of
 from shardwise.models.view import strided_view
-from shardwise.planning.exchange import Parcel, Round, WantedBoxes, from_sources, rounds
-from shardwise.tensors import Box, Strided
+from shardwise.planning.exchange import WantedBoxes, from_sources, rounds
+from shardwise.planning.parcels import Parcel, Round
+from shardwise.tensors import Box
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Shipment:
 
     Attributes:
         name: the same on every rank.
-        dtype: in which it arrives; the source casts.
+        dtype: in which it travels and arrives.
         boxes: what each rank is to have, by rank.
         source_of: from whom, by rank.
         live: on the sources, the whole tensor. Let go of once all of it has been given.
@@ -45,12 +45,7 @@ class LocalTensor:
 
     def view(self, box: Box) -> torch.Tensor:
         """The elements of a box, which lies in one of this rank's."""
-        for held in self.boxes:
-            if held.box.intersect(box) == box:
-                steps = zip(box.offsets, held.box.offsets, held.local.strides, strict=True)
-                start = held.local.offset + sum((offset - first) * stride for offset, first, stride in steps)
-                return strided_view(self.local, Strided(start, box.sizes, held.local.strides))
-        raise PlacementError(f"{box} is not in the boxes that this rank holds: {self.boxes}")
+        return strided_view(self.local, place_of(box, self.boxes))
 
 
 Prepare = Callable[[Sequence[str]], Mapping[str, LocalTensor]]
@@ -70,12 +65,12 @@ def distribute(
         [WantedBoxes(item.name, item.dtype.itemsize, item.boxes) for item in shipments],
         [item.source_of for item in shipments],
     )
-    first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
-    yard = _Yard(world, shipments, prepare, [*first, *then])
-    traffic = exchange(world, first, yard.give_whole, yard.take, yard.dtype_of, device, budget_bytes=budget_bytes)
-    onward = exchange(world, then, yard.give_on, yard.take, yard.dtype_of, device, budget_bytes=budget_bytes)
+    plan = [*rounds(spread.first, budget_bytes), *rounds(spread.then, budget_bytes)]
+    yard = _Yard(world, shipments, prepare, plan)
+    dtypes = {item.name: item.dtype for item in shipments}
+    traffic = exchange(world, plan, yard.give, yard.take, dtypes, device, budget_bytes=budget_bytes)
     world.together(yard.close)
-    return traffic + onward
+    return traffic
 
 
 class _Yard:
@@ -84,30 +79,30 @@ class _Yard:
     def __init__(
         self, world: World, shipments: Sequence[Shipment], prepare: Prepare, all_rounds: Sequence[Round]
     ) -> None:
+        self._rank = world.rank
         self._shipments = {item.name: item for item in shipments}
         self._prepare = prepare
         self._landed: dict[str, LocalTensor] = {}
         self._wave_of = dict.fromkeys(self._shipments, len(all_rounds))
         """The round in which a tensor first arrives anywhere; after all of them what has no elements."""
         for number in reversed(range(len(all_rounds))):
-            self._wave_of.update(dict.fromkeys((parcel.tensor for parcel in all_rounds[number]), number))
+            self._wave_of.update(dict.fromkeys((parcel.tensor for parcel in all_rounds[number].parcels), number))
         self._waiting = sorted(self._shipments, key=self._wave_of.__getitem__, reverse=True)
         self._to_give = Counter(
             parcel.tensor
             for items in all_rounds
-            for parcel in items
+            for parcel in items.parcels
             if parcel.source == world.rank and self._shipments[parcel.tensor].source_of[world.rank] == world.rank
         )
         for item in shipments:
             if not self._to_give[item.name]:
                 item.live = None
 
-    def dtype_of(self, parcel: Parcel) -> torch.dtype:
-        return self._shipments[parcel.tensor].dtype
-
-    def give_whole(self, parcel: Parcel) -> torch.Tensor:
-        """From a tensor that this rank has whole."""
+    def give(self, parcel: Parcel) -> torch.Tensor:
+        """From a tensor that this rank has whole, or from what has arrived here."""
         item = self._shipments[parcel.tensor]
+        if item.source_of[self._rank] != self._rank:
+            return self._landing(parcel.tensor).view(parcel.box)
         assert item.live is not None
         values = item.live
         for dim, (offset, size) in enumerate(zip(parcel.box.offsets, parcel.box.sizes, strict=True)):
@@ -115,11 +110,7 @@ class _Yard:
         self._to_give[item.name] -= 1
         if not self._to_give[item.name]:
             item.live = None
-        return values.to(item.dtype)
-
-    def give_on(self, parcel: Parcel) -> torch.Tensor:
-        """From what has arrived here."""
-        return self._landing(parcel.tensor).view(parcel.box)
+        return values
 
     def take(self, parcel: Parcel, values: torch.Tensor) -> None:
         self._landing(parcel.tensor).view(parcel.box).copy_(values)

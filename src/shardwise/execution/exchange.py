@@ -1,19 +1,26 @@
 """Carrying out an exchange: parcels packed, sent and unpacked, round by round, within a fixed staging memory.
 
 How bytes move is for :mod:`shardwise.execution.carriers` to say.
+
+[Note: One round ahead] When a round has been unpacked, the next is packed, all ranks meet (see
+[Note: Nobody waits in a collective] in :mod:`shardwise.execution.line`), and its bytes are on their way while the
+caller has the round that is complete. What can fail on one rank alone lies before the meeting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from shardwise.execution.carriers import Carrier, ToEach, open_carrier
+from shardwise.execution.carriers import open_carrier
 from shardwise.execution.world import World
-from shardwise.planning.exchange import Agenda, Parcel, Round
+from shardwise.planning.parcels import Parcel, RankPart, Round, ToEach
+from shardwise.tensors import numel
 
 Give = Callable[[Parcel], torch.Tensor]
 """The values of a parcel's box, of the box's sizes; any strides, any device. It is asked once for each parcel."""
@@ -21,8 +28,14 @@ Give = Callable[[Parcel], torch.Tensor]
 Take = Callable[[Parcel, torch.Tensor], object]
 """Gets the values of a parcel's box: memory that is used again afterwards, so they have to be copied."""
 
-DtypeOf = Callable[[Parcel], torch.dtype]
-"""The dtype of a parcel's elements, the same on every rank."""
+GivePieces = Callable[[Parcel], Iterable[torch.Tensor]]
+"""As :data:`Give`, of a parcel that has pieces: the values of each, in their order."""
+
+TakePieces = Callable[[Parcel, Iterator[torch.Tensor]], object]
+"""As :data:`Take`, of a parcel that has pieces."""
+
+Meet = Callable[[Callable[[], None]], object]
+"""Runs a step on every rank, until all have; raises the same error on all of them when one failed."""
 
 
 @dataclass(slots=True)
@@ -35,135 +48,134 @@ class Traffic:
     staging_bytes: int = 0
     rounds: int = 0
 
-    def __add__(self, then: Traffic) -> Traffic:
-        """What two exchanges moved, one after the other: the second uses the staging memory of the first."""
-        return Traffic(
-            sent_bytes=self.sent_bytes + then.sent_bytes,
-            received_bytes=self.received_bytes + then.received_bytes,
-            kept_bytes=self.kept_bytes + then.kept_bytes,
-            staging_bytes=max(self.staging_bytes, then.staging_bytes),
-            rounds=self.rounds + then.rounds,
-        )
-
 
 def exchange(
     world: World,
     rounds: Sequence[Round],
     give: Give,
     take: Take,
-    dtype_of: DtypeOf,
+    dtype_of: Mapping[str, torch.dtype],
     device: torch.device,
     *,
-    budget_bytes: int,
-    moves: Sequence[bool] | None = None,
+    budget_bytes: float = math.inf,
 ) -> Traffic:
     """Hand over all parcels: each rank calls ``give`` for what it is the source of, ``take`` for what it gets.
 
     Bytes are moved: every dtype arrives bitwise. What a rank gives to itself goes straight from ``give`` to
-    ``take``. ``device`` is where staging lies: of the kind that the process group's backend moves. ``rounds`` have
-    the parcels of all ranks; or those of this rank only, and then ``moves`` is that of the
-    :class:`~shardwise.planning.exchange.Agenda`.
+    ``take``.
+
+    Args:
+        world: the ranks.
+        rounds: the same on every rank, or of each the parcels that concern it.
+        give: called while a round is packed.
+        take: called while a round is unpacked.
+        dtype_of: by tensor, the dtype in which it travels, the same on every rank; what is given is cast.
+        device: where staging lies: of the kind that the process group's backend moves.
+        budget_bytes: what no round of the ranks exceeds.
 
     Collective: yes.
-    Memory: ``budget_bytes``, which no round of the ranks exceeds.
+    Memory: ``budget_bytes``.
 
     Raises:
         CheckpointError: (or a subclass) the same on every rank, when ``give`` or ``take`` raised on any.
         RankLostError: a rank has been lost.
     """
-    if moves is None:
-        moves = Agenda.of_all(rounds).moves
-    cargos = [_Cargo.of(items, world, number) for number, items in enumerate(rounds)]
-    carrier = open_carrier(world, [cargo.load for cargo in cargos], moves, device, budget_bytes=budget_bytes)
-    hold = _Hold(world, carrier, give, take, dtype_of, Traffic(rounds=len(cargos), staging_bytes=carrier.nbytes))
-    for arriving, leaving in zip([None, *cargos], [*cargos, None], strict=True):
-        world.together(partial(hold.step, arriving, leaving))
-        if leaving is not None:
-            carrier.send(leaving.number)
-    return hold.traffic
+    exchanging = Exchange(
+        world,
+        rounds,
+        lambda parcel: (give(parcel),),
+        lambda parcel, pieces: take(parcel, *pieces),
+        dtype_of,
+    )
+    for _ in exchanging.run(device, world.together, budget_bytes=budget_bytes):
+        pass
+    return exchanging.traffic
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """A parcel on its way to or from a rank, and where it begins in what goes there or comes from there."""
+class Exchange:
+    """One rank's side of an exchange, round by round. As :func:`exchange`, with pieces.
 
-    parcel: Parcel
-    rank: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Cargo:
-    """One rank's part of a round."""
-
-    number: int
-    given: tuple[tuple[Parcel, tuple[_Lane, ...]], ...]
-    """Parcels this rank gives, each with its ways to others."""
-    kept: frozenset[Parcel]
-    """Those of them that it takes itself, too."""
-    taken: tuple[_Lane, ...]
-    load: ToEach
-
-    @classmethod
-    def of(cls, items: Round, world: World, number: int) -> _Cargo:
-        rank = world.rank
-        sent, received = [0] * world.size, [0] * world.size
-        given: dict[Parcel, list[_Lane]] = {parcel: [] for parcel in items if parcel.source == rank}
-        taken: list[_Lane] = []
-        for parcel in items:
-            if parcel.source == rank:
-                for target in parcel.targets:
-                    if target != rank:
-                        given[parcel].append(_Lane(parcel, target, sent[target]))
-                        sent[target] += parcel.staged_bytes
-            elif rank in parcel.targets:
-                taken.append(_Lane(parcel, parcel.source, received[parcel.source]))
-                received[parcel.source] += parcel.staged_bytes
-        return cls(
-            number=number,
-            given=tuple((parcel, tuple(lanes)) for parcel, lanes in given.items()),
-            kept=frozenset(parcel for parcel in given if rank in parcel.targets),
-            taken=tuple(taken),
-            load=ToEach(tuple(sent), tuple(received)),
-        )
-
-
-class _Hold:
-    """Where one rank packs and unpacks."""
+    Attributes:
+        traffic: what has been moved.
+    """
 
     def __init__(
-        self, world: World, carrier: Carrier, give: Give, take: Take, dtype_of: DtypeOf, traffic: Traffic
+        self,
+        world: World,
+        rounds: Sequence[Round],
+        give: GivePieces,
+        take: TakePieces,
+        dtype_of: Mapping[str, torch.dtype],
     ) -> None:
-        self.traffic = traffic
+        self.traffic = Traffic(rounds=len(rounds))
         self._world = world
-        self._carrier = carrier
+        self._rounds = rounds
         self._give = give
         self._take = take
         self._dtype_of = dtype_of
 
-    @torch.no_grad()
-    def step(self, arriving: _Cargo | None, leaving: _Cargo | None) -> None:
-        """Unpack what has come, and pack the next; nobody is kept waiting meanwhile."""
-        if arriving is not None:
-            self._carrier.wait()
-            for lane in arriving.taken:
-                self._world.check()
-                self._take(lane.parcel, self._view(self._carrier.inbox(arriving.number, lane.rank), lane))
-                self.traffic.received_bytes += lane.parcel.nbytes
-        if leaving is not None:
-            for parcel, lanes in leaving.given:
-                self._world.check()
-                values = self._give(parcel)
-                if tuple(values.shape) != parcel.box.sizes or values.dtype != self._dtype_of(parcel):
-                    raise ValueError(f"{parcel} was given as {tuple(values.shape)} {values.dtype}")
-                for lane in lanes:
-                    self._view(self._carrier.outbox(leaving.number, lane.rank), lane).copy_(values)
-                    self.traffic.sent_bytes += parcel.nbytes
-                if parcel in leaving.kept:
-                    self._take(parcel, values)
-                    self.traffic.kept_bytes += parcel.nbytes
+    def run(self, device: torch.device, meet: Meet, *, budget_bytes: float = math.inf) -> Generator[Round]:
+        """Yields each round when all of it has been taken. See [Note: One round ahead].
 
-    def _view(self, box: torch.Tensor, lane: _Lane) -> torch.Tensor:
-        parcel = lane.parcel
-        flat = box[lane.start : lane.start + parcel.nbytes].view(self._dtype_of(parcel))
-        return flat.view(parcel.box.sizes)
+        A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault.
+
+        Collective: yes.
+        Memory: what the largest round moves, or of two where there are windows.
+        """
+        parts = [items.part(self._world.rank, self._world.size) for items in self._rounds]
+        moves = [items.moves for items in self._rounds]
+        carrier = self._carrier = open_carrier(
+            self._world, [part.load for part in parts], moves, device, budget_bytes=budget_bytes
+        )
+        self.traffic.staging_bytes = carrier.nbytes
+        try:
+            for number, (arriving, leaving) in enumerate(zip([None, *parts], [*parts, None], strict=True)):
+                meet(partial(self._step, number, arriving, leaving))
+                if leaving is not None:
+                    carrier.send(number)
+                if arriving is not None:
+                    yield self._rounds[number - 1]
+        finally:
+            # Nobody is kept waiting for what is under way, and its memory is in use. A rank that is lost is told of
+            # at the next meeting, if there is one.
+            with contextlib.suppress(Exception):
+                carrier.wait()
+
+    @torch.no_grad()
+    def _step(self, number: int, arriving: RankPart | None, leaving: RankPart | None) -> None:
+        """Unpack the round that has come, and pack the next; nobody is kept waiting meanwhile."""
+        if arriving is not None:
+            for parcel in arriving.keeps:
+                self._world.check()
+                self._take(parcel, iter(self._give(parcel)))
+                self.traffic.kept_bytes += parcel.nbytes
+            self._carrier.wait()
+            for parcel, start in arriving.receives:
+                self._world.check()
+                self._take(parcel, self._pieces(parcel, self._carrier.inbox(number - 1, parcel.source), start))
+                self.traffic.received_bytes += parcel.nbytes
+        if leaving is not None:
+            self._pack(number, leaving)
+
+    def _pack(self, number: int, leaving: RankPart) -> None:
+        for parcel, ways in leaving.sends:
+            self._world.check()
+            rooms = [self._pieces(parcel, self._carrier.outbox(number, target), start) for target, start in ways]
+            given = self._give(parcel)
+            if isinstance(leaving.load, ToEach) and self._world.rank in parcel.targets:
+                given = list(given)
+                self._take(parcel, iter(given))
+                self.traffic.kept_bytes += parcel.nbytes
+            for values, *places in zip(given, *rooms, strict=True):
+                for place in places:
+                    if values.shape != place.shape:
+                        raise ValueError(f"{parcel} was given as {tuple(values.shape)}")
+                    place.copy_(values)
+            self.traffic.sent_bytes += parcel.nbytes * len(ways)
+
+    def _pieces(self, parcel: Parcel, box: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+        """A parcel's values in what goes to a rank, or comes from one."""
+        flat = box[start : start + parcel.nbytes].view(self._dtype_of[parcel.tensor])
+        for sizes in parcel.sizes:
+            yield flat[: numel(sizes)].view(sizes)
+            flat = flat[numel(sizes) :]

@@ -1,19 +1,24 @@
-"""What every rank gives of a model's tensors, so that together they give each element once."""
+"""What every rank gives of a model's tensors, so that together they give each element once, and its values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from shardwise.errors import DisagreementError, PlacementError
 from shardwise.execution.replicas import Replicas, settle_replicas
 from shardwise.execution.supply import require_alike_models
 from shardwise.execution.world import World
-from shardwise.layout import TensorKind
-from shardwise.models.view import Held, local_boxes
+from shardwise.layout import TensorKind, place_of
+from shardwise.models.lora import Factors
+from shardwise.models.view import Held, local_boxes, strided_view
 from shardwise.planning.consent import OnDiffering
 from shardwise.planning.giving import Boxes, in_common, shares_by_rank, shares_of_first
+from shardwise.planning.parcels import Parcel
 from shardwise.report import collapse
+from shardwise.tensors import Box
 
 _SHOWN = 6
 
@@ -124,3 +129,75 @@ def _shown(names: Sequence[str]) -> str:
     patterns = [pattern for pattern, _ in collapse(names)]
     more = f" and {len(patterns) - _SHOWN} more" if len(patterns) > _SHOWN else ""
     return f"{', '.join(patterns[:_SHOWN])}{more}"
+
+
+class Giver:
+    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name."""
+
+    def __init__(self, held: Mapping[str, Held], shares: Mapping[str, Sequence[Boxes]], rank: int) -> None:
+        self.held = held
+        self._shares = shares
+        self._rank = rank
+        self._places: dict[tuple[str, int], torch.Tensor] = {}
+
+    def give(self, parcel: Parcel) -> Iterator[torch.Tensor]:
+        """The values of a parcel, piece by piece."""
+        for piece in parcel.pieces:
+            yield strided_view(self.share(parcel.leaves[piece.leaf], piece.share), piece.source)
+
+    def box(self, name: str, number: int) -> Box:
+        """What a share is of its tensor."""
+        return self._shares[name][self._rank][number]
+
+    def share(self, name: str, number: int) -> torch.Tensor:
+        """A share as a row-major tensor. Memory: none where it lies like that in its tensor, else the share."""
+        found = self._places.get((name, number))
+        if found is None:
+            item = self.held[name]
+            place = place_of(self.box(name, number), local_boxes(item.tensor, item.fqn))
+            found = self._places[name, number] = strided_view(item.local, place)
+        return found.contiguous()
+
+
+class MergingGiver(Giver):
+    """Shares of the base's tensors, with what the adapter adds to them.
+
+    Args:
+        held: by name in the base.
+        shares: by name in the base.
+        rank: this rank.
+        factors: by name in the base, of the weights that the adapter changes.
+        matrices: all matrices of the adapter, whole, by FQN.
+
+    Memory: beside ``matrices`` twice the largest share, and that in float32 where the adapter is.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        shares: Mapping[str, Sequence[Boxes]],
+        rank: int,
+        factors: Mapping[str, Factors],
+        matrices: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__init__(held, shares, rank)
+        self._factors = factors
+        self._matrices = matrices
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    def share(self, name: str, number: int) -> torch.Tensor:
+        """As of :class:`Giver`. The last one that was computed is kept: blocks ask for parts of it in turn."""
+        values = super().share(name, number)
+        if name not in self._factors:
+            return values
+        if self._last is None or self._last[0] != (name, number):
+            self._last = None
+            self._last = (name, number), self._merged(name, number, values)
+        return self._last[1]
+
+    def _merged(self, name: str, number: int, values: torch.Tensor) -> torch.Tensor:
+        box, factors = self.box(name, number), self._factors[name]
+        lora_A, lora_B = self._matrices[factors.lora_A], self._matrices[factors.lora_B]
+        rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        delta = factors.delta(lora_A[:, columns], lora_B[rows])
+        return values.add(delta.to(values.device)).to(values.dtype)

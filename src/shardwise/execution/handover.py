@@ -12,8 +12,9 @@ from shardwise.execution.distribute import LocalTensor
 from shardwise.execution.exchange import Traffic, exchange
 from shardwise.execution.world import World
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.exchange import Parcel, WantedBoxes, covers, from_holders, rounds
+from shardwise.planning.exchange import WantedBoxes, covers, from_holders, rounds
 from shardwise.planning.forms import FullState
+from shardwise.planning.parcels import Parcel
 from shardwise.report import collapse
 from shardwise.tensors import Box
 
@@ -26,7 +27,7 @@ class Handover:
 
     Attributes:
         name: that of no other.
-        dtype: in which it arrives; who gives casts.
+        dtype: in which it travels and arrives.
         held: the boxes that each rank has, by rank.
         wanted: those that each rank is to have.
         mine: what this rank has; None for nothing.
@@ -62,22 +63,15 @@ def hand_over(world: World, items: Sequence[Handover], *, budget_bytes: int, dev
 
     def give(parcel: Parcel) -> torch.Tensor:
         item = by_name[parcel.tensor]
-        return _there(item.mine).view(parcel.box).to(item.dtype)
-
-    def give_on(parcel: Parcel) -> torch.Tensor:
-        return _there(by_name[parcel.tensor].into).view(parcel.box)
+        is_held = any(box.intersect(parcel.box) == parcel.box for box in item.held[world.rank])
+        return _there(item.mine if is_held else item.into).view(parcel.box)  # what is not has come here before
 
     def take(parcel: Parcel, values: torch.Tensor) -> None:
         _there(by_name[parcel.tensor].into).view(parcel.box).copy_(values)
 
-    def dtype_of(parcel: Parcel) -> torch.dtype:
-        return by_name[parcel.tensor].dtype
-
-    first, then = rounds(spread.first, budget_bytes), rounds(spread.then, budget_bytes)
-    traffic = exchange(world, first, give, take, dtype_of, device, budget_bytes=budget_bytes)
-    if not then:
-        return traffic
-    return traffic + exchange(world, then, give_on, take, dtype_of, device, budget_bytes=budget_bytes)
+    plan = [*rounds(spread.first, budget_bytes), *rounds(spread.then, budget_bytes)]
+    dtypes = {item.name: item.dtype for item in items}
+    return exchange(world, plan, give, take, dtypes, device, budget_bytes=budget_bytes)
 
 
 def _there(place: LocalTensor | None) -> LocalTensor:

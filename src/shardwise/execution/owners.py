@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError
-from shardwise.execution.assemble import Giver, assemble
+from shardwise.execution.assemble import assemble
+from shardwise.execution.giving import Giver
 from shardwise.execution.landing import memory_of
 from shardwise.execution.progress import Progress
+from shardwise.execution.sink import Sink, WrittenTensors
 from shardwise.execution.world import World
 from shardwise.formats import NewFile
 from shardwise.models.dtypes import to_torch
-from shardwise.planning.assembly import Block, Round, plan_assembly
-from shardwise.planning.exchange import ALIGNMENT_BYTES
+from shardwise.planning.assembly import plan_assembly
 from shardwise.planning.giving import Boxes
 from shardwise.planning.owners import choose_owners, wanted_by_owners
+from shardwise.planning.parcels import ALIGNMENT_BYTES, Round, staged
 from shardwise.storage import StorageWriter
-from shardwise.tensors import numel
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.tensors import Box, contiguous_strides
 
 _BUCKETS = 4
 """Sent, received, put together, and a copy of that on the host where it is put together on an accelerator."""
-
-
-@dataclass
-class WrittenTensors:
-    """What this rank wrote: bytes of tensors by file, and fingerprints of what it wrote by key."""
-
-    bytes_by_file: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, int] = field(default_factory=dict)
 
 
 def write_by_owners(
@@ -84,81 +77,79 @@ def write_by_owners(
     rounds = world.together(lambda: plan_assembly(streams, shares, world.size, bucket_bytes))
     own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank]
     dtypes = {entry.key: to_torch(entry.dtype) for file in files for entry in file.entries}
-    desk = _RoundMemory(rounds, world.rank, dtypes, device)
-    pen = _Pen(world, writer, own, progress)
-    arrivals = assemble(world, rounds, giver, desk.room, dtypes, device)
+    memory = _RoundMemory(rounds, world.rank, dtypes, device)
+    out = _OwnFiles(world, writer, own, progress)
+    arrivals = assemble(world, rounds, giver, memory.room, dtypes, device)
     with contextlib.closing(arrivals):
         for items in arrivals:
-            world.together(partial(pen.write, desk.filled(items)))
-    world.together(pen.finish)
-    return pen.written
+            world.together(partial(out.write, memory.filled(items)))
+    world.together(out.finish)
+    return out.written
 
 
 class _RoundMemory:
-    """The memory in which this rank's blocks of a round are put together."""
+    """The memory in which this rank's boxes of a round are put together."""
 
     def __init__(
         self, rounds: Sequence[Round], rank: int, dtypes: Mapping[str, torch.dtype], device: torch.device
     ) -> None:
         self._rank = rank
         self._dtypes = dtypes
-        largest = max((sum(map(_staged, self._own(items))) for items in rounds), default=0)
+        largest = max(
+            (sum(staged(self._nbytes(*block)) for block in self._own(items)) for items in rounds), default=0
+        )
         self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
+        self._starts: dict[tuple[str, Box], int] = {}
         self._used = 0
 
-    def room(self, block: Block) -> torch.Tensor:
-        start = self._used
-        self._used += _staged(block)
-        return self._memory[start : start + block.nbytes].view(self._dtypes[block.key])
+    def room(self, key: str, box: Box) -> torch.Tensor:
+        if (key, box) not in self._starts:
+            self._starts[key, box] = self._used
+            self._used += staged(self._nbytes(key, box))
+        start = self._starts[key, box]
+        return self._memory[start : start + self._nbytes(key, box)].view(self._dtypes[key])
 
-    def filled(self, items: Round) -> list[tuple[Block, memoryview]]:
-        """This rank's blocks of a complete round with their bytes. The memory is used again for the next."""
+    def filled(self, items: Round) -> list[tuple[str, Box, memoryview]]:
+        """This rank's boxes of a complete round with their bytes. The memory is used again for the next."""
         host = memory_of(self._memory[: self._used].cpu())
-        self._used = 0
-        found: list[tuple[Block, memoryview]] = []
-        start = 0
-        for block in self._own(items):
-            found.append((block, host[start : start + block.nbytes]))
-            start += _staged(block)
+        found = [
+            (key, box, host[self._starts[key, box] :][: self._nbytes(key, box)]) for key, box in self._own(items)
+        ]
+        self._starts, self._used = {}, 0
         return found
 
-    def _own(self, items: Round) -> Iterator[Block]:
-        return (block for block in items.blocks if block.targets == (self._rank,))
+    def _nbytes(self, key: str, box: Box) -> int:
+        return box.numel * self._dtypes[key].itemsize
+
+    def _own(self, items: Round) -> list[tuple[str, Box]]:
+        own = (parcel for parcel in items.parcels if parcel.targets == (self._rank,))
+        return list(dict.fromkeys((parcel.tensor, parcel.box) for parcel in own))
 
 
-def _staged(block: Block) -> int:
-    return -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-class _Pen:
+class _OwnFiles:
     """Writes this rank's files, one after the other."""
 
     def __init__(self, world: World, writer: StorageWriter, files: Sequence[NewFile], progress: Progress) -> None:
         self.written = WrittenTensors()
-        self._world = world
+        self._sink = Sink(writer, self.written.add, check=world.check, bytes_by_file=self.written.bytes_by_file)
         self._writer = writer
         self._waiting = list(reversed(files))
         self._entries = {entry.key: entry for file in files for entry in file.entries}
         self._file: NewFile | None = None
         self._progress = progress
 
-    def write(self, blocks: Sequence[tuple[Block, memoryview]]) -> None:
-        """Blocks that follow what has been written."""
-        for block, data in blocks:
-            entry = self._entries[block.key]
+    def write(self, blocks: Sequence[tuple[str, Box, memoryview]]) -> None:
+        """Boxes of tensors, which follow what has been written."""
+        step = self._writer.policy.request_bytes
+        for key, box, data in blocks:
+            entry = self._entries[key]
             while self._file is None or self._file.name != entry.file:
                 self._turn_to_next()
-            start = sum(
-                at * numel(entry.shape[dim + 1 :]) * block.itemsize for dim, at in enumerate(block.box.offsets)
-            )
-            step = self._writer.policy.request_bytes
+            strides = contiguous_strides(entry.shape)
+            inside = entry.dtype.itemsize * sum(map(operator.mul, box.offsets, strides))
             for first in range(0, len(data), step):
-                self._world.check()
                 part = data[first : first + step]
-                self._writer.write(entry.file, entry.start + start + first, [part])
-                sums, done = self.written.sums, self.written.bytes_by_file
-                sums[entry.key] = (sums.get(entry.key, 0) + fingerprint(part, start + first)) % MODULUS
-                done[entry.file] = done.get(entry.file, 0) + len(part)
+                self._sink.write(entry.file, entry.start + inside + first, [(key, inside + first, part)])
                 self._progress.advance(len(part))
 
     def finish(self) -> None:

@@ -103,7 +103,7 @@ def _write_own(folder: Path, name: str, token: str, state: Any) -> int:
         try:
             nbytes = _size_of(state)
             writer.create(file, nbytes)
-            sink = _Sink(writer, file)
+            sink = _InOrder(writer, file)
             torch.save(state, cast(IO[bytes], sink))
             sink.flush()
         except (OSError, RuntimeError) as error:
@@ -127,7 +127,7 @@ def _size_of(state: Any) -> int:
         return place.stat().st_size
 
 
-class _Sink:
+class _InOrder:
     """A file for ``torch.save`` whose bytes go to a writer, in order, small ones together."""
 
     def __init__(self, writer: StorageWriter, file: str) -> None:

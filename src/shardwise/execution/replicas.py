@@ -20,8 +20,8 @@ import torch
 from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution.checksum import checksums
 from shardwise.execution.handover import Handover, facts_of, hand_over, landing
-from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
+from shardwise.layout import place_of
 from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.giving import Common, in_common, shares_of_first

@@ -19,11 +19,12 @@ from shardwise.execution.line import Patience
 from shardwise.execution.place import Destination, Placer
 from shardwise.execution.workers import Ahead
 from shardwise.execution.world import World
-from shardwise.layout import LocalBox
+from shardwise.layout import place_of
 from shardwise.models._torch_private import splitting_dim
 from shardwise.models.view import Held, boxes_of_ranks, strided_view
-from shardwise.planning.exchange import Agenda, Parcel, Round, WantedBoxes, dealt, hull, rounds
+from shardwise.planning.exchange import WantedBoxes, dealt, hull, rounds
 from shardwise.planning.intervals import handed_over, intervals
+from shardwise.planning.parcels import Parcel, Round
 from shardwise.planning.sharing import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
@@ -33,7 +34,7 @@ from shardwise.planning.sharing import (
     choose,
     times_read,
 )
-from shardwise.tensors import Box, Strided
+from shardwise.tensors import Box
 
 _ROUND_BYTES = 20 << 20
 """The most that a rank gives and gets in a round: the last one is handed over while nothing is left to read."""
@@ -186,21 +187,19 @@ class _Sharing:
         self._ahead: Iterator[Ahead[dict[Parcel, torch.Tensor]]] = iter(())
 
     def run(self) -> None:
-        agenda = self._agenda(min(self._placer.budget_bytes // 5, _ROUND_BYTES))
-        self._ahead = self._read_ahead(agenda.rounds)
-        device = self._staging_device()
+        rounds = self._rounds(min(self._placer.budget_bytes // 5, _ROUND_BYTES))
+        self._ahead = self._read_ahead(rounds)
         exchange(
             self._peers,
-            agenda.rounds,
+            rounds,
             self.give,
             self.take,
-            self.dtype_of,
-            device,
+            {name: item.dtype for name, item in self._members.items()},
+            self._staging_device(),
             budget_bytes=self._placer.budget_bytes // 5,
-            moves=agenda.moves,
         )
 
-    def _agenda(self, budget_bytes: int) -> Agenda:
+    def _rounds(self, budget_bytes: int) -> list[Round]:
         """What this rank hands to whom and gets from whom."""
         wanted, peers = self._wanted(), self._peers
         if isinstance(self._mode, InIntervals):
@@ -208,7 +207,7 @@ class _Sharing:
             read = intervals(reads, self._placer.index, peers.size)
             return handed_over(wanted, read, budget_bytes, peers.rank)
         parcels = dealt(wanted, range(peers.size), budget_bytes // (4 * peers.size))
-        return Agenda.of_all(rounds(parcels, budget_bytes))
+        return rounds(parcels, budget_bytes)
 
     def _wanted(self) -> list[WantedBoxes]:
         """The boxes of all ranks. Tensors of one shape that lie alike on a mesh have one value of these."""
@@ -229,20 +228,17 @@ class _Sharing:
         devices = [item.device for item in self._members.values()]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
-    def dtype_of(self, parcel: Parcel) -> torch.dtype:
-        return self._members[parcel.tensor].dtype
-
     def give(self, parcel: Parcel) -> torch.Tensor:
         while parcel not in self._fetched:
             self._fetched.update(next(self._ahead).value(self._peers.check))
         return self._fetched.pop(parcel)
 
-    def _read_ahead(self, agenda: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
+    def _read_ahead(self, rounds: Sequence[Round]) -> Iterator[Ahead[dict[Parcel, torch.Tensor]]]:
         """What this rank gives, round by round; while one is handed over, the next two are read.
 
         Two, since the last requests of a round leave the storage idle that the first of another can use.
         """
-        begun = (Ahead(partial(self._fetch, parcels)) for parcels in agenda)
+        begun = (Ahead(partial(self._fetch, items.parcels)) for items in rounds)
         waiting = deque(islice(begun, 2))
         while waiting:
             current = waiting.popleft()
@@ -250,7 +246,7 @@ class _Sharing:
             waiting.extend(islice(begun, 1))
             yield current
 
-    def _fetch(self, parcels: Round) -> dict[Parcel, torch.Tensor]:
+    def _fetch(self, parcels: Sequence[Parcel]) -> dict[Parcel, torch.Tensor]:
         """Read what this rank gives in a round, all at once: the storage is asked for many ranges together.
 
         What is of one block is read as one box: each column of the same rows alone would be read over the others.
@@ -261,7 +257,10 @@ class _Sharing:
                 alike.setdefault((parcel.tensor, parcel.block or parcel.box), []).append(parcel)
         together = [(hull([parcel.box for parcel in group]), group) for group in alike.values()]
         values = self._placer.values_of(
-            [(self._members[group[0].tensor].expression, box, self.dtype_of(group[0])) for box, group in together]
+            [
+                (self._members[group[0].tensor].expression, box, self._members[group[0].tensor].dtype)
+                for box, group in together
+            ]
         )
         fetched: dict[Parcel, torch.Tensor] = {}
         for (box, group), whole in zip(together, values, strict=True):
@@ -275,15 +274,3 @@ class _Sharing:
         item = self._members[parcel.tensor]
         strided_view(self._held[item.fqn].local, place_of(parcel.box, item.boxes)).copy_(values)
         self._placer.count(item.fqn, parcel.box.numel)
-
-
-def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
-    """Where a box that lies within one of the boxes that a rank holds is in the rank's memory."""
-    for part in held:
-        if part.box.intersect(box) == box:
-            steps = (offset - first for offset, first in zip(box.offsets, part.box.offsets, strict=True))
-            start = part.local.offset + sum(
-                step * stride for step, stride in zip(steps, part.local.strides, strict=True)
-            )
-            return Strided(start, box.sizes, part.local.strides)
-    raise ValueError(f"{box} is not held")

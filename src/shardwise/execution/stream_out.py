@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shardwise.execution.committing import begin_save, commit_save, undo_save
-from shardwise.execution.landing import memory_of
-from shardwise.formats import NewFile
-from shardwise.planning.save_plan import SavePlan
+from shardwise.execution.sink import Sink, WrittenTensors, write_extents
+from shardwise.planning.save_plan import Extent, Saved, SavePlan, extents
 from shardwise.storage import StorageWriter
-from shardwise.tensors import Box, row_blocks
-from shardwise.tensors.fingerprint import MODULUS, fingerprint
+from shardwise.tensors import Box
 
 Part = tuple[str, Box]
 """A box of a tensor of the save, by its key."""
@@ -27,28 +25,16 @@ _KEPT_BYTES = 256 << 20
 """Written between two times that free memory is given back: memory that is given back has to be had anew."""
 
 
-@dataclass
-class Streamed:
-    """What has been written: fingerprints of all tensors, by key ([Note: Fingerprints])."""
-
-    fingerprints: dict[str, int]
-    nbytes: int = 0
-
-    def add(self, key: str, data: memoryview, start: int) -> None:
-        self.fingerprints[key] = (self.fingerprints[key] + fingerprint(data, start)) % MODULUS
-        self.nbytes += data.nbytes
-
-
 def stream_out(
     writer: StorageWriter,
     plan: SavePlan,
     values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
     *,
     companions: Mapping[str, bytes],
-    check: Callable[[Streamed], None],
+    check: Callable[[WrittenTensors], None],
     advance: Callable[[int], None],
     block_bytes: int = BLOCK_BYTES,
-) -> Streamed:
+) -> WrittenTensors:
     """Write all files of a plan, then commit.
 
     Args:
@@ -68,58 +54,57 @@ def stream_out(
     Raises:
         StorageError: something could not be written.
     """
-    streamed = Streamed(dict.fromkeys(plan.entries, 0))
+    written = WrittenTensors(dict.fromkeys(plan.entries, 0))
+    sink = Sink(writer, written.add, bytes_by_file=written.bytes_by_file)
     begun = begin_save(writer, plan)
     try:
-        with ThreadPoolExecutor(1) as pool:
-            for file in plan.files:
-                writer.create(file.name, file.nbytes)
-                _write_file(writer, file, values, streamed, pool, block_bytes, advance)
-                writer.sync(file.name)
-        check(streamed)
-        commit_save(writer, plan, begun, companions, streamed.fingerprints)
+        for file in plan.files:
+            writer.create(file.name, file.nbytes)
+            writer.write(file.name, 0, [memoryview(file.header)])
+            places = [(entry.start, (entry.key, entry.dtype, entry.shape)) for entry in file.entries]
+            write = partial(write_extents, sink, file.name)
+            write_ahead(write, places, values, advance=advance, block_bytes=block_bytes)
+            writer.sync(file.name)
+        check(written)
+        commit_save(writer, plan, begun, companions, written.fingerprints)
     except BaseException:
         undo_save(writer, plan, begun)
         raise
-    return streamed
+    return written
 
 
-def _write_file(
-    writer: StorageWriter,
-    file: NewFile,
+def write_ahead(
+    write: Callable[[Sequence[Extent], Sequence[torch.Tensor]], None],
+    places: Iterable[tuple[int, Saved]],
     values: Callable[[Sequence[Part]], Sequence[torch.Tensor]],
-    streamed: Streamed,
-    pool: ThreadPoolExecutor,
-    block_bytes: int,
+    *,
     advance: Callable[[int], None],
+    block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """The header and all tensors, from the first byte to the last; a block is written while the next is made."""
-    writer.write(file.name, 0, [memoryview(file.header)])
-    position = len(file.header)
+    """Write tensors to their places in a file, which are in order; a block is written while the next is made.
+
+    ``write`` puts boxes into the file. The other arguments are those of :func:`stream_out`, and of
+    :func:`~shardwise.planning.save_plan.extents`.
+
+    Memory: four blocks, and what ``values`` takes.
+    """
     pending: Future[None] | None = None
     kept = 0
-
-    def write(start: int, parts: Sequence[tuple[Part, int]], tensors: Sequence[torch.Tensor]) -> None:
-        buffers = [memory_of(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
-        writer.write(file.name, start, buffers)
-        for ((key, _), inside), buffer in zip(parts, buffers, strict=True):
-            streamed.add(key, buffer, inside)
-
-    for batch in _batches(file, block_bytes):
-        tensors = values([part for part, _ in batch])
+    with ThreadPoolExecutor(1) as pool:
+        for block in extents(places, block_bytes):
+            tensors = values([(extent.key, extent.box) for extent in block])
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(write, block, tensors)
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            advance(nbytes)
+            del tensors
+            kept += nbytes
+            if kept >= _KEPT_BYTES:
+                _give_back()
+                kept = 0
         if pending is not None:
             pending.result()
-        pending = pool.submit(write, position, batch, tensors)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        position += nbytes
-        advance(nbytes)
-        del tensors
-        kept += nbytes
-        if kept >= _KEPT_BYTES:
-            _give_back()
-            kept = 0
-    if pending is not None:
-        pending.result()
 
 
 def _give_back() -> None:
@@ -127,21 +112,3 @@ def _give_back() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-
-
-def _batches(file: NewFile, block_bytes: int) -> Iterator[list[tuple[Part, int]]]:
-    """Boxes in the order of the file's bytes, with their place in their tensor, about a block of them at a time."""
-    batch: list[tuple[Part, int]] = []
-    used = 0
-    for entry in file.entries:
-        inside = 0
-        for box in row_blocks(entry.shape, max(1, block_bytes // entry.dtype.itemsize)):
-            nbytes = box.numel * entry.dtype.itemsize
-            if batch and used + nbytes > block_bytes:
-                yield batch
-                batch, used = [], 0
-            batch.append(((entry.key, box), inside))
-            used += nbytes
-            inside += nbytes
-    if batch:
-        yield batch

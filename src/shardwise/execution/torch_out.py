@@ -13,17 +13,17 @@ import torch
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.committing import let_count, remove_unnamed
-from shardwise.execution.landing import memory_of
 from shardwise.execution.saving_lock import HeldMark, new_token, take_lock
-from shardwise.execution.stream_out import BLOCK_BYTES, Part, Streamed
+from shardwise.execution.sink import Sink, WrittenTensors, write_extents
+from shardwise.execution.stream_out import BLOCK_BYTES, Part, write_ahead
 from shardwise.formats.torch_file import read_torch_file
 from shardwise.models._torch_private import save_without_data
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.commit import Commit, Rename, on_its_way
-from shardwise.planning.save_plan import Saved
+from shardwise.planning.save_plan import Extent, Saved
 from shardwise.storage import LocalReader, StorageWriter
 from shardwise.storage.names import shown
-from shardwise.tensors import ByteRange, row_blocks
+from shardwise.tensors import ByteRange
 
 Levels: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, through dicts and (by numbers) lists."""
@@ -38,12 +38,13 @@ _HOLLOW = "archive"
 class RoomyFile:
     """A file of ``torch.save`` under way: its pickle is written, with room for the bytes of its tensors.
 
-    All of it goes through ``writer``, by one process. The archive's checksums of the tensors stay those of nothing,
-    which torch does not look at.
+    All of it goes through ``sink`` and its writer, by one process. The archive's checksums of the tensors stay
+    those of nothing, which torch does not look at.
     """
 
-    def __init__(self, writer: StorageWriter, name: str) -> None:
-        self._writer = writer
+    def __init__(self, sink: Sink[str], name: str) -> None:
+        self._sink = sink
+        self._writer = sink.writer
         self._name = name
         self._token = new_token()
         self._file = on_its_way(name, self._token)
@@ -82,11 +83,9 @@ class RoomyFile:
             self.undo()
             raise
 
-    def write(self, start: int, value: torch.Tensor) -> memoryview:
-        """Put the bytes of a tensor, or of a row-major run of one, into the file at this byte."""
-        data = memory_of(value.contiguous().view(-1).view(torch.uint8))
-        self._writer.write(self._file, start, [data])
-        return data
+    def write(self, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
+        """Put boxes of tensors where they belong. One thread does this at a time."""
+        write_extents(self._sink, self._file, extents, tensors)
 
     def sync(self) -> None:
         """Make sure that what has been written stays."""
@@ -124,7 +123,7 @@ def stream_torch_file(
     *,
     companions: Mapping[str, bytes],
     advance: Callable[[int], None],
-) -> Streamed:
+) -> WrittenTensors:
     """Write one file, which then takes the place of the one of this name.
 
     Args:
@@ -136,25 +135,19 @@ def stream_torch_file(
         companions: small files that belong to it.
         advance: told of bytes as they are written.
 
-    Memory: two blocks, and what ``values`` takes.
+    Memory: four blocks, and what ``values`` takes.
     """
-    streamed = Streamed({key: 0 for key, _, _ in tensors.values()})
-    file = RoomyFile(writer, name)
+    written = WrittenTensors({key: 0 for key, _, _ in tensors.values()})
+    file = RoomyFile(Sink(writer, written.add, bytes_by_file=written.bytes_by_file), name)
     try:
-        for place, (key, dtype, shape) in file.begin(tensors, objects):
-            inside = 0
-            for box in row_blocks(shape, max(1, BLOCK_BYTES // dtype.itemsize)):
-                (value,) = values([(key, box)])
-                data = file.write(place.start + inside, value)
-                streamed.add(key, data, inside)
-                advance(data.nbytes)
-                inside += data.nbytes
+        places = [(place.start, saved) for place, saved in file.begin(tensors, objects)]
+        write_ahead(file.write, places, values, advance=advance)
         file.sync()
         file.commit(companions)
     except BaseException:
         file.undo()
         raise
-    return streamed
+    return written
 
 
 def nested(values: Nest) -> object:
@@ -184,13 +177,13 @@ def loaded(content: bytes, what: str) -> Any:
 def fingerprints_in(folder: Path, name: str, tensors: Mapping[Levels, Saved]) -> dict[str, int]:
     """Of the tensors of such a file, read again."""
     keys = {".".join(map(str, path)): saved for path, saved in tensors.items()}
-    found = Streamed({key: 0 for key, _, _ in tensors.values()})
+    found = WrittenTensors({key: 0 for key, _, _ in tensors.values()})
     with LocalReader(folder) as reader:
         for tensor in read_torch_file(reader, name).tensors:
             key, where = keys[".".join(tensor.path)][0], tensor.chunks[0].view.range
             for start in range(where.start, where.stop, BLOCK_BYTES):
                 content = reader.read(name, start, min(start + BLOCK_BYTES, where.stop))
-                found.add(key, memoryview(content), start - where.start)
+                found.add(key, start - where.start, memoryview(content))
     return found.fingerprints
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,13 +11,14 @@ import torch
 from shardwise.errors import PlacementError
 from shardwise.execution.distribute import LocalTensor
 from shardwise.execution.handover import Handover, facts_of, hand_over, held_by_rank, landing
+from shardwise.execution.sink import Sink
 from shardwise.execution.torch_out import Levels, Nest, RoomyFile
 from shardwise.execution.world import World
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
-from shardwise.planning.save_plan import Saved
+from shardwise.planning.save_plan import Extent, Saved, extents
 from shardwise.storage import open_writer
-from shardwise.tensors import Box, ByteRange, Strided, row_blocks
+from shardwise.tensors import Box, Strided
 
 
 def write_whole_file(
@@ -56,12 +56,13 @@ def write_whole_file(
         }
     )
     with ExitStack() as closing:
-        file = world.together(
-            lambda: (
-                RoomyFile(closing.enter_context(open_writer(path.parent)), path.name) if world.rank == 0 else None
-            )
-        )
-        return _write(world, file, saved, objects, once, held, budget_bytes, device)
+
+        def opened() -> RoomyFile | None:
+            if world.rank:
+                return None
+            return RoomyFile(Sink(closing.enter_context(open_writer(path.parent))), path.name)
+
+        return _write(world, world.together(opened), saved, objects, once, held, budget_bytes, device)
 
 
 def _write(
@@ -76,8 +77,8 @@ def _write(
 ) -> int:
     try:
         places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
-        for batch in _batches(places, budget_bytes // 2):
-            _carry(world, file, batch, once, held, budget_bytes // 2, device)
+        for block in extents([(place.start, item) for place, item in places], budget_bytes // 2):
+            _carry(world, file, block, once, held, budget_bytes // 2, device)
         world.together(lambda: None if file is None else file.sync())
         world.together(lambda: None if file is None else file.commit({}))
     except BaseException:
@@ -94,67 +95,30 @@ def _require_apart(key_of: Mapping[Levels, str], tensors: Mapping[Levels, torch.
             raise PlacementError(f"{key}: two tensors have this name, with dots in other places; rename one")
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """A row-major run of a tensor, and the byte of the file where it begins."""
-
-    key: str
-    dtype: torch.dtype
-    box: Box
-    start: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.key} at {self.box.offsets}"
-
-
-def _batches(places: Sequence[tuple[ByteRange, Saved]], nbytes: int) -> Iterator[list[_Extent]]:
-    """The file in order, about so many bytes at a time."""
-    batch: list[_Extent] = []
-    size = 0
-    for place, (key, dtype, shape) in places:
-        start = place.start
-        for box in row_blocks(shape, max(1, nbytes // dtype.itemsize)):
-            length = box.numel * dtype.itemsize
-            if batch and size + length > nbytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(_Extent(key, to_torch(dtype), box, start))
-            start += length
-            size += length
-    if batch:
-        yield batch
-
-
 def _carry(
     world: World,
     file: RoomyFile | None,
-    batch: Sequence[_Extent],
+    block: Sequence[Extent],
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, tuple[tuple[Box, ...], ...]],
     budget_bytes: int,
     device: torch.device,
 ) -> None:
-    """Bring blocks to the first rank, which writes them. Collective: yes."""
+    """Bring a block to the first rank, which writes it. Collective: yes."""
     arrived: list[torch.Tensor] = []
 
     def begin() -> list[Handover]:
         items: list[Handover] = []
-        for block in batch:
-            into = None
+        for extent in block:
+            into, dtype = None, to_torch(extent.dtype)
             if file is not None:
-                arrived.append(torch.empty(block.box.sizes, dtype=block.dtype, device="cpu"))
-                into = LocalTensor(arrived[-1], (LocalBox(block.box, Strided.contiguous(block.box.sizes)),))
-            wanted = tuple((block.box,) if rank == 0 else () for rank in range(world.size))
-            mine = landing(tensors[block.key], block.key)
-            items.append(Handover(block.name, block.dtype, held[block.key], wanted, mine, into))
+                arrived.append(torch.empty(extent.box.sizes, dtype=dtype, device="cpu"))
+                into = LocalTensor(arrived[-1], (LocalBox(extent.box, Strided.contiguous(extent.box.sizes)),))
+            wanted = tuple((extent.box,) if rank == 0 else () for rank in range(world.size))
+            mine = landing(tensors[extent.key], extent.key)
+            name = f"{extent.key} at {extent.box.offsets}"
+            items.append(Handover(name, dtype, held[extent.key], wanted, mine, into))
         return items
 
     hand_over(world, world.together(begin), budget_bytes=budget_bytes, device=device)
-
-    def write() -> None:
-        if file is not None:
-            for block, value in zip(batch, arrived, strict=True):
-                file.write(block.start, value)
-
-    world.together(write)
+    world.together(lambda: None if file is None else file.write(block, arrived))

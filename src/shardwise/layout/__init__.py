@@ -1,6 +1,6 @@
 """What one rank, or every rank, holds of a model, as data. No torch."""
 
-from shardwise.layout.model_layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout
+from shardwise.layout.model_layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout, place_of
 from shardwise.layout.world_layout import GroupLayout, MeshShape, Spread, WorldLayout
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "TensorKind",
     "TensorLayout",
     "WorldLayout",
+    "place_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +44,18 @@ class LocalBox:
 
     box: Box
     local: Strided
+
+
+def place_of(box: Box, held: Sequence[LocalBox]) -> Strided:
+    """Where a box that lies within one of the boxes that a rank holds is in the rank's memory."""
+    for part in held:
+        if part.box.intersect(box) == box:
+            steps = (offset - first for offset, first in zip(box.offsets, part.box.offsets, strict=True))
+            start = part.local.offset + sum(
+                step * stride for step, stride in zip(steps, part.local.strides, strict=True)
+            )
+            return Strided(start, box.sizes, part.local.strides)
+    raise ValueError(f"{box} is not held")
 
 
 def first_rows(boxes: Iterable[LocalBox], count: int) -> list[LocalBox]:

@@ -1,12 +1,9 @@
 """Tensors of a checkpoint put together out of what all ranks give, on one rank or on every rank. Pure.
 
-A tensor comes in blocks, each a run of its bytes. Blocks are taken into rounds, in none of which a rank sends, or
-gets, more than a bucket. All of it is the same on every rank.
-
-[Note: Nothing but values travels] What a rank gives of a block is a list of pieces. It follows from the block and
-from the shares of all ranks, so every rank knows the list of every other: the giver packs its pieces one after the
-other, and the receiver takes them apart by the same list. Shares count as row-major tensors of their own,
-however they lie in a rank's memory.
+A tensor comes in blocks: boxes whose elements follow each other in its memory. What a rank gives of a block is a
+parcel of pieces, which follow from the expression of the tensor and from the shares of all ranks; shares count as
+row-major tensors of their own, however they lie in a rank's memory. Blocks are taken into rounds, in none of which
+a rank sends, or gets, more than a bucket. All of it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,14 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from shardwise.conversion import Expression, pieces, skeleton
-from shardwise.planning.exchange import ALIGNMENT_BYTES, cut
+from shardwise.planning.exchange import cut
 from shardwise.planning.giving import Boxes
+from shardwise.planning.parcels import Parcel, Piece, Round
 from shardwise.tensors import Box, Strided
-
-_SPARE = 1.25
-"""Where every rank gets what all give, how much more may travel in parts of one size than in parts that fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,79 +37,8 @@ class WantedTensor:
     targets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GivenPiece:
-    """Elements that go from a share to a block. Both sides count elements of row-major tensors.
-
-    Attributes:
-        leaf: which of the block's ``leaves``.
-        share: which of the giver's shares of it.
-        source: in the share.
-        target: in the block.
-    """
-
-    leaf: int
-    share: int
-    source: Strided
-    target: Strided
-
-
-@dataclass(frozen=True, slots=True)
-class Gift:
-    """What a rank gives of a block, in this order."""
-
-    source: int
-    pieces: tuple[GivenPiece, ...]
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A run of a tensor's bytes: a box whose elements follow each other. ``leaves`` are names of the model."""
-
-    key: str
-    box: Box
-    itemsize: int
-    targets: tuple[int, ...]
-    leaves: tuple[str, ...]
-    gifts: tuple[Gift, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.itemsize
-
-    def staged_bytes(self, gift: Gift) -> int:
-        """What a gift takes of a buffer that is sent."""
-        return -(-gift.numel * self.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class Round:
-    """Blocks that are put together at once.
-
-    Attributes:
-        blocks: in order.
-        is_for_all: every rank gets what all give; else what one rank gives another goes to that one alone.
-        lanes: bytes by (giver, receiver); by (giver, giver) where every rank gets them.
-    """
-
-    blocks: tuple[Block, ...]
-    is_for_all: bool
-    lanes: Mapping[tuple[int, int], int]
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether what goes to every rank travels in parts of one size: when little is wasted by that."""
-        return self.is_for_all and self.part_bytes * self._ranks <= _SPARE * sum(self.lanes.values())
-
-    @property
-    def _ranks(self) -> int:
-        return len(self.blocks[0].targets)
-
-    @property
-    def part_bytes(self) -> int:
-        """Of one rank's part where parts have one size."""
-        return max(self.lanes.values(), default=0)
+_Block: TypeAlias = tuple[Parcel, ...]
+"""What all ranks give of a box whose elements follow each other in its tensor."""
 
 
 def plan_assembly(
@@ -137,26 +62,29 @@ def plan_assembly(
         filling = _Filling(bucket_bytes)
         while filling.take_from_each(queues):
             pass
-        rounds.append(filling.round(size))
+        rounds.append(filling.round())
     return rounds
 
 
-def _blocks(cutter: _Cutter, stream: Sequence[WantedTensor], bucket_bytes: int) -> Iterator[Block]:
+def _blocks(cutter: _Cutter, stream: Sequence[WantedTensor], bucket_bytes: int) -> Iterator[_Block]:
     for wanted in stream:
         form = cutter.form_of(wanted.expression)
         for box in cut(Box.whole(wanted.expression.shape), max(1, bucket_bytes // wanted.itemsize)):
-            gifts = cutter.gifts(wanted.expression, form, box)
-            yield Block(wanted.key, box, wanted.itemsize, wanted.targets, form.leaves, gifts)
+            given = cutter.given(wanted.expression, form, box)
+            yield tuple(
+                Parcel(wanted.key, rank, wanted.targets, box, wanted.itemsize, None, form.leaves, found)
+                for rank, found in given
+            )
 
 
 class _Queue:
     """A stream's blocks, of which the first can be looked at."""
 
-    def __init__(self, blocks: Iterator[Block]) -> None:
+    def __init__(self, blocks: Iterator[_Block]) -> None:
         self._blocks = blocks
         self.head = next(blocks, None)
 
-    def pop(self) -> Block:
+    def pop(self) -> _Block:
         head = self.head
         assert head is not None
         self.head = next(self._blocks, None)
@@ -168,48 +96,45 @@ class _Filling:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._blocks: list[Block] = []
+        self._parcels: list[Parcel] = []
         self._sent: dict[int, int] = {}
         self._got: dict[int, int] = {}
-        self._lanes: dict[tuple[int, int], int] = {}
 
     def take_from_each(self, queues: Sequence[_Queue]) -> bool:
         """The next block of each queue, where there is room for it; whether there was for any."""
         return sum(self._take_from(queue) for queue in queues) > 0
 
     def _take_from(self, queue: _Queue) -> bool:
-        block = queue.head
-        if block is None or not self._has_room(block):
+        if queue.head is None or not self._has_room(queue.head):
             return False
-        is_for_all = len(block.targets) > 1
-        for gift in block.gifts:
-            receiver = gift.source if is_for_all else block.targets[0]
-            if not is_for_all and gift.source == receiver:
-                continue
-            staged = block.staged_bytes(gift)
-            lane = (gift.source, receiver)
-            self._lanes[lane] = self._lanes.get(lane, 0) + staged
-            self._sent[gift.source] = self._sent.get(gift.source, 0) + staged
-        for rank in block.targets:
-            self._got[rank] = self._got.get(rank, 0) + block.nbytes
-        self._blocks.append(queue.pop())
+        block = queue.pop()
+        for parcel in block:
+            if not parcel.is_kept:
+                self._sent[parcel.source] = self._sent.get(parcel.source, 0) + parcel.staged_bytes
+        for rank in block[0].targets:
+            self._got[rank] = self._got.get(rank, 0) + _nbytes(block)
+        self._parcels += block
         return True
 
-    def _has_room(self, block: Block) -> bool:
-        if not self._blocks:
+    def _has_room(self, block: _Block) -> bool:
+        if not self._parcels:
             return True
-        if (len(block.targets) > 1) is not (len(self._blocks[0].targets) > 1):
+        targets, nbytes, bucket = block[0].targets, _nbytes(block), self._bucket_bytes
+        if (len(targets) > 1) is not (len(self._parcels[0].targets) > 1):
             return False
-        bucket = self._bucket_bytes
-        return all(self._got.get(rank, 0) + block.nbytes <= bucket for rank in block.targets) and all(
-            self._sent.get(gift.source, 0) + block.staged_bytes(gift) <= bucket
-            for gift in block.gifts
-            if block.targets != (gift.source,)
+        return all(self._got.get(rank, 0) + nbytes <= bucket for rank in targets) and all(
+            self._sent.get(parcel.source, 0) + parcel.staged_bytes <= bucket
+            for parcel in block
+            if not parcel.is_kept
         )
 
-    def round(self, size: int) -> Round:
-        is_for_all = size > 1 and len(self._blocks[0].targets) > 1
-        return Round(tuple(self._blocks), is_for_all, self._lanes)
+    def round(self) -> Round:
+        moves = not all(parcel.is_kept for parcel in self._parcels)
+        return Round(tuple(self._parcels), moves, is_gathered=len(self._parcels[0].targets) > 1)
+
+
+def _nbytes(block: _Block) -> int:
+    return block[0].box.numel * block[0].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,24 +146,28 @@ class _GivingForm:
     leaves: tuple[str, ...] = field(compare=False)
 
 
+_GivenPieces: TypeAlias = tuple[tuple[int, tuple[Piece, ...]], ...]
+"""What ranks give of a box, by rank."""
+
+
 class _Cutter:
     """Finds what ranks give of a box; once for equal layers."""
 
     def __init__(self, shares: Mapping[str, Sequence[Boxes]], size: int) -> None:
         self._shares = shares
         self._size = size
-        self._made: dict[tuple[_GivingForm, Box], tuple[Gift, ...]] = {}
+        self._made: dict[tuple[_GivingForm, Box], _GivenPieces] = {}
 
     def form_of(self, expression: Expression) -> _GivingForm:
         bare, leaves = skeleton(expression)
         return _GivingForm(bare, tuple(id(self._shares[leaf]) for leaf in leaves), leaves)
 
-    def gifts(self, expression: Expression, form: _GivingForm, box: Box) -> tuple[Gift, ...]:
+    def given(self, expression: Expression, form: _GivingForm, box: Box) -> _GivenPieces:
         if (form, box) not in self._made:
-            self._made[form, box] = self._gifts(expression, form.leaves, box)
+            self._made[form, box] = self._given(expression, form.leaves, box)
         return self._made[form, box]
 
-    def _gifts(self, expression: Expression, leaves: Sequence[str], box: Box) -> tuple[Gift, ...]:
+    def _given(self, expression: Expression, leaves: Sequence[str], box: Box) -> _GivenPieces:
         """The pieces of all ranks at once: their shares lie one behind the other in one memory, leaf by leaf."""
         held: dict[str, list[tuple[Box, Strided]]] = {}
         homes: list[tuple[int, int]] = []
@@ -253,14 +182,11 @@ class _Cutter:
                     starts.append(used)
                     used += share.numel
         number_of = {leaf: number for number, leaf in enumerate(leaves)}
-        given: dict[int, list[GivenPiece]] = {}
+        given: dict[int, list[Piece]] = {}
         for copy in pieces(expression, held, box):
             home = bisect_right(starts, copy.source.offset) - 1
             rank, share_number = homes[home]
             source = Strided(copy.source.offset - starts[home], copy.source.sizes, copy.source.strides)
-            piece = GivenPiece(number_of[copy.leaf.key], share_number, source, copy.target)
+            piece = Piece(number_of[copy.leaf.key], share_number, source, copy.target)
             given.setdefault(rank, []).append(piece)
-        return tuple(
-            Gift(rank, tuple(found), sum(piece.source.numel for piece in found))
-            for rank, found in sorted(given.items())
-        )
+        return tuple((rank, tuple(found)) for rank, found in sorted(given.items()))

@@ -21,37 +21,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.planning.parcels import ALIGNMENT_BYTES, Parcel, Round
 from shardwise.tensors import Box, numel
-
-ALIGNMENT_BYTES = 16
-"""Parcels lie at multiples of this in staging memory, so that each can be seen as its own dtype."""
 
 SMALL_BYTES = 1 << 16
 """What is not larger is fetched whole by one rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A box of a tensor (in global indices) that one rank gives to others, and to itself where it is a target.
-
-    ``block`` is what the source fetches at once, where this is a part of it.
-    """
-
-    tensor: str
-    source: int
-    targets: tuple[int, ...]
-    box: Box
-    itemsize: int
-    block: Box | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.itemsize
-
-    @property
-    def staged_bytes(self) -> int:
-        """What one copy takes in staging memory."""
-        return -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +44,6 @@ class SpreadParcels:
 
     first: tuple[Parcel, ...]
     then: tuple[Parcel, ...]
-
-
-Round = tuple[Parcel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Agenda:
-    """The rounds of an exchange, with the parcels of all ranks, or with those that one rank gives or gets.
-
-    ``moves`` says of each round whether any rank hands anything to another in it.
-    """
-
-    rounds: tuple[Round, ...]
-    moves: tuple[bool, ...]
-
-    @classmethod
-    def of_all(cls, rounds: Sequence[Round]) -> Agenda:
-        """Of rounds that have the parcels of all ranks."""
-        moves = (any(target != parcel.source for parcel in items for target in parcel.targets) for items in rounds)
-        return cls(tuple(rounds), tuple(moves))
 
 
 def from_sources(wanted: Sequence[WantedBoxes], sources: Sequence[Sequence[int]]) -> SpreadParcels:
@@ -277,12 +231,12 @@ def rounds(parcels: Iterable[Parcel], budget_bytes: int) -> list[Round]:
         for piece in _pieces(parcel, budget_bytes):
             costs = staging_of(piece)
             if any(used.get(rank, 0) + nbytes > budget_bytes for rank, nbytes in costs.items()):
-                made.append(tuple(current))
+                made.append(Round.of_all(current))
                 current, used = [], {}
             current.append(piece)
             for rank, nbytes in costs.items():
                 used[rank] = used.get(rank, 0) + nbytes
-    return [*made, tuple(current)] if current else made
+    return [*made, Round.of_all(current)] if current else made
 
 
 def staging_of(parcel: Parcel) -> dict[int, int]:

@@ -22,7 +22,8 @@ import numpy as np
 
 from shardwise.conversion import Expression, copies, leaf_boxes, skeleton
 from shardwise.formats import CheckpointIndex
-from shardwise.planning.exchange import Agenda, Holders, Parcel, WantedBoxes, cut
+from shardwise.planning.exchange import Holders, WantedBoxes, cut
+from shardwise.planning.parcels import Parcel, Round
 from shardwise.tensors import Box, numel
 
 _GRAINS = 64
@@ -87,7 +88,7 @@ def intervals(reads: Mapping[str, Expression], index: CheckpointIndex, ranks: in
 
 def handed_over(
     wanted: Sequence[WantedBoxes], intervals: Sequence[Interval], budget_bytes: int, rank: int
-) -> Agenda:
+) -> list[Round]:
     """What one rank gives of its interval and gets of the others', in rounds that keep the budget on every rank.
 
     Parcels are written down of this rank alone: at a thousand ranks there are tens of millions in all. What is gone
@@ -130,7 +131,7 @@ def handed_over(
         if rank == reader or costs[rank]:
             rounds[number] += held.parcels(item, reader, block.box, None if rank == reader else rank)
     filled = len(rounds) - int((used.max(axis=1) == 0).sum())
-    return Agenda(tuple(map(tuple, rounds[:filled])), tuple(moves[:filled]))
+    return [Round(tuple(items), moved) for items, moved in zip(rounds[:filled], moves[:filled], strict=True)]
 
 
 def _halves(block: IntervalPart, budget_bytes: int) -> list[IntervalPart]:

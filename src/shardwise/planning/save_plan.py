@@ -12,14 +12,14 @@ with it, the older one is set aside first, since a config of another scaling wou
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.conversion import Copy, Expression, Stored, pieces
 from shardwise.formats import NewFile, TensorEntry, lay_out
 from shardwise.planning.schedule import ReadRequest, Segment, schedule, segments_of
 from shardwise.storage import ReadPolicy, WritePolicy
-from shardwise.tensors import Box, DType, Strided, numel
+from shardwise.tensors import Box, DType, Strided, numel, row_blocks
 
 MODEL = "model"
 ADAPTER = "adapter_model"
@@ -30,6 +30,42 @@ INDEX_FILE = "model.safetensors.index.json"
 
 Saved = tuple[str, DType, tuple[int, ...]]
 """Key, dtype and shape of a tensor that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A row-major run of a tensor: it begins at byte ``inside`` of the tensor, and at byte ``start`` of a file."""
+
+    key: str
+    dtype: DType
+    box: Box
+    start: int
+    inside: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.numel * self.dtype.itemsize
+
+
+def extents(places: Iterable[tuple[int, Saved]], block_bytes: int) -> Iterator[list[Extent]]:
+    """A file's tensors in the order of its bytes, about ``block_bytes`` at a time.
+
+    ``places`` are the bytes at which tensors begin, in order, with these.
+    """
+    block: list[Extent] = []
+    used = 0
+    for start, (key, dtype, shape) in places:
+        inside = 0
+        for box in row_blocks(shape, max(1, block_bytes // dtype.itemsize)):
+            nbytes = box.numel * dtype.itemsize
+            if block and used + nbytes > block_bytes:
+                yield block
+                block, used = [], 0
+            block.append(Extent(key, dtype, box, start + inside, inside))
+            inside += nbytes
+            used += nbytes
+    if block:
+        yield block
 
 
 @dataclass(frozen=True)

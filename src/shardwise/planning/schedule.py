@@ -5,8 +5,9 @@ Pure: from the copies of a plan and the policy of a storage to a list of request
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.conversion import Copy
@@ -126,29 +127,59 @@ def schedule(
         staging_bytes: of one worker.
         start_at: the fraction of the list to begin with, so that ranks do not all begin with the same file.
     """
+    ordered = sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop))
+    firsts = firsts_of_requests(
+        [segment.bytes.start for _, segment in ordered],
+        [segment.bytes.stop for _, segment in ordered],
+        [0 if segment.is_direct else aligned(segment.bytes.nbytes) for _, segment in ordered],
+        [(file, segment.is_strided) for file, segment in ordered],
+        policy,
+        staging_bytes=staging_bytes,
+    )
     requests: list[ReadRequest] = []
-    file, start, stop, staged, gaps = "", 0, 0, 0, 0
-    joined: list[Segment] = []
-    for name, segment in sorted(segments, key=lambda item: (item[0], item[1].bytes.start, item[1].bytes.stop)):
-        gap = segment.bytes.start - stop
-        own = 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+    for first, end in itertools.pairwise([*firsts, len(ordered)]):
+        joined = tuple(segment for _, segment in ordered[first:end])
+        whole = ByteRange(joined[0].bytes.start, joined[-1].bytes.stop)
+        requests.append(ReadRequest(ordered[first][0], whole, joined))
+    begin = int(len(requests) * start_at)
+    return requests[begin:] + requests[:begin]
+
+
+def firsts_of_requests(
+    starts: Sequence[int],
+    stops: Sequence[int],
+    staged: Sequence[int],
+    kinds: Sequence[object],
+    policy: ReadPolicy,
+    *,
+    staging_bytes: int,
+) -> list[int]:
+    """Which ranges begin a request; every other one joins the one before it, by the rule of :func:`schedule`.
+
+    Args:
+        starts: of the ranges, in order.
+        stops: of the ranges.
+        staged: what each takes of staging memory.
+        kinds: only neighbours of equal ones are joined.
+        policy: the storage's.
+        staging_bytes: of one worker.
+    """
+    firsts: list[int] = []
+    begin, last_stop, last_kind, used, gaps = 0, 0, None, 0, 0
+    for number, (start, stop, own, kind) in enumerate(zip(starts, stops, staged, kinds, strict=True)):
+        gap = start - last_stop
         more = aligned(max(gap, 0)) + own
-        fits = (
-            name == file
-            and joined[-1].is_strided == segment.is_strided
+        if (
+            firsts
+            and kind == last_kind
             and 0 <= gap <= policy.max_gap_bytes
-            and segment.bytes.stop - start <= policy.request_bytes
-            and staged + more <= staging_bytes
-            and (gaps + gap) * WASTE <= segment.bytes.stop - start
-        )
-        if joined and not fits:
-            requests.append(ReadRequest(file, ByteRange(start, stop), tuple(joined)))
-        if not joined or not fits:
-            file, start, staged, gaps, joined = name, segment.bytes.start, 0, 0, []
-            gap, more = 0, own
-        joined.append(segment)
-        stop, staged, gaps = segment.bytes.stop, staged + more, gaps + gap
-    if joined:
-        requests.append(ReadRequest(file, ByteRange(start, stop), tuple(joined)))
-    first = int(len(requests) * start_at)
-    return requests[first:] + requests[:first]
+            and stop - begin <= policy.request_bytes
+            and used + more <= staging_bytes
+            and (gaps + gap) * WASTE <= stop - begin
+        ):
+            used, gaps = used + more, gaps + gap
+        else:
+            firsts.append(number)
+            begin, used, gaps = start, own, 0
+        last_stop, last_kind = stop, kind
+    return firsts

@@ -18,7 +18,7 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.edited import edited
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
-from shardwise.execution.stream_out import Streamed
+from shardwise.execution.sink import WrittenTensors
 from shardwise.execution.twins import are_equal
 from shardwise.formats import CheckpointIndex
 from shardwise.formats.checkpoint_index import beside
@@ -121,7 +121,7 @@ def merge_adapter(
         companions["config.json"] = offline.config_content(folder, dtype=written_dtype, untied=untied)
         writer = stack.enter_context(offline.writer_to(target))
 
-        def check(_: Streamed) -> None:
+        def check(_: WrittenTensors) -> None:
             if not changed:
                 raise _without_effect(lora_folder, plan)
 

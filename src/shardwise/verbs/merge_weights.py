@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
-from shardwise.execution.stream_out import Streamed
+from shardwise.execution.sink import WrittenTensors
 from shardwise.execution.torch_out import Levels, fingerprints_in, loaded, stream_torch_file
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, holds_optimizer, open_checkpoint, open_state
@@ -331,7 +331,7 @@ def _written_dtype(outgoing: Outgoing, dtype: str | None) -> str | None:
 
 def _write_torch_file(
     writer: LocalWriter, named: _NamedOutputs, max_shard_bytes: int, companions: Mapping[str, bytes]
-) -> Streamed:
+) -> WrittenTensors:
     places = named.places()
     nbytes = sum(numel(shape) * dtype.itemsize for _, dtype, shape in places.values())
     if nbytes > max_shard_bytes:
@@ -375,7 +375,7 @@ def _require_removable(afterwards: Afterwards, index: CheckpointIndex) -> None:
         )
 
 
-def _verify(out: Path, streamed: Streamed, named: _NamedOutputs, file_format: Format) -> None:
+def _verify(out: Path, streamed: WrittenTensors, named: _NamedOutputs, file_format: Format) -> None:
     """Read everything that was written, as a stranger would.
 
     Raises:

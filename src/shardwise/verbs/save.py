@@ -22,19 +22,17 @@ from torch import nn
 from shardwise.conversion import Stored, computes
 from shardwise.engines.asked import hints_of, require_meant, world_of
 from shardwise.errors import ConfigError, CoverageError, StorageError
-from shardwise.execution.assemble import Giver
 from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
 from shardwise.execution.garbage import collected_later
-from shardwise.execution.giving import Shares, agree_on_shares
+from shardwise.execution.giving import Giver, Shares, agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
 from shardwise.execution.owners import write_by_owners
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.saving_lock import new_token, require_lock, take_lock
-from shardwise.execution.sharing import place_of
 from shardwise.execution.world import World
 from shardwise.execution.write import Emitter
-from shardwise.layout import ModelLayout, Origin, TensorKind
+from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
 from shardwise.models.revert import Output, names_in_file, revert
@@ -498,7 +496,7 @@ def _write_by_owners(
         progress=progress,
     )
     emitter.written_bytes.update(written.bytes_by_file)
-    emitter.sums.update(written.sums)
+    emitter.sums.update(written.fingerprints)
 
 
 class _OnFirstRank:

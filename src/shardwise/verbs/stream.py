@@ -13,13 +13,12 @@ from torch import nn
 
 from shardwise.conversion import Stored, computes
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.assemble import Giver, assemble, part_of
+from shardwise.execution.assemble import assemble, part_of
 from shardwise.execution.common_memory import is_common
 from shardwise.execution.common_rooms import CommonRooms, put_together
-from shardwise.execution.giving import agree_on_shares
+from shardwise.execution.giving import Giver, MergingGiver, agree_on_shares
 from shardwise.execution.line import Patience
 from shardwise.execution.materialize import home_of
-from shardwise.execution.merging_giver import MergingGiver
 from shardwise.execution.world import World
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
@@ -27,12 +26,12 @@ from shardwise.models.lora import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside, without_compile
-from shardwise.planning.assembly import Block, WantedTensor, plan_assembly
+from shardwise.planning.assembly import WantedTensor, plan_assembly
 from shardwise.planning.consent import OnDiffering, TakeFirst
 from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
-from shardwise.tensors import numel
+from shardwise.tensors import Box, numel
 from shardwise.verbs.save import HubNames, InternalNames, WrittenNames
 
 _SMALLEST_BUCKET_BYTES = 4096
@@ -166,7 +165,7 @@ def _walk(
             arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
         with contextlib.closing(arrivals), _told_when_left():
             for items in arrivals:
-                yield from hall.complete(items.blocks)
+                yield from hall.complete(items.boxes())
             yield from hall.rest()
 
 
@@ -241,7 +240,7 @@ def _whole(
     home = _home(list(giver.held.values()))
     found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
     rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
-    for _ in assemble(world, rounds, giver, lambda block: part_of(found[block.key], block), dtypes, home):
+    for _ in assemble(world, rounds, giver, lambda key, box: part_of(found[key], box), dtypes, home):
         pass
     return found
 
@@ -269,7 +268,7 @@ def _told_when_left() -> Iterator[None]:
 class _Hall:
     """Tensors that are being put together, and those that are complete, in order.
 
-    ``memory_of`` gives a tensor's memory: before its first block, or once it is complete, put together elsewhere.
+    ``memory_of`` gives a tensor's memory: before its first box, or once it is complete, put together elsewhere.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], memory_of: Callable[[str], torch.Tensor]) -> None:
@@ -278,18 +277,18 @@ class _Hall:
         self._waiting = list(shapes)[::-1]
         self._begun: dict[str, torch.Tensor] = {}
 
-    def room(self, block: Block) -> torch.Tensor:
-        """The elements of a block in its tensor."""
-        if block.key not in self._begun:
-            self._begun[block.key] = self._memory_of(block.key)
-        return part_of(self._begun[block.key], block)
+    def room(self, key: str, box: Box) -> torch.Tensor:
+        """The elements of a box in its tensor."""
+        if key not in self._begun:
+            self._begun[key] = self._memory_of(key)
+        return part_of(self._begun[key], box)
 
-    def complete(self, blocks: tuple[Block, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which these are the last blocks, and those without elements before them."""
-        for block in blocks:
-            ends = (at + size for at, size in zip(block.box.offsets, block.box.sizes, strict=True))
-            if tuple(ends) == self._shapes[block.key]:
-                yield from self._until(block.key)
+    def complete(self, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of which these are the last boxes, and those without elements before them."""
+        for key, box in boxes:
+            ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+            if tuple(ends) == self._shapes[key]:
+                yield from self._until(key)
 
     def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without elements, behind all others."""

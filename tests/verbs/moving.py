@@ -1,0 +1,96 @@
+"""What moves the bytes of tensors between ranks, and out of them, while verbs are at work. Run on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from tests.verbs.streaming import through
+from torch import nn
+
+import shardwise
+from shardwise import Sharding, WholeModel
+from shardwise.execution.exchange import Exchange
+from shardwise.execution.sink import Sink
+from shardwise.storage import LocalWriter, WritePolicy
+from shardwise.verbs import save as save_verb
+
+STREAMS = WritePolicy(
+    has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 16, concurrency=1
+)
+
+
+@contextlib.contextmanager
+def counted(owner: type, name: str) -> Iterator[list[int]]:
+    """How often a method has been called."""
+    calls = [0]
+    original = getattr(owner, name)
+
+    def method(*args: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **keywords)
+
+    with patch.object(owner, name, method):
+        yield calls
+
+
+def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
+    """By call: the rounds that the exchange has gone through, and the runs that the sink has written."""
+    out = Path(folder)
+    small = shardwise.StateOptions(budget_bytes=1 << 16)
+    streamed = shardwise.StreamOptions(bucket_bytes=1 << 15)
+    model = shardwise.from_pretrained(checkpoint)
+
+    def stream(way: str) -> None:
+        with through(way):
+            for _ in shardwise.iter_hf_tensors(model, options=streamed):
+                pass
+
+    def save_as_streams() -> None:
+        with patch.object(save_verb, "open_writer", lambda url, **_: LocalWriter(url, policy=STREAMS)):
+            shardwise.save(model, str(out / "streams"))
+
+    calls: dict[str, Callable[[], object]] = {
+        "load, in intervals": lambda: shardwise.from_pretrained(
+            checkpoint, options=shardwise.LoadOptions(shared_reads=shardwise.InIntervals())
+        ),
+        "gather": lambda: shardwise.model_state(model, options=small),
+        "set": lambda: shardwise.set_model_state(model, shardwise.model_state(model, options=small), options=small),
+        "iterate, in one memory": lambda: stream("rooms"),
+        "iterate, through windows": lambda: stream("windows"),
+        "iterate, by collectives": lambda: stream("collectives"),
+        "save, as streams": save_as_streams,
+        "save one file": lambda: shardwise.save_accelerate_model(
+            model, str(out / "one"), shardwise.OneFile(), options=small
+        ),
+        "save a folder": lambda: shardwise.save_accelerate_model(
+            model, str(out / "folder"), shardwise.DistributedFolder(), options=small
+        ),
+    }
+    found: dict[str, tuple[int, int]] = {}
+    for name, call in calls.items():
+        with counted(Exchange, "_step") as rounds, counted(Sink, "write") as runs:
+            call()
+        found[name] = rounds[0], runs[0]
+        dist.barrier()
+    if dist.get_rank() == 0:
+        with counted(Sink, "write") as runs:
+            shardwise.merge_weights(str(out / "folder" / "pytorch_model_fsdp_0"), str(out / "merged"))
+        found["merge"] = 0, runs[0]
+    dist.barrier()
+    return found
+
+
+def mean_of_all() -> list[float]:
+    """A buffer that has another value on each rank, as every rank gets it."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    shardwise.shard(model, Sharding(wrap=WholeModel()))
+    mean = model.get_buffer("0.running_mean")
+    mean.fill_(float(dist.get_rank() + 1))
+    state = shardwise.model_state(model, shardwise.FullState(on=shardwise.EveryRank()))
+    assert mean.tolist() == [dist.get_rank() + 1] * 4
+    return state["0.running_mean"].tolist()
