@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoConfig
 
 import shardwise
+from shardwise.engines.save_options import CompareWithMemory, SaveOptions
 from shardwise.execution.line import Patience
-from shardwise.verbs.save import CompareWithMemory, SaveOptions
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))
 

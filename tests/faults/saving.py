@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
+from shardwise.engines.save_options import CompareWithMemory
 from shardwise.execution.line import Patience
-from shardwise.verbs.save import CompareWithMemory
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 

@@ -252,7 +252,7 @@ def test_a_crash_leaves_no_weights_beside_the_config_of_others(
 ) -> None:
     log = EffectLog(str(tmp_path / "log"))
     monkeypatch.setattr(
-        "shardwise.verbs.save.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
+        "shardwise.engines.saving.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
     )
     before = _contents(adapter)
     shardwise.save_adapter(_other_scaling(tied), adapter)
@@ -281,7 +281,7 @@ def test_an_adapter_with_the_same_config_takes_its_place_in_one_step(
     model = shardwise.from_pretrained(tied, tuning=Lora(NARROW), options=shardwise.LoadOptions(seed=9))
     log = EffectLog(str(tmp_path / "log"))
     monkeypatch.setattr(
-        "shardwise.verbs.save.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
+        "shardwise.engines.saving.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)
     )
     before = _contents(adapter)
     shardwise.save_adapter(model, adapter)
@@ -333,7 +333,7 @@ def test_older_weights_that_a_crash_set_aside_stay_until_a_save_counts(
     (adapter / "adapter_model.safetensors").rename(aside)
     model = _other_scaling(tied)
     with monkeypatch.context() as patched:
-        patched.setattr("shardwise.verbs.save.commit_save", Mock(side_effect=StorageError("the disk is full")))
+        patched.setattr("shardwise.engines.saving.commit_save", Mock(side_effect=StorageError("the disk is full")))
         with pytest.raises(StorageError, match="the disk is full"):
             shardwise.save_adapter(model, adapter)
     assert aside.exists()

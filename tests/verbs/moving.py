@@ -14,10 +14,10 @@ from torch import nn
 
 import shardwise
 from shardwise import Sharding, WholeModel
+from shardwise.engines import saving
 from shardwise.execution.exchange import Exchange
 from shardwise.execution.sink import Sink
 from shardwise.storage import LocalWriter, WritePolicy
-from shardwise.verbs import save as save_verb
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 16, concurrency=1
@@ -51,7 +51,7 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
                 pass
 
     def save_as_streams() -> None:
-        with patch.object(save_verb, "open_writer", lambda url, **_: LocalWriter(url, policy=STREAMS)):
+        with patch.object(saving, "open_writer", lambda url, **_: LocalWriter(url, policy=STREAMS)):
             shardwise.save(model, str(out / "streams"))
 
     calls: dict[str, Callable[[], object]] = {

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
+from shardwise.engines.save_options import InternalNames
 from shardwise.execution import carriers, common_rooms
 from shardwise.execution.giving import Giver
 from shardwise.execution.line import Patience
@@ -23,7 +24,6 @@ from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sources import FirstRank
 from shardwise.verbs import stream
-from shardwise.verbs.save import InternalNames
 from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
 
 

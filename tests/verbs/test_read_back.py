@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
+import shardwise.engines.saving
 import shardwise.execution.write
-import shardwise.verbs.save
 from shardwise import CompareWithMemory, Trust
+from shardwise.engines.save_options import Verification
 from shardwise.storage import LocalWriter, WritePolicy, open_writer
 
 OPTIONS = shardwise.SaveOptions(progress=False)
@@ -65,7 +66,7 @@ def tensors(seed: int) -> nn.Module:
     return model
 
 
-def save_damaged(folder: str, damage: str, verify: shardwise.verbs.save.Verification, by: type) -> tuple[str, str]:
+def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tuple[str, str]:
     model = tensors(seed=1)
     rank = 0
     if dist.is_initialized():
@@ -74,14 +75,14 @@ def save_damaged(folder: str, damage: str, verify: shardwise.verbs.save.Verifica
     shardwise.save(model, folder, options=OPTIONS)
     with torch.no_grad():
         model.first.add_(1)
-    shardwise.verbs.save.open_writer = by
+    shardwise.engines.saving.open_writer = by
     block_bytes, shardwise.execution.write._READ_BACK_BYTES = shardwise.execution.write._READ_BACK_BYTES, 5000
     Damaging.damage = damage if rank == 0 else ""
     try:
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))
     finally:
         Damaging.damage = ""
-        shardwise.verbs.save.open_writer = open_writer
+        shardwise.engines.saving.open_writer = open_writer
         shardwise.execution.write._READ_BACK_BYTES = block_bytes
 
 

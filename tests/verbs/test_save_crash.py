@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise
-import shardwise.verbs.save
+import shardwise.engines.saving
 from shardwise.formats import open_checkpoint
 from shardwise.storage import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
@@ -25,11 +25,11 @@ def save(rank: int, checkpoint: str, folder: str, max_shard_size: str, log: str 
         shardwise.save(model, folder, max_shard_size=max_shard_size)
         return
     effects = EffectLog(log)
-    shardwise.verbs.save.open_writer = lambda target: RecordingWriter(open_writer(target), effects, writer=rank)
+    shardwise.engines.saving.open_writer = lambda target: RecordingWriter(open_writer(target), effects, writer=rank)
     try:
         shardwise.save(model, folder, max_shard_size=max_shard_size)
     finally:
-        shardwise.verbs.save.open_writer = open_writer
+        shardwise.engines.saving.open_writer = open_writer
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from tests.verbs.saving import Odd, expected, full_disk, stored, unlike
 from torch import nn
 
 import shardwise
-import shardwise.verbs.save
+import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.planning import fingerprints
@@ -89,7 +89,7 @@ class TestDisk:
             original(self, file, content)
 
         beside = {"config.json": b"the newer config", "extra.json": b"{}"}
-        monkeypatch.setattr(shardwise.verbs.save, "_small_files", lambda *_: beside)
+        monkeypatch.setattr(shardwise.engines.saving, "_small_files", lambda *_: beside)
         with monkeypatch.context() as patched:
             patched.setattr(LocalWriter, "replace", replace)
             with pytest.raises(StorageError, match="the disk is full"):
@@ -206,17 +206,17 @@ class TestMark:
     @pytest.mark.parametrize("size", ["1GB", "6KB"])
     def test_of_a_save_that_is_going_on(self, saved, size, monkeypatch):
         """The second is refused by name, the first is not harmed."""
-        original = shardwise.verbs.save._add_up
+        original = shardwise.engines.saving._add_up
         refused = []
 
         def meanwhile(*arguments):
-            monkeypatch.setattr(shardwise.verbs.save, "_add_up", original)
+            monkeypatch.setattr(shardwise.engines.saving, "_add_up", original)
             with pytest.raises(StorageError, match=f"another save is writing here .process {os.getpid()} on"):
                 shardwise.save(linear(3), saved)
             refused.append(True)
             return original(*arguments)
 
-        monkeypatch.setattr(shardwise.verbs.save, "_add_up", meanwhile)
+        monkeypatch.setattr(shardwise.engines.saving, "_add_up", meanwhile)
         shardwise.save(linear(2), saved, max_shard_size=size)
         assert refused
         assert holds(saved, 2)
@@ -225,15 +225,15 @@ class TestMark:
     @pytest.mark.parametrize("size", ["1GB", "6KB"])
     def test_that_somebody_removed_too_early(self, saved, size, monkeypatch):
         """Of two saves that write at once, the one whose mark is there commits, and the other one is told."""
-        original = shardwise.verbs.save._add_up
+        original = shardwise.engines.saving._add_up
 
         def meanwhile(*arguments):
-            monkeypatch.setattr(shardwise.verbs.save, "_add_up", original)
+            monkeypatch.setattr(shardwise.engines.saving, "_add_up", original)
             (saved / MARK).unlink()
             shardwise.save(linear(3), saved, max_shard_size="6KB")
             return original(*arguments)
 
-        monkeypatch.setattr(shardwise.verbs.save, "_add_up", meanwhile)
+        monkeypatch.setattr(shardwise.engines.saving, "_add_up", meanwhile)
         with pytest.raises(StorageError, match=f"{MARK}, which the first rank made there, is not to be seen"):
             shardwise.save(linear(2), saved, max_shard_size=size)
         assert holds(saved, 3)

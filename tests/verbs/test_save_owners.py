@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import shardwise
-import shardwise.verbs.save
+import shardwise.engines.saving
 from shardwise.storage import LocalWriter, WritePolicy, open_writer
 
 STREAMS = WritePolicy(
@@ -36,7 +36,7 @@ class Streamed(LocalWriter):
 
 def save_on_rank(checkpoint: str, folder: str, max_shard_size: str) -> tuple[list[str], dict]:
     model = shardwise.from_pretrained(checkpoint, dtype=torch.float32)
-    shardwise.verbs.save.open_writer = Streamed
+    shardwise.engines.saving.open_writer = Streamed
     try:
         report = shardwise.save(
             model,
@@ -47,7 +47,7 @@ def save_on_rank(checkpoint: str, folder: str, max_shard_size: str) -> tuple[lis
             options=shardwise.SaveOptions(budget_bytes=1 << 17),
         )
     finally:
-        shardwise.verbs.save.open_writer = open_writer
+        shardwise.engines.saving.open_writer = open_writer
     dist.barrier()
     return list(Streamed.opened), report.to_dict()
 

@@ -16,7 +16,7 @@ from tests.storage.object_store import ObjectStore
 from torch import nn
 
 import shardwise
-import shardwise.verbs.save
+import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution import saving_lock
 from shardwise.storage import fsspec_writer, open_writer
@@ -87,7 +87,7 @@ def meanwhile(monkeypatch, call, act):
             patched.undo()
             return Before(open_writer(target), call, act)
 
-        patched.setattr(shardwise.verbs.save, "open_writer", opened)
+        patched.setattr(shardwise.engines.saving, "open_writer", opened)
         yield
 
 
@@ -195,13 +195,13 @@ def test_files_that_vanish_before_the_commit_are_missed(target, size, monkeypatc
                 if "safetensors" in name or name.startswith("model."):
                     writer.remove(name)
 
-    original = shardwise.verbs.save.commit_save
+    original = shardwise.engines.saving.commit_save
 
     def commit(*arguments):
         vanish()
         return original(*arguments)
 
-    monkeypatch.setattr(shardwise.verbs.save, "commit_save", commit)
+    monkeypatch.setattr(shardwise.engines.saving, "commit_save", commit)
     with pytest.raises(StorageError, match="now it is gone"):
         save(2, target, size)
     assert seed_in(target) == 1

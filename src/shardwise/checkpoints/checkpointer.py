@@ -42,6 +42,7 @@ from shardwise.checkpoints.state import (
     key_of,
     look,
 )
+from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.chunk_sources import ChunkStaging, InPlace, places_of, views_of
 from shardwise.execution.chunk_stream import ChunkSource
@@ -59,7 +60,6 @@ from shardwise.planning.giving import Common, in_common
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import CheckpointReport, RestoreReport
 from shardwise.tensors import Box, Strided
-from shardwise.verbs.load import Clock
 
 _MAX_STEP = 10**15
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.engines.opening import open_everywhere, read_index, resolve_everywhere
+from shardwise.engines.save_options import CompareWithMemory, SaveOptions
+from shardwise.engines.saving import require_writable
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.ranks import this_device
 from shardwise.execution.world import World
@@ -30,7 +32,7 @@ from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.load import LoadOptions
 from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
 from shardwise.verbs.reopen import verify
-from shardwise.verbs.save import CompareWithMemory, SaveOptions, require_writable, save, save_adapter
+from shardwise.verbs.save import save, save_adapter
 
 
 def load_tokenizer(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.distributed_folder import write_distributed_folder
@@ -58,7 +59,6 @@ from shardwise.report import FilesReport, StateReport
 from shardwise.storage import LocalReader
 from shardwise.verbs import optimizer_state as optimizers
 from shardwise.verbs import state as models
-from shardwise.verbs.load import Clock
 
 Place = str | os.PathLike[str]
 

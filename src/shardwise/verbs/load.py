@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -26,6 +24,7 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
+from shardwise.engines.clock import Clock
 from shardwise.engines.opening import OpenSource, Source, open_source
 from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
 from shardwise.execution.audit import audit, require_equal_buffers
@@ -222,22 +221,6 @@ class LoadRequest:
     additions: Additions = NOTHING_ADDED
     is_tuned: bool = False
     notes: tuple[str, ...] = ()
-
-
-@dataclass
-class Clock:
-    """Seconds by phase, in order. Those of a phase within another count for the inner one only."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _inner: float = 0.0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start, before, self._inner = time.perf_counter(), self._inner, 0.0
-        yield
-        elapsed = time.perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
-        self._inner = before + elapsed
 
 
 def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:

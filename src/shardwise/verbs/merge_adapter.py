@@ -14,6 +14,7 @@ from typing import Unpack
 from shardwise.conversion import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.outline import ModelOptions, Outline, config_of
+from shardwise.engines.save_options import in_bytes_of
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.edited import edited
 from shardwise.execution.outgoing import Outgoing
@@ -36,7 +37,6 @@ from shardwise.storage import HubOptions, StorageReader, open_storage, resolve
 from shardwise.storage.beside import Beside
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import DType, row_blocks
-from shardwise.verbs.save import in_bytes_of
 
 DEFAULT_ADAPTER_NAME = "default"
 

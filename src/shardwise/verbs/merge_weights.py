@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.engines import offline
 from shardwise.engines.outline import ModelOptions, class_of, config_of
+from shardwise.engines.save_options import in_bytes_of
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.outgoing import Outgoing
 from shardwise.execution.place import Placer
@@ -45,7 +46,6 @@ from shardwise.storage import (
 from shardwise.storage.names import shown
 from shardwise.tensors import numel
 from shardwise.verbs.reopen import verify
-from shardwise.verbs.save import in_bytes_of
 
 MAX_SHARD_SIZE = "50GB"
 

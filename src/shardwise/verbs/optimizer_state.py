@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours, fit
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of
@@ -24,7 +25,6 @@ from shardwise.planning.forms import FullState, StateForm, require_form
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.planning.sources import digest
 from shardwise.report import StateReport
-from shardwise.verbs.load import Clock
 
 
 @torch.no_grad()

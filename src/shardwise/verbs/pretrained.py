@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.asked import agree_on_call, hints_of, require_known, require_meant, world_of
+from shardwise.engines.clock import Clock
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.tuned import TunedOptions, alike, made_ready, resizing
@@ -39,15 +40,7 @@ from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.load import (
-    Clock,
-    LoadOptions,
-    LoadRequest,
-    carry_out,
-    digest_of,
-    load_words,
-    require_same_settings,
-)
+from shardwise.verbs.load import LoadOptions, LoadRequest, carry_out, digest_of, load_words, require_same_settings
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000

@@ -2,108 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import math
 import os
-import re
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import Stored, computes
-from shardwise.engines.asked import hints_of, require_meant, world_of
-from shardwise.errors import ConfigError, CoverageError, StorageError
-from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.giving import Giver, Shares, agree_on_shares
-from shardwise.execution.line import Patience
-from shardwise.execution.materialize import home_of
-from shardwise.execution.owners import write_by_owners
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.saving_lock import new_token, require_lock, take_lock
-from shardwise.execution.world import World
-from shardwise.execution.write import Emitter
-from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
-from shardwise.models import transformers_compat as compat
-from shardwise.models.dtypes import from_torch, saved_dtype, to_torch
-from shardwise.models.revert import Output, names_in_file, revert
-from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
-from shardwise.models.view import Held, layout_of, look_inside, without_compile
+from shardwise.engines.asked import hints_of, require_meant
+from shardwise.engines.save_options import (
+    HubNames,
+    PeftNames,
+    SaveOptions,
+    Trust,
+    Verification,
+    WrittenNames,
+    in_bytes_of,
+    resolved_dtype,
+)
+from shardwise.engines.save_plan import SaveRequest
+from shardwise.engines.saving import carry_out_save
+from shardwise.models.view import without_compile
 from shardwise.planning.consent import OnDiffering, TakeFirst
-from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
-from shardwise.planning.schedule import ReadRequest
-from shardwise.planning.staging import Staging, staging_within
 from shardwise.report import SaveReport
-from shardwise.storage import StorageWriter, WritePolicy, is_url, machine, open_storage, open_writer
-from shardwise.tensors import DType
-from shardwise.tuning import peft_compat
-from shardwise.verbs.load import Clock
-
-
-@dataclass(frozen=True, slots=True)
-class HubNames:
-    """Tensors are saved under the names, and in the shapes, that the model's checkpoints have on the hub."""
-
-
-@dataclass(frozen=True, slots=True)
-class InternalNames:
-    """Tensors are saved as the model's modules hold them."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeftNames:
-    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
-
-    adapter: str = "default"
-
-
-WrittenNames: TypeAlias = HubNames | InternalNames
-
-
-@dataclass(frozen=True, slots=True)
-class Trust:
-    """What was written is not read again."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompareWithMemory:
-    """Before the save is committed, every rank reads back what it gave and compares it with its memory.
-
-    The first one does so with the headers, too. Small files (config, tokenizer) are not read back.
-    """
-
-
-Verification: TypeAlias = Trust | CompareWithMemory
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a save is carried out; none of it changes what is saved.
-
-    Attributes:
-        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
-        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
-        process_group: the ranks that hold the model; None is the default group, or this process alone.
-        patience: how long ranks wait for each other.
-    """
-
-    budget_bytes: int = 256 << 20
-    progress: bool = True
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
 
 
 def save(
@@ -113,10 +34,10 @@ def save(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "50GB",
-    names: WrittenNames = HubNames(),
-    verify: Verification = Trust(),
+    names: WrittenNames = HubNames(),  # noqa: B008
+    verify: Verification = Trust(),  # noqa: B008
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
-    options: SaveOptions = SaveOptions(),
+    options: SaveOptions = SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save a model as safetensors files that ``from_pretrained`` of transformers loads, with its config.
 
@@ -153,13 +74,13 @@ def save(
     """
     model = without_compile(model)
 
-    def request(token: str) -> _SaveRequest:
+    def request(token: str) -> SaveRequest:
         given = {"model": model, "names": names, "verify": verify, "options": options}
         require_meant(hints_of(save), given)
         nbytes = in_bytes_of(max_shard_size)
-        return _SaveRequest(model, directory, tokenizer, _resolved_dtype(dtype), nbytes, names, token)
+        return SaveRequest(model, directory, tokenizer, resolved_dtype(dtype), nbytes, names, token)
 
-    return _save(request, verify, on_differing_buffers, options, "save")
+    return carry_out_save(request, verify, on_differing_buffers, options, "save")
 
 
 def save_adapter(
@@ -168,9 +89,9 @@ def save_adapter(
     *,
     adapter: str = "default",
     dtype: torch.dtype | str | None = None,
-    verify: Verification = Trust(),
+    verify: Verification = Trust(),  # noqa: B008
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
-    options: SaveOptions = SaveOptions(),
+    options: SaveOptions = SaveOptions(),  # noqa: B008
 ) -> SaveReport:
     """Save one adapter of a PEFT model as ``PeftModel.from_pretrained`` loads it: its tensors and its config.
 
@@ -198,414 +119,7 @@ def save_adapter(
     """
     model = without_compile(model)
 
-    def request(token: str) -> _SaveRequest:
-        return _SaveRequest(model, directory, None, _resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
+    def request(token: str) -> SaveRequest:
+        return SaveRequest(model, directory, None, resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
 
-    return _save(request, verify, on_differing_buffers, options, "save_adapter")
-
-
-def _save(
-    ask: Callable[[str], _SaveRequest],
-    verify: Verification,
-    on_differing_buffers: OnDiffering,
-    options: SaveOptions,
-    call: str,
-) -> SaveReport:
-    """Agree on what is saved, and save it. ``ask`` takes a token that sets this save apart. Collective: yes."""
-    clock = Clock()
-    with world_of(options, call) as world:
-        with clock.phase("plan"):
-            token = world.from_first(new_token)
-            request = world.together(lambda: ask(token))
-            writer = world.together(lambda: open_writer(request.directory))
-        with writer:
-            with clock.phase("plan"):
-                held, places = _chosen(world, request)
-                shares = agree_on_shares(world, held, on_differing_buffers)
-                ready = world.together(
-                    lambda: _prepare(request, held, places, shares, world.rank, writer.policy, options.budget_bytes)
-                )
-                how = ready.digest, repr((request.names, verify)), options.budget_bytes
-                world.require_equal(
-                    how, "what is to be saved, or how (names, shapes, dtypes, sizes of files, verify, budget)"
-                )
-            return _carry_out(world, writer, ready, verify, options, clock)
-
-
-def require_writable(directory: str | os.PathLike[str]) -> None:
-    """Find out whether a save to this directory could begin, long before it does. Leaves nothing behind.
-
-    Collective: no.
-
-    Raises:
-        StorageError: the directory cannot be written to, or another save is writing to it.
-    """
-    made = [] if is_url(directory) else _folders_to_make(Path(os.path.abspath(directory)))
-    try:
-        with open_writer(directory) as writer:
-            take_lock(writer, new_token()).release()
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # somebody else has put something into it
-                folder.rmdir()
-
-
-def _folders_to_make(folder: Path) -> list[Path]:
-    """A folder and those above it, as far as they are not there; the innermost first."""
-    return [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-
-
-@dataclass(frozen=True, slots=True)
-class _SaveRequest:
-    """What is to be saved, and as what. ``token`` sets this save apart from any other."""
-
-    model: nn.Module
-    directory: str | os.PathLike[str]
-    tokenizer: Any
-    dtype: torch.dtype | None
-    max_shard_bytes: int
-    names: WrittenNames | PeftNames
-    token: str
-
-    @property
-    def stem(self) -> str:
-        """What the names of the files of weights begin with."""
-        return ADAPTER if isinstance(self.names, PeftNames) else MODEL
-
-
-def _chosen(world: World, request: _SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
-    """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
-
-    One rank asks PEFT, which may look at the hub for the base's config. Collective: yes.
-    """
-    held = world.together(lambda: look_inside(request.model))
-    names = request.names
-    if not isinstance(names, PeftNames):
-        return held, {}
-    places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
-    chosen = set(places.values())
-    return [item for item in held if chosen.intersection(item.names)], places
-
-
-@dataclass(frozen=True)
-class _PreparedSave:
-    """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
-
-    request: _SaveRequest
-    held: Sequence[Held]
-    shares: Shares
-    layout: ModelLayout
-    outputs: Mapping[str, Output]
-    plan: SavePlan
-    requests: Sequence[ReadRequest]
-    tensors: Sequence[torch.Tensor]
-    staging: Staging
-    cast: Mapping[str, tuple[str, str]]
-    digest: str
-
-
-@collected_later()
-def _prepare(
-    request: _SaveRequest,
-    held: Sequence[Held],
-    places: Mapping[str, str],
-    shares: Shares,
-    rank: int,
-    policy: WritePolicy,
-    budget_bytes: int,
-) -> _PreparedSave:
-    """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
-    dtype = request.dtype
-    if isinstance(request.names, HubNames) and has_adapters(request.model):
-        raise ConfigError(
-            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
-            "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
-            "merge-adapter), or pass names=InternalNames() for all tensors as the model names them"
-        )
-    if isinstance(request.names, PeftNames) and not policy.can_rename:
-        raise ConfigError(
-            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
-            "storage renames nothing; save into a folder, and copy that"
-        )
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
-    outputs = _outputs(request, layout, places)
-    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
-        raise CoverageError(
-            f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
-            "a save does not do yet; pass names=InternalNames()"
-        )
-    saved = {key: (key, saved_dtype(output.dtype, dtype), output.shape) for key, output in outputs.items()}
-    parameters = sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER)
-    plan = plan_save(
-        list(saved.values()),
-        max_shard_bytes=request.max_shard_bytes,
-        parameters=parameters,
-        token=request.token,
-        can_rename=policy.can_rename,
-        stem=request.stem,
-    )
-    by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
-    is_on_host = all(item.local.device.type == "cpu" for item in held)
-    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
-    cast = {
-        key: (output.dtype.label, saved[key][1].label)
-        for key, output in outputs.items()
-        if output.dtype != saved[key][1]
-    }
-    own = {
-        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
-        for name, boxes in shares.by_name.items()
-    }
-    requests = arrange_writes(
-        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        own,
-        {name: number for name, (number, _) in by_name.items()},
-        {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
-        policy,
-        staging.nbytes,
-    )
-    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
-    tensors = [item.local for item in held]
-    return _PreparedSave(request, held, shares, layout, outputs, plan, requests, tensors, staging, cast, digest)
-
-
-def _outputs(request: _SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
-    """The tensors of the files, and what they are made of."""
-    if not isinstance(request.names, PeftNames):
-        return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
-    tensors = {key: layout.by_name[name] for key, name in places.items()}
-    return {
-        key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
-        for key, tensor in tensors.items()
-    }
-
-
-def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor cannot be written as it lies in memory."""
-    stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
-    return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
-
-
-def _resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
-        return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
-    return found
-
-
-def in_bytes_of(size: int | str) -> int:
-    """A size as "5GB", "200MB" (powers of 1000, as on the hub) or "1GiB", or a number of bytes.
-
-    Raises:
-        ConfigError: for anything else, and for less than a byte.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
-    nbytes = 0
-    if found is not None:
-        base = 1024 if found[3] else 1000
-        exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
-        nbytes = int(exact) if math.isfinite(exact) else 0
-    if nbytes < 1:
-        raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
-    return nbytes
-
-
-def _carry_out(
-    world: World,
-    writer: StorageWriter,
-    ready: _PreparedSave,
-    verify: Verification,
-    options: SaveOptions,
-    clock: Clock,
-) -> SaveReport:
-    """Create, write, sync, compare and commit: the same steps for every model and every world size."""
-    plan = ready.plan
-    desk = _OnFirstRank(writer, ready)
-    try:
-        with clock.phase("create"):
-            has_owners = _has_owners(world, writer)
-            world.from_first(lambda: desk.begin(creates=not has_owners))
-            world.together(lambda: require_lock(writer, plan.token))
-        with ProgressBar("Saving weights", world, plan.nbytes, enabled=options.progress) as bar:
-            emitter = Emitter(writer, plan.entries, ready.tensors, ready.staging, bar, world)
-            with clock.phase("write"):
-                if has_owners:
-                    _write_by_owners(world, emitter, ready, options, bar)
-                else:
-                    world.together(lambda: emitter.write(ready.requests))
-            with clock.phase("sync"):
-                if not has_owners:
-                    created = [file.name for file in plan.files] if world.rank == 0 else []
-                    world.together(lambda: emitter.finish(ready.requests, created))
-        with clock.phase("verify"):
-            if isinstance(verify, CompareWithMemory):
-                _require_same(world, emitter, ready)
-            sums = _add_up(world, plan, emitter)
-        with clock.phase("commit"):
-            removed = world.from_first(lambda: desk.commit(sums))
-    except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
-        desk.undo()
-        raise
-    layout = ready.layout
-    return SaveReport(
-        rank=world.rank,
-        world_size=world.size,
-        directory=writer.root,
-        files=plan.names,
-        tensors=len(plan.entries),
-        parameters=sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER),
-        checkpoint_bytes=plan.nbytes,
-        written_bytes=sum(emitter.written_bytes.values()),
-        dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),
-        cast=ready.cast,
-        tied=_tied(ready),
-        differing_buffers=ready.shares.differing,
-        removed=tuple(removed),
-        is_verified=isinstance(verify, CompareWithMemory),
-        seconds=dict(clock.seconds),
-    )
-
-
-def _has_owners(world: World, writer: StorageWriter) -> bool:
-    """Whether a file must be written by one rank alone; the same on every rank. Collective: yes.
-
-    So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
-    which would undo each other's bytes in the blocks that they share.
-    """
-    hosts = world.gather((writer.policy.has_random_writes, writer.policy.block_bytes, machine.boot()))
-    takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
-    is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
-    return not takes_ranges or is_shared
-
-
-def _write_by_owners(
-    world: World, emitter: Emitter, ready: _PreparedSave, options: SaveOptions, progress: ProgressBar
-) -> None:
-    """Collective: yes."""
-    written = write_by_owners(
-        world,
-        emitter.writer,
-        ready.plan.files,
-        {key: output.expression for key, output in ready.outputs.items()},
-        Giver({name: item for item in ready.held for name in item.names}, ready.shares.by_name, world.rank),
-        ready.shares.by_name,
-        budget_bytes=options.budget_bytes,
-        device=home_of(ready.held, None),
-        progress=progress,
-    )
-    emitter.written_bytes.update(written.bytes_by_file)
-    emitter.sums.update(written.fingerprints)
-
-
-class _OnFirstRank:
-    """What one rank does for all: before anything is written, and when all is. Nothing on the others."""
-
-    def __init__(self, writer: StorageWriter, ready: _PreparedSave) -> None:
-        self._writer = writer
-        self._ready = ready
-        self._small_files: dict[str, bytes] = {}
-        self._begun: Begun | None = None
-
-    def begin(self, *, creates: bool) -> None:
-        """Mark the folder, look at what is there, and perhaps create the files."""
-        writer, plan = self._writer, self._ready.plan
-        self._small_files = _small_files(self._ready.request, plan)
-        self._begun = begin_save(writer, plan)
-        for file in plan.files if creates else ():
-            writer.create(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header)])
-
-    def commit(self, sums: Mapping[str, int]) -> list[str]:
-        """Let the save count; the names of what was removed."""
-        assert self._begun is not None
-        return commit_save(self._writer, self._ready.plan, self._begun, self._small_files, sums)
-
-    def undo(self) -> None:
-        """Give the save up, if it was begun."""
-        if self._begun is not None:
-            undo_save(self._writer, self._ready.plan, self._begun)
-
-
-def _small_files(request: _SaveRequest, plan: SavePlan) -> dict[str, bytes]:
-    """What transformers, or PEFT, writes beside the weights.
-
-    Config, generation config, the model's own code, and the tokenizer's files; of an adapter its config.
-    """
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        if isinstance(request.names, PeftNames):
-            peft_compat.save_config(request.model, request.names.adapter, folder)
-            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        compat.save_small_files(request.model, _main_dtype(plan), Path(folder))
-        tokenizer = request.tokenizer
-        if tokenizer is not None:
-            if not hasattr(tokenizer, "save_pretrained"):
-                raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained; pass a tokenizer or processor")
-            tokenizer.save_pretrained(folder)
-        found = sorted(Path(folder).iterdir())
-        folders = [path.name for path in found if path.is_dir()]
-        if folders:
-            raise ConfigError(
-                f"{type(tokenizer).__name__} writes a folder, {folders[0]}, and a save writes files only; leave "
-                "tokenizer=... out, and call its save_pretrained afterwards"
-            )
-        return {path.name: path.read_bytes() for path in found}
-
-
-def _main_dtype(plan: SavePlan) -> torch.dtype | None:
-    """The dtype that most of the saved floating-point numbers have."""
-    numels: Counter[DType] = Counter()
-    for entry in plan.entries.values():
-        if entry.dtype.kind == "float" and entry.dtype.bits >= 16:
-            numels[entry.dtype] += entry.numel
-    return to_torch(numels.most_common(1)[0][0]) if numels else None
-
-
-def _require_same(world: World, emitter: Emitter, ready: _PreparedSave) -> None:
-    """Collective: yes."""
-
-    def compare() -> tuple[list[str], list[str]]:
-        with open_storage(ready.request.directory).reader as reader:
-            headers = ready.plan.files if world.rank == 0 else ()
-            files = [file.name for file in headers if reader.read(file.name, 0, len(file.header)) != file.header]
-            return files, emitter.require_same(reader, ready.requests)
-
-    for rank, (files, keys) in enumerate(world.each(compare)):
-        if files or keys:
-            what = f"{len(keys)} tensors, such as {keys[0]}," if keys else f"the header of {files[0]}"
-            raise StorageError(
-                f"{what} that rank {rank} wrote to {emitter.writer.root} read otherwise than they are in memory; "
-                "the disk or its driver loses data: the older save has been kept"
-            )
-
-
-def _add_up(world: World, plan: SavePlan, emitter: Emitter) -> dict[str, int]:
-    """The fingerprint of every tensor, of the parts that ranks wrote. Collective: yes.
-
-    Raises:
-        StorageError: not every byte was written, or some twice.
-    """
-    keys, files = list(plan.entries), [file.name for file in plan.files]
-    own = [emitter.sums.get(key, 0) for key in keys] + [emitter.written_bytes.get(name, 0) for name in files]
-    total = world.sum_words(own)
-    for file, written in zip(plan.files, total[len(keys) :], strict=True):
-        wanted = file.nbytes - len(file.header)
-        if written != wanted:
-            raise StorageError(
-                f"{file.name}: the ranks wrote {written:,} of {wanted:,} bytes between them; they hold different "
-                "models, or the mesh leaves out a rank"
-            )
-    return dict(zip(keys, total, strict=False))
-
-
-def _tied(ready: _PreparedSave) -> dict[str, str]:
-    """Names that are not saved, with the name under which their tensor is."""
-    found: dict[str, str] = {}
-    if isinstance(ready.request.names, PeftNames):
-        return found
-    for tensor in ready.layout.saved():
-        kept = names_in_file(ready.request.model, tensor)
-        if kept:
-            found |= {name: kept[0] for name in tensor.names if name not in kept}
-    return found
+    return carry_out_save(request, verify, on_differing_buffers, options, "save_adapter")

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engines.asked import hints_of, require_meant, world_of
+from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError
 from shardwise.execution.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.distribute import distribute
@@ -30,7 +31,6 @@ from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.models.wrap import Sharding
 from shardwise.planning.sources import Anyone, ValuesFrom
 from shardwise.report import ShardReport
-from shardwise.verbs.load import Clock
 
 
 @dataclass(frozen=True, slots=True)

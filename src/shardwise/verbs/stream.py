@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.conversion import Stored, computes
+from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.assemble import assemble, part_of
 from shardwise.execution.common_memory import is_common
@@ -32,7 +33,6 @@ from shardwise.planning.giving import Boxes
 from shardwise.planning.sources import EveryRank, FirstRank
 from shardwise.report import collapse
 from shardwise.tensors import Box, numel
-from shardwise.verbs.save import HubNames, InternalNames, WrittenNames
 
 _SMALLEST_BUCKET_BYTES = 4096
 

@@ -1,0 +1,97 @@
+"""How a save is carried out, and under which names, as values."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError
+from shardwise.execution.line import Patience
+
+
+@dataclass(frozen=True, slots=True)
+class HubNames:
+    """Tensors are saved under the names, and in the shapes, that the model's checkpoints have on the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class InternalNames:
+    """Tensors are saved as the model's modules hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """One adapter of a PEFT model is saved, and nothing else, under the names that PEFT's files have."""
+
+    adapter: str = "default"
+
+
+WrittenNames: TypeAlias = HubNames | InternalNames
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What was written is not read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareWithMemory:
+    """Before the save is committed, every rank reads back what it gave and compares it with its memory.
+
+    The first one does so with the headers, too. Small files (config, tokenizer) are not read back.
+    """
+
+
+Verification: TypeAlias = Trust | CompareWithMemory
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a save is carried out; none of it changes what is saved.
+
+    Attributes:
+        budget_bytes: host memory that one rank may use for staging (casts, copies from an accelerator).
+        progress: show a bar on the first rank (where there is a terminal, and transformers' bars are not off).
+        process_group: the ranks that hold the model; None is the default group, or this process alone.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 256 << 20
+    progress: bool = True
+    process_group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 4096:
+            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+
+
+def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
+    return found
+
+
+def in_bytes_of(size: int | str) -> int:
+    """A size as "5GB", "200MB" (powers of 1000, as on the hub) or "1GiB", or a number of bytes.
+
+    Raises:
+        ConfigError: for anything else, and for less than a byte.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    nbytes = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        exact = float(found[1]) * base ** " KMGT".index(found[2] or " ")
+        nbytes = int(exact) if math.isfinite(exact) else 0
+    if nbytes < 1:
+        raise ConfigError(f"{size!r} is not a size of at least one byte; pass bytes, or text such as 5GB")
+    return nbytes

@@ -1,0 +1,176 @@
+"""What one rank decides of a save before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.conversion import Stored, computes
+from shardwise.engines.save_options import (
+    HubNames,
+    InternalNames,
+    PeftNames,
+    WrittenNames,
+)
+from shardwise.errors import ConfigError, CoverageError
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.giving import Shares
+from shardwise.execution.world import World
+from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
+from shardwise.models.dtypes import from_torch, saved_dtype
+from shardwise.models.revert import Output, names_in_file, revert
+from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
+from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
+from shardwise.planning.schedule import ReadRequest
+from shardwise.planning.staging import Staging, staging_within
+from shardwise.storage import WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is to be saved, and as what. ``token`` sets this save apart from any other."""
+
+    model: nn.Module
+    directory: str | os.PathLike[str]
+    tokenizer: Any
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    names: WrittenNames | PeftNames
+    token: str
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files of weights begin with."""
+        return ADAPTER if isinstance(self.names, PeftNames) else MODEL
+
+
+def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
+    """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
+
+    One rank asks PEFT, which may look at the hub for the base's config. Collective: yes.
+    """
+    held = world.together(lambda: look_inside(request.model))
+    names = request.names
+    if not isinstance(names, PeftNames):
+        return held, {}
+    places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
+    chosen = set(places.values())
+    return [item for item in held if chosen.intersection(item.names)], places
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """All that is decided before anything is written. ``requests`` and ``tensors`` are this rank's own."""
+
+    request: SaveRequest
+    held: Sequence[Held]
+    shares: Shares
+    layout: ModelLayout
+    outputs: Mapping[str, Output]
+    plan: SavePlan
+    requests: Sequence[ReadRequest]
+    tensors: Sequence[torch.Tensor]
+    staging: Staging
+    cast: Mapping[str, tuple[str, str]]
+    digest: str
+
+
+@collected_later()
+def prepare(
+    request: SaveRequest,
+    held: Sequence[Held],
+    places: Mapping[str, str],
+    shares: Shares,
+    rank: int,
+    policy: WritePolicy,
+    budget_bytes: int,
+) -> PreparedSave:
+    """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
+    dtype = request.dtype
+    if isinstance(request.names, HubNames) and has_adapters(request.model):
+        raise ConfigError(
+            f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
+            "save the adapter by save_adapter, merge it first (merge_and_unload, shardwise "
+            "merge-adapter), or pass names=InternalNames() for all tensors as the model names them"
+        )
+    if isinstance(request.names, PeftNames) and not policy.can_rename:
+        raise ConfigError(
+            f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
+            "storage renames nothing; save into a folder, and copy that"
+        )
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    outputs = outputs_of(request, layout, places)
+    if keys := [key for key, output in outputs.items() if computes(output.expression)]:
+        raise CoverageError(
+            f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
+            "a save does not do yet; pass names=InternalNames()"
+        )
+    saved = {key: (key, saved_dtype(output.dtype, dtype), output.shape) for key, output in outputs.items()}
+    parameters = sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER)
+    plan = plan_save(
+        list(saved.values()),
+        max_shard_bytes=request.max_shard_bytes,
+        parameters=parameters,
+        token=request.token,
+        can_rename=policy.can_rename,
+        stem=request.stem,
+    )
+    by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
+    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    cast = {
+        key: (output.dtype.label, saved[key][1].label)
+        for key, output in outputs.items()
+        if output.dtype != saved[key][1]
+    }
+    own = {
+        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+        for name, boxes in shares.by_name.items()
+    }
+    requests = arrange_writes(
+        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
+        own,
+        {name: number for name, (number, _) in by_name.items()},
+        {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
+        policy,
+        staging.nbytes,
+    )
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
+    tensors = [item.local for item in held]
+    return PreparedSave(request, held, shares, layout, outputs, plan, requests, tensors, staging, cast, digest)
+
+
+def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
+    """The tensors of the files, and what they are made of."""
+    if not isinstance(request.names, PeftNames):
+        return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
+    tensors = {key: layout.by_name[name] for key, name in places.items()}
+    return {
+        key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+        for key, tensor in tensors.items()
+    }
+
+
+def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor cannot be written as it lies in memory."""
+    stored = from_torch(item.tensor.dtype, item.fqn) if item.kind.is_saved else None
+    return item.local.device.type != "cpu" or (stored is not None and saved_dtype(stored, dtype) != stored)
+
+
+def tied_names(ready: PreparedSave) -> dict[str, str]:
+    """Names that are not saved, with the name under which their tensor is."""
+    found: dict[str, str] = {}
+    if isinstance(ready.request.names, PeftNames):
+        return found
+    for tensor in ready.layout.saved():
+        kept = names_in_file(ready.request.model, tensor)
+        if kept:
+            found |= {name: kept[0] for name in tensor.names if name not in kept}
+    return found
