@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from tests.verbs.streaming import through
 from torch import nn
@@ -44,6 +45,7 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
     small = shardwise.StateOptions(budget_bytes=1 << 16)
     streamed = shardwise.StreamOptions(bucket_bytes=1 << 15)
     model = shardwise.from_pretrained(checkpoint)
+    state: dict[str, torch.Tensor] = {}
 
     def stream(way: str) -> None:
         with through(way):
@@ -58,8 +60,8 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
         "load, in intervals": lambda: shardwise.from_pretrained(
             checkpoint, options=shardwise.LoadOptions(shared_reads=shardwise.InIntervals())
         ),
-        "gather": lambda: shardwise.model_state(model, options=small),
-        "set": lambda: shardwise.set_model_state(model, shardwise.model_state(model, options=small), options=small),
+        "gather": lambda: state.update(shardwise.model_state(model, options=small)),
+        "set": lambda: shardwise.set_model_state(model, state, options=small),
         "iterate, in one memory": lambda: stream("rooms"),
         "iterate, through windows": lambda: stream("windows"),
         "iterate, by collectives": lambda: stream("collectives"),

@@ -144,9 +144,12 @@ class _ByCollective:
     def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        while self._under_way:
-            self._world.wait_for(self._under_way[0])
-            del self._under_way[0]
+        under_way, self._under_way = (
+            self._under_way,
+            [],
+        )  # what has failed is not waited for again: it may never end
+        for work in under_way:
+            self._world.wait_for(work)
 
     def _begin(self, work: dist.Work | None) -> None:
         assert work is not None
