@@ -359,16 +359,16 @@ def save_in_small_messages(folder: str) -> list[int]:
     from shardwise.execution.world import World
 
     sizes: list[int] = []
-    original = World.gather
+    original = World.to_first
 
-    def gather(self: World, value: Any) -> Any:
-        sizes.extend([len(value)] if isinstance(value, bytes) else [])
-        return original(self, value)
+    def to_first(self: World, function: Any) -> Any:
+        sizes.append(len(function()))
+        return original(self, function)
 
     training = Training()
     with (
         mock.patch("shardwise.checkpoints.fingerprints._MESSAGE_BYTES", 48),
-        mock.patch.object(World, "gather", gather),
+        mock.patch.object(World, "to_first", to_first),
         Checkpointer(folder, mode=Asynchronous()) as checkpointer,
     ):
         checkpointer.save(1, training.state)

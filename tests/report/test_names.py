@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.report import collapse
+from shardwise.report import collapse, shown_ranks
 
 
 def test_names_that_differ_in_one_number_become_one():
@@ -16,3 +16,10 @@ def test_two_varying_numbers_become_stars():
 
 def test_a_name_alone_stays_to_the_letter():
     assert collapse(["model-00005-of-00005.safetensors"]) == [("model-00005-of-00005.safetensors", 1)]
+
+
+def test_ranks_are_told_in_few_words_however_many_they_are():
+    assert shown_ranks([1, 2, 5]) == "1, 2, 5"
+    assert shown_ranks(range(1, 1024)) == "1-1023"
+    assert shown_ranks([0, *range(3, 9), 11, 12]) == "0, 3-8, 11-12"
+    assert shown_ranks(range(1, 1024, 2)) == "1, 3, 5, 7, 9, 11, 13, 15 and 504 more"

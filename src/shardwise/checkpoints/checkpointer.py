@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,7 +49,16 @@ from shardwise.execution.chunk_stream import ChunkSource
 from shardwise.execution.chunks import ArchivedChunk, TensorsPlan, plan_tensors
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.handover import facts_of
-from shardwise.execution.replicas import DigestWords, Replicas, as_bytes, require_mode, settle_told
+from shardwise.execution.messages import OddRanks
+from shardwise.execution.replicas import (
+    DigestWords,
+    OddCircles,
+    Replicas,
+    as_bytes,
+    odd_circles,
+    require_mode,
+    settle_odd,
+)
 from shardwise.execution.replicas import tell as tell_of
 from shardwise.execution.states import refuse_meta
 from shardwise.execution.world import World
@@ -358,33 +367,20 @@ class Checkpointer:
             replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
             return _SaveWords(call, replicas, own.contents.data, dict(own.contents.random))
 
-        told = world.each(tell)
-        [own] = taken
-        if others := [rank for rank, item in enumerate(told) if item.call != told[0].call]:
-            raise DisagreementError(
-                f"the list of arguments (step, keep, mode, only) on rank {', '.join(map(str, others))} is not that "
-                "of rank 0"
-            )
-        first = told[0].random
-        alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
-        positions = {item.data for item in told}
-        data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
-        if "" in positions and data != "none":
-            raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-        replicas = [item.replicas for item in told if item.replicas is not None]
-        return own, _AgreedSave(replicas if len(replicas) == len(told) else None, alike, data)
+        agreed = world.all_reduce(tell, _agreed)
+        return taken[0], agreed
 
     def _compare(self, world: World, planned: _Planned, agreed: _AgreedSave) -> tuple[str, ...]:
         """Look at what several ranks hold; names of buffers that differ."""
-        told, mode = agreed.replicas, self._on_differing_buffers
-        if told is None:
-            told = world.each(lambda: tell_of(planned.replicas, mode))
-        return tuple(planned.looked.buffers[key] for key in settle_told(world, planned.replicas, told, mode))
+        odd, mode = agreed.odd, self._on_differing_buffers
+        if odd is None:
+            odd = world.all_reduce(lambda: tell_of(planned.replicas, mode), odd_circles)
+        return tuple(planned.looked.buffers[key] for key in settle_odd(world, planned.replicas, odd, mode))
 
     def _plan(self, world: World, own: _Own, agreed: _AgreedSave) -> _Planned:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
         looked = own.looked
-        if agreed.replicas is not None and own.planned is not None:
+        if agreed.odd is not None and own.planned is not None:
             return own.planned
         tensors = {key_of(path): tensor for path, tensor in looked.tensors.items()}
         told = world.each(lambda: {key: facts_of(tensor, key) for key, tensor in tensors.items()})
@@ -439,11 +435,26 @@ class _SaveWords:
 
 @dataclass(frozen=True, slots=True)
 class _AgreedSave:
-    """The same on every rank. ``replicas`` are what all tell, where the last plan holds on all of them."""
+    """The same on every rank. ``odd`` are the replicas that differ, where the last plan holds on all ranks."""
 
-    replicas: list[DigestWords] | None
+    odd: OddCircles | None
     alike: list[str]
     data: str
+
+
+def _agreed(told: Sequence[_SaveWords]) -> _AgreedSave:
+    if odd := OddRanks.among([item.call for item in told]):
+        raise DisagreementError(
+            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
+        )
+    first = told[0].random
+    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
+    positions = {item.data for item in told}
+    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+    if "" in positions and data != "none":
+        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+    replicas = [item.replicas for item in told if item.replicas is not None]
+    return _AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -126,17 +127,28 @@ class Fingerprinted:
         return FileFingerprints(tensors, tuple(runs), self.around)
 
 
-def told_by_all(world: World, own: Fingerprinted) -> list[Fingerprinted]:
-    """What each rank tells, by rank. Collective: yes.
+def told_to_first(world: World, own: Fingerprinted) -> list[Fingerprinted]:
+    """What each rank tells, by rank, on the first rank; on the others nothing. Collective: yes.
 
     In messages small enough for a store: ranks that meet beside a training take part in no collective.
     """
-    others = world.gather((len(own.words), replace(own, words=b"")))
+    others: list[Fingerprinted] = []
+
+    def longest(told: Sequence[tuple[int, Fingerprinted]]) -> int:
+        others.extend(other for _, other in told)
+        return max(nbytes for nbytes, _ in told)
+
+    end = world.all_reduce(lambda: (len(own.words), replace(own, words=b"")), longest)
     words = [bytearray() for _ in others]
-    for start in range(0, max(nbytes for nbytes, _ in others), _MESSAGE_BYTES):
-        for found, part in zip(words, world.gather(own.words[start : start + _MESSAGE_BYTES]), strict=True):
+    for start in range(0, end, _MESSAGE_BYTES):
+        parts = world.to_first(partial(_part, own.words, start))
+        for found, part in zip(words, parts, strict=True):
             found += part
-    return [replace(told, words=bytes(found)) for (_, told), found in zip(others, words, strict=True)]
+    return [replace(told, words=bytes(found)) for told, found in zip(others, words, strict=True)]
+
+
+def _part(words: bytes, start: int) -> bytes:
+    return words[start : start + _MESSAGE_BYTES]
 
 
 def to_bytes(files: FingerprintsByFile) -> bytes:

@@ -73,6 +73,15 @@ class _WitnessWords:
     parts: dict[int, list[SeenBytes]]
 
 
+@dataclass(frozen=True, slots=True)
+class _WeighedRuns:
+    """What all ranks have seen, runs by number: those that are other, to be read again, or seen by nobody."""
+
+    other: set[int]
+    again: list[int]
+    passed: list[int]
+
+
 class Witness(LocalReader):
     """A reader of the files of a checkpoint that takes down what it brings of the elements of tensors."""
 
@@ -147,7 +156,23 @@ class Witness(LocalReader):
             read()
             return self._told()
 
-        told = world.each(tell)
+        weighed = world.all_reduce(tell, self._weighed)
+        other = weighed.other
+        if weighed.again:
+            mine = weighed.again[world.rank :: world.size]
+            memory = bytearray(BLOCK_BYTES)
+
+            def reread() -> list[int]:
+                return [n for n in mine if mark_of(self, *self._runs[n], memory) != self._runs[n][1].mark]
+
+            other |= world.all_reduce(reread, lambda told: {number for found in told for number in found})
+        self._refuse(sorted(other), names)
+        passed = tuple(self._runs[number] for number in weighed.passed)
+        nbytes = sum(run.nbytes for _, run in self._runs) - sum(run.nbytes for _, run in passed)
+        return Settled(nbytes, passed)
+
+    def _weighed(self, told: Sequence[_WitnessWords]) -> _WeighedRuns:
+        """What all that was seen comes to, of every run."""
         same = [any(flags) for flags in zip(*(item.same for item in told), strict=True)]
         other = {number for item in told for number in item.other}
         again: list[int] = []
@@ -159,18 +184,9 @@ class Witness(LocalReader):
                 other.add(number)
             elif verdict is None and not same[number]:
                 again.append(number)
-        if again:
-            mine = again[world.rank :: world.size]
-            memory = bytearray(BLOCK_BYTES)
-
-            def reread() -> list[int]:
-                return [n for n in mine if mark_of(self, *self._runs[n], memory) != self._runs[n][1].mark]
-
-            other.update(number for found in world.each(reread) for number in found)
-        self._refuse(sorted(other), names)
-        known = {number for number, is_same in enumerate(same) if is_same} | set(parts)
-        passed = tuple(item for number, item in enumerate(self._runs) if number not in known)
-        return Settled(sum(self._runs[number][1].nbytes for number in known), passed)
+        known = set(parts)
+        passed = [number for number, is_same in enumerate(same) if not is_same and number not in known]
+        return _WeighedRuns(other, again, passed)
 
     def _touched(self, file: str, start: int, stop: int) -> range:
         """The numbers of the runs that have bytes in this range."""

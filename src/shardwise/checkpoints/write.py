@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, Facts
-from shardwise.checkpoints.fingerprints import Fingerprinted, Fingerprinter, digest, told_by_all
+from shardwise.checkpoints.fingerprints import Fingerprinted, Fingerprinter, digest, told_to_first
 from shardwise.checkpoints.fingerprints import to_bytes as fingerprints_file
 from shardwise.checkpoints.modes import KeepLast, Retention
 from shardwise.checkpoints.state import KeyPath
@@ -122,10 +122,10 @@ def _commit(
     job: Job,
     marked: Marked,
     sizes: Sequence[Mapping[KeyPath, int]],
-    files: Mapping[str, int],
     told: Sequence[Fingerprinted],
 ) -> list[int]:
     """Let the checkpoint count, and remove what is not to be kept; the steps that were removed."""
+    files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
     metadata = metadata_of(job.plan, sizes)
     marks = {
         data_file(rank): own.marks(job.plan.by_rank[rank], job.plan.nbytes(rank), list(sizes[rank].values()))
@@ -177,13 +177,19 @@ def _carried_out(world: World, job: Job, saving: Saving) -> WrittenCheckpoint:
         contents.append(job.content())
         return {path: len(value) for path, value in contents[0].values.items()}
 
-    sizes = world.each(ask)
+    sizes: list[Mapping[KeyPath, int]] = []
+
+    def add_up(told: Sequence[Mapping[KeyPath, int]]) -> int:
+        sizes.extend(told)
+        return sum(job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(told))
+
+    total = world.all_reduce(ask, add_up)
     [content] = contents
-    files = {data_file(rank): job.plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
-    own = world.together(lambda: _write_own(world, job, saving.token, content, files[data_file(world.rank)]))
-    told = told_by_all(world, own)
-    removed = world.from_first(lambda: _commit(job, saving.marked, sizes, files, told))
-    return WrittenCheckpoint(sum(files.values()), files[data_file(world.rank)], tuple(removed))
+    nbytes = job.plan.nbytes(world.rank) + sum(map(len, content.values.values()))
+    own = world.together(lambda: _write_own(world, job, saving.token, content, nbytes))
+    told = told_to_first(world, own)
+    removed = world.from_first(lambda: _commit(job, saving.marked, sizes, told))
+    return WrittenCheckpoint(total, nbytes, tuple(removed))
 
 
 def _write_own(world: World, job: Job, token: str, content: RankContent, nbytes: int) -> Fingerprinted:

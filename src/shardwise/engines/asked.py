@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from shardwise.errors import ConfigError, DisagreementError
+from shardwise.execution.messages import OddRanks, digest_of
 from shardwise.execution.world import World
+from shardwise.report import shown_ranks
 
 T = TypeVar("T")
 
@@ -137,34 +139,45 @@ def agree_on_call(world: World, check: Callable[[], tuple[T, Mapping[str, str]]]
         found.append(check())
     except (TypeError, ConfigError) as error:
         failure = error
-    told = world.each(lambda: (_fault(failure), _digest(found[0][1]) if found else b""))
+    words = found[0][1] if found else {}
+    looked = world.all_reduce(lambda: (_fault(failure), digest_of(sorted(words.items()))), _looked_at)
+    if isinstance(looked, _ArgumentFault):
+        raise (TypeError if looked.is_type_error else ConfigError)(looked.text) from failure
+    if looked is not None:
+        world.all_reduce(lambda: dict(words), _refuse_difference)
+    return found[0][0]
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgumentFault:
+    """What is wrong with the arguments of a rank."""
+
+    is_type_error: bool
+    text: str
+
+
+def _fault(failure: Exception | None) -> _ArgumentFault | None:
+    return None if failure is None else _ArgumentFault(isinstance(failure, TypeError), str(failure))
+
+
+def _looked_at(told: Sequence[tuple[_ArgumentFault | None, bytes]]) -> _ArgumentFault | OddRanks | None:
+    """The first rank's fault of those that found one; else the ranks that ask for something else."""
     faults = [(rank, fault) for rank, (fault, _) in enumerate(told) if fault is not None]
-    if faults:
-        rank, (is_type_error, text) = faults[0]
-        text = text if len(faults) == world.size else f"rank {rank}: {text}"
-        raise (TypeError if is_type_error else ConfigError)(text) from failure
-    value, words = found[0]
-    if others := [rank for rank, (_, digest) in enumerate(told) if digest != told[0][1]]:
-        raise DisagreementError(_difference(world.gather(dict(words)), others))
-    return value
+    if not faults:
+        return OddRanks.among([digest for _, digest in told])
+    rank, fault = faults[0]
+    return fault if len(faults) == len(told) else replace(fault, text=f"rank {rank}: {fault.text}")
 
 
-def _fault(failure: Exception | None) -> tuple[bool, str] | None:
-    return None if failure is None else (isinstance(failure, TypeError), str(failure))
-
-
-def _digest(words: Mapping[str, str]) -> bytes:
-    return hashlib.sha256(repr(sorted(words.items())).encode(errors="surrogatepass")).digest()
-
-
-def _difference(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
+def _refuse_difference(told: Sequence[Mapping[str, str]]) -> None:
     first = told[0]
-    names = dict.fromkeys([*first, *(name for rank in others for name in told[rank])])
-    name = next(name for name in names if any(told[rank].get(name) != first.get(name) for rank in others))
-    ranks = [rank for rank in others if told[rank].get(name) != first.get(name)]
+    names = dict.fromkeys(name for words in told for name in words)
+    name = next(name for name in names if any(words.get(name) != first.get(name) for words in told))
+    ranks = [rank for rank, words in enumerate(told) if words.get(name) != first.get(name)]
     values = f"{told[ranks[0]].get(name, 'left out')} against {first.get(name, 'left out')}"
-    where = ", ".join(map(str, ranks))
-    return f"{name} on rank {where} is not that of rank 0 ({values:.500}); give every rank the same"
+    raise DisagreementError(
+        f"{name} on rank {shown_ranks(ranks)} is not that of rank 0 ({values:.500}); give every rank the same"
+    )
 
 
 def in_words(value: object) -> str:

@@ -15,6 +15,7 @@ from shardwise.execution.place import identities_of
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex, open_checkpoint
 from shardwise.planning.comparing import CompareCopies
+from shardwise.report import shown_ranks
 from shardwise.storage import (
     HubOptions,
     OpenStorage,
@@ -130,7 +131,7 @@ def resolve_everywhere(
         if absent := [rank for rank, path in enumerate(found) if path is None]:
             raise StorageError(
                 f"{os.fspath(name_or_path)}: is a directory on rank 0, but not on rank "
-                f"{', '.join(map(str, absent))}; "
+                f"{shown_ranks(absent)}; "
                 "put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])

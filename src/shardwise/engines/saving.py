@@ -153,10 +153,14 @@ def _has_owners(world: World, writer: StorageWriter) -> bool:
     So it is where a storage takes files as streams, and on a network file system for ranks on several machines,
     which would undo each other's bytes in the blocks that they share.
     """
-    hosts = world.gather((writer.policy.has_random_writes, writer.policy.block_bytes, machine.boot()))
-    takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
-    is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
-    return not takes_ranges or is_shared
+
+    def decide(hosts: Sequence[tuple[bool, int, str]]) -> bool:
+        takes_ranges = all(has_random_writes for has_random_writes, _, _ in hosts)
+        is_shared = any(block_bytes > 1 for _, block_bytes, _ in hosts) and len({host for _, _, host in hosts}) > 1
+        return not takes_ranges or is_shared
+
+    policy = writer.policy
+    return world.all_reduce(lambda: (policy.has_random_writes, policy.block_bytes, machine.boot()), decide)
 
 
 def _write_by_owners(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CoverageError, DisagreementError
+from shardwise.execution.messages import OddRanks, digest_of
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models.view import Held, meta_leftovers, raw_bytes
@@ -49,16 +50,18 @@ def require_equal_buffers(world: World, held: Sequence[Held]) -> None:
         DisagreementError: naming the buffers.
     """
     digests = {item.fqn: _digest(item.local) for item in held if item.kind is TensorKind.BUFFER}
-    if len(set(world.gather(hashlib.sha256(repr(sorted(digests.items())).encode()).digest()))) == 1:
+    if world.all_reduce(lambda: digest_of(sorted(digests.items())), OddRanks.among) is None:
         return
     first = world.from_first(lambda: digests)
-    differing = world.gather([name for name in digests if first.get(name) != digests[name]])
-    if any(differing):
-        names = sorted({name for found in differing for name in found})
-        raise DisagreementError(
-            f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
-            "callable that computes them"
-        )
+
+    def refuse(told: Sequence[Sequence[str]]) -> None:
+        if names := sorted({name for found in told for name in found}):
+            raise DisagreementError(
+                f"non-persistent buffers differ between ranks: {', '.join(names[:20])}; pass buffers=... with a "
+                "callable that computes them"
+            )
+
+    world.all_reduce(lambda: [name for name in digests if first.get(name) != digests[name]], refuse)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from shardwise.execution.workers import Workers
 from shardwise.execution.world import World
 from shardwise.formats import CheckpointIndex
 from shardwise.planning.comparing import BLOCK_BYTES, CompareCopies, ComparedBytes, portions
+from shardwise.report import shown_ranks
 from shardwise.storage import StorageReader
 from shardwise.storage.machine import process_space
 from shardwise.storage.names import shown
@@ -88,10 +89,13 @@ def require_one_checkpoint(
     _require_sizes(world, reader, index, members, identities)
     mine = portions(index, compare)[members[leader].index(world.rank) :: len(members[leader])]
     found: dict[ComparedBytes, int] = {}
-    sums = world.each(lambda: _sum(world, reader, mine, budget_bytes, found))
-    totals = {first: sum(sums[rank] for rank in ranks) % _WORD for first, ranks in members.items()}
-    if others := [first for first in members if totals[first] != totals[0]]:
-        raise _difference(world, index, {first: members[first] for first in (0, *others)}, leader, found)
+
+    def unequal(sums: Sequence[int]) -> list[int]:
+        totals = {first: sum(sums[rank] for rank in ranks) % _WORD for first, ranks in members.items()}
+        return [first for first in members if totals[first] != totals[0]]
+
+    if others := world.all_reduce(lambda: _sum(world, reader, mine, budget_bytes, found), unequal):
+        _refuse(world, index, {first: members[first] for first in (0, *others)}, leader, found)
     compared_bytes = sum(stop - start for portion in mine for start, stop in portion.ranges)
     return Copies(len(members), compared_bytes, identities)
 
@@ -130,8 +134,8 @@ def _require_sizes(
         if others := [first for first in members if sizes[first] != sizes[0]]:
             ranks = sorted(rank for first in others for rank in members[first])
             raise DisagreementError(
-                f"{shown(file)} has {sizes[others[0]]:,} bytes on rank {_listed(ranks)}, and {sizes[0]:,} on rank "
-                f"0 (in {index.root}): they are not copies of one file; {_REMEDY}"
+                f"{shown(file)} has {sizes[others[0]]:,} bytes on rank {shown_ranks(ranks)}, and {sizes[0]:,} on "
+                f"rank 0 (in {index.root}): they are not copies of one file; {_REMEDY}"
             )
 
 
@@ -164,19 +168,31 @@ def _sum(
     return sum(found.values()) % _WORD
 
 
-def _difference(
+def _refuse(
     world: World,
     index: CheckpointIndex,
     members: Mapping[int, Sequence[int]],
     leader: int,
     found: Mapping[ComparedBytes, int],
-) -> DisagreementError:
-    """What the first copy that differs has otherwise than the first rank's. Collective: yes."""
+) -> None:
+    """Raise what the first copy that differs has otherwise than the first rank's. Collective: yes."""
     other = next(first for first in members if first != 0)
-    told = world.gather(dict(found) if leader in (0, other) else {})
+
+    def refuse(told: Sequence[Mapping[ComparedBytes, int]]) -> None:
+        raise _difference(index, members, other, told)
+
+    world.all_reduce(lambda: dict(found) if leader in (0, other) else {}, refuse)
+
+
+def _difference(
+    index: CheckpointIndex,
+    members: Mapping[int, Sequence[int]],
+    other: int,
+    told: Sequence[Mapping[ComparedBytes, int]],
+) -> DisagreementError:
     here, there = ({p: d for rank in members[first] for p, d in told[rank].items()} for first in (0, other))
     differing = [portion for portion in here if here[portion] != there[portion]]
-    ranks = _listed(sorted(rank for first, copy in members.items() if first != 0 for rank in copy))
+    ranks = shown_ranks(sorted(rank for first, copy in members.items() if first != 0 for rank in copy))
     tensors = sorted({portion.key for portion in differing if portion.key})
     files = sorted({portion.file for portion in differing})
     headers = sorted({portion.file for portion in differing if not portion.key})
@@ -191,10 +207,6 @@ def _difference(
         f"{', '.join(map(shown, files[:5]))}: on rank {ranks} not what it is on rank 0 (in {index.root}): {what}; "
         f"{_REMEDY}"
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _digest(content: bytes) -> bytes:

@@ -23,12 +23,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution.keys import KeyStore
 from shardwise.execution.presence import Pulses
 from shardwise.execution.talk import Talk
+
+T = TypeVar("T")
 
 ANY_CALL = "another call"
 """Of calls that do not say what they are."""
@@ -120,23 +122,44 @@ class Line:
         Raises:
             RankLostError: the store is gone, or does not answer.
         """
-        self._order(lambda talk: [])
+        self._order(lambda _: None)
 
-    def meet(self, message: bytes) -> list[bytes]:
-        """Wait for all ranks; every rank's message, by rank.
+    def meet(self, message: bytes, conclude: Callable[[dict[int, bytes]], bytes], at_once_bytes: int = 0) -> bytes:
+        """Wait for all ranks; the first rank's answer to what all of them say.
+
+        A message may be empty: that tells only that this rank has come, and costs no more. ``conclude`` makes the
+        answer of the messages that are not, by rank: on the first rank, in the thread of whoever calls, so that
+        this rank beats meanwhile; up to ``at_once_bytes`` of messages, which take no time, on the line's thread. It
+        raises nothing, since the others wait for it.
 
         Raises:
             RankLostError: naming the rank that is gone, or that never came.
             DisagreementError: ranks are in different calls; their next lines meet again.
         """
-        return self._order(lambda talk: talk.meet(message))
+        if self.rank:
+            return self._order(lambda talk: talk.meet(message))
+        said: dict[int, bytes] = {0: message} if message else {}
 
-    def _order(self, task: Callable[[Talk], list[bytes]]) -> list[bytes]:
+        def hear(talk: Talk) -> bytes | None:
+            said.update(talk.hear())
+            if sum(map(len, said.values())) > at_once_bytes:
+                return None
+            answer = conclude(said)
+            talk.answer(answer)
+            return answer
+
+        found = self._order(hear)
+        answer = conclude(said) if found is None else found
+        if found is None:
+            self._order(lambda talk: talk.answer(answer))
+        return answer
+
+    def _order(self, task: Callable[[Talk], T]) -> T:
         order = _Order(task)
         self._orders.put(order)
         while True:
             try:
-                return order.answer.result(timeout=self.patience.beat_s)
+                return cast(T, order.answer.result(timeout=self.patience.beat_s))
             except NotYet:
                 if self.while_waiting is not None:
                     self.while_waiting()
@@ -193,10 +216,17 @@ class Line:
                     talk = Talk(self._keys, self._pulses, self)
                     self.number = talk.number
                 order.answer.set_result(order.carry_out(talk))
+                self._tidy(talk)
             except Exception as error:
                 self._cut.set()
                 is_verdict = isinstance(error, (RankLostError, DisagreementError))
                 order.answer.set_exception(error if is_verdict else _store_lost(error))
+
+    def _tidy(self, talk: Talk) -> None:
+        try:
+            talk.tidy()
+        except Exception:  # the store is gone, as the next meeting says
+            self._cut.set()
 
     def _while_working(self, talk: Talk) -> None:
         try:
@@ -225,8 +255,8 @@ class Line:
 class _Order:
     """What the rank asks its thread to do."""
 
-    carry_out: Callable[[Talk], list[bytes]]
-    answer: Future[list[bytes]] = field(default_factory=Future)
+    carry_out: Callable[[Talk], object]
+    answer: Future[object] = field(default_factory=Future)
 
 
 def _store_lost(error: Exception) -> RankLostError:

@@ -60,9 +60,15 @@ def write_rank_files(
             _remove_left(marked.writer, is_one)
 
     with marked_by_first(world, folder, tidy, undo) as saving:
-        sizes = world.each(lambda: _write_own(folder, names[world.rank], saving.token, state))
+        written: list[int] = []
+
+        def write() -> int:
+            written.append(_write_own(folder, names[world.rank], saving.token, state))
+            return written[0]
+
+        sizes = world.to_first(write)
         world.from_first(lambda: _commit(saving.marked, names, is_one, sizes))
-    return sizes[world.rank]
+    return written[0]
 
 
 def finish_renames(folder: Path, names: Sequence[str], is_one: Callable[[str], bool]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +20,15 @@ import torch
 from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution.checksum import checksums
 from shardwise.execution.handover import Handover, facts_of, hand_over, landing
+from shardwise.execution.messages import digest_of
 from shardwise.execution.world import World
 from shardwise.layout import place_of
 from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.giving import Common, in_common, shares_of_first
 from shardwise.report import collapse
+
+T = TypeVar("T")
 
 _SHOWN = 6
 
@@ -39,6 +42,20 @@ class _Circle:
 
     holders: tuple[int, ...]
     has_buffers: bool
+
+    @property
+    def name(self) -> CircleName:
+        """What its ranks call it: short, however many they are."""
+        return CircleName(len(self.holders), self.has_buffers, digest_of(self.holders))
+
+
+@dataclass(frozen=True, slots=True)
+class CircleName:
+    """How many ranks hold the same, whether that is buffers, and which ranks, in a few bytes."""
+
+    size: int
+    has_buffers: bool
+    holders: bytes
 
 
 @dataclass(frozen=True)
@@ -75,23 +92,27 @@ class Replicas:
             found[circle] = large, list(small.values())
         return found
 
-    def digests(self) -> dict[_Circle, list[int]]:
+    def digests(self) -> dict[CircleName, list[int]]:
         """A few numbers for each circle, equal on its ranks where the values are."""
         return {
-            circle: checksums([*large, *map(torch.cat, small)]) for circle, (large, small) in self._batches.items()
+            circle.name: checksums([*large, *map(torch.cat, small)])
+            for circle, (large, small) in self._batches.items()
         }
 
-    def details(self, circles: Collection[_Circle]) -> dict[_Circle, dict[str, list[int]]]:
+    def details(self, circles: Collection[CircleName]) -> dict[CircleName, dict[str, list[int]]]:
         """Numbers for each tensor, of these circles."""
         return {
-            circle: {name: checksums(parts) for name, parts in of.items()}
+            circle.name: {name: checksums(parts) for name, parts in of.items()}
             for circle, of in self.circles.items()
-            if circle in circles
+            if circle.name in circles
         }
 
 
-DigestWords: TypeAlias = tuple[str, dict[_Circle, list[int]]]
+DigestWords: TypeAlias = tuple[str, dict[CircleName, list[int]]]
 """What a rank is asked for, and its digests."""
+
+OddCircles: TypeAlias = frozenset[CircleName]
+"""The ranks that hold the same, and have different values."""
 
 
 def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDiffering) -> tuple[str, ...]:
@@ -104,30 +125,53 @@ def settle_replicas(world: World, replicas: Replicas, on_differing_buffers: OnDi
         ConfigError: ``on_differing_buffers`` is no such mode.
         DisagreementError: naming parameters, or state of optimizers, that differ; buffers that may not.
     """
-    return settle_told(
-        world, replicas, world.each(lambda: tell(replicas, on_differing_buffers)), on_differing_buffers
-    )
+    odd = world.all_reduce(lambda: tell(replicas, on_differing_buffers), odd_circles)
+    return settle_odd(world, replicas, odd, on_differing_buffers)
 
 
-def settle_told(
-    world: World, replicas: Replicas, asked: Sequence[DigestWords], on_differing_buffers: OnDiffering
-) -> tuple[str, ...]:
-    """The same, where every rank has heard what each of them had to :func:`tell`.
+def odd_circles(asked: Sequence[DigestWords]) -> OddCircles:
+    """The circles whose values differ, where all ranks have had this to :func:`tell`.
 
-    Collective: yes, where something differs.
+    Raises:
+        DisagreementError: ``on_differing_buffers`` is not the same on all ranks.
     """
     if len({mode for mode, _ in asked}) > 1:
         raise DisagreementError("on_differing_buffers is not the same on all ranks; pass one value on every rank")
-    told = [digests for _, digests in asked]
-    odd = {circle for circle in dict.fromkeys(c for found in told for c in found) if _is_odd(circle, told)}
+    return frozenset(
+        circle
+        for circle, found in _by_circle([digests for _, digests in asked]).items()
+        if len(found) != circle.size or any(digests != found[min(found)] for digests in found.values())
+    )
+
+
+def _by_circle(told: Sequence[Mapping[CircleName, T]]) -> dict[CircleName, dict[int, T]]:
+    """What each rank of a circle has told of it, by rank."""
+    circles: dict[CircleName, dict[int, T]] = {}
+    for rank, found in enumerate(told):
+        for circle, value in found.items():
+            circles.setdefault(circle, {})[rank] = value
+    return circles
+
+
+def settle_odd(
+    world: World, replicas: Replicas, odd: OddCircles, on_differing_buffers: OnDiffering
+) -> tuple[str, ...]:
+    """The same as :func:`settle_replicas`, where the ranks know the circles whose values differ.
+
+    Collective: yes, where there are such.
+    """
     if not odd:
         return ()
-    details = world.each(lambda: replicas.details(odd))
+    return world.all_reduce(lambda: replicas.details(odd), lambda told: _settled(told, on_differing_buffers))
+
+
+def _settled(
+    details: Sequence[Mapping[CircleName, Mapping[str, list[int]]]], on_differing_buffers: OnDiffering
+) -> tuple[str, ...]:
     faults: dict[str, set[int]] = {}
     buffers: dict[str, set[int]] = {}
-    for circle in sorted(odd, key=lambda circle: circle.holders):
-        first, *others = circle.holders
-        found = {rank: details[rank].get(circle, {}) for rank in circle.holders}
+    for circle, found in sorted(_by_circle(details).items(), key=lambda item: sorted(item[1])):
+        first, *others = sorted(found)
         for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
             if differing := {rank for rank in others if found[rank].get(name) != found[first].get(name)}:
                 (buffers if circle.has_buffers else faults).setdefault(name, set()).update(differing)
@@ -161,11 +205,6 @@ def tell(replicas: Replicas, on_differing_buffers: OnDiffering) -> DigestWords:
     """
     require_mode(on_differing_buffers)
     return repr(on_differing_buffers), replicas.digests()
-
-
-def _is_odd(circle: _Circle, told: Sequence[Mapping[_Circle, list[int]]]) -> bool:
-    first, *others = circle.holders
-    return any(told[rank].get(circle) != told[first].get(circle) for rank in others)
 
 
 def _told(differing: Mapping[str, set[int]]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardwise.errors import CheckpointError, DisagreementError, RankLostError
 from shardwise.execution.keys import KeyStore
 from shardwise.execution.presence import ProcessPlace, Pulse, Pulses
+from shardwise.report import shown_ranks
 
 if TYPE_CHECKING:
     from shardwise.execution.line import Line
@@ -19,6 +20,12 @@ _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.05
 _LATENESS = 0.05
 """By what part of its wait a rank may notice its end too late."""
+
+_SPOKE = 1 << 32
+"""What a rank that has said something adds to the number of those that have come to a meeting."""
+
+_PART_BYTES = 1 << 22
+"""An answer that is larger is put into the store in several values: torch's takes 8 MiB at most."""
 
 _MISSED_BEATS = 4
 """A process that beats rarely between calls is lost after so many of them at the earliest."""
@@ -35,6 +42,8 @@ class Talk:
         self._pulses = pulses
         self.number, self._keys = self._next_line(keys)
         self._step = 0
+        self._litter: list[str] = []
+        self._last_keys: list[str] = []
         self._beats = 0
         self._last_beat = -math.inf
         now = time.monotonic()
@@ -43,7 +52,7 @@ class Talk:
         self._keys.set(f"joined/{line.rank}", ProcessPlace.here().encode())
         self._keys.set(f"call/{line.rank}", line.call.encode())
         if self._keys.set_first("call", line.call.encode()).decode() != line.call:
-            self._publish(_OTHER_CALL, self._calls())
+            self._tell_calls()
         self._keys.set(f"beat/{line.rank}", b"0 0")
 
     def _next_line(self, keys: KeyStore) -> tuple[int, KeyStore]:
@@ -60,6 +69,16 @@ class Talk:
             if not is_over or found.get_all(["call"])[0].decode() == self._line.call:
                 return number, found
 
+    def _tell_calls(self) -> None:
+        """Let all know that not all are in one call. Who finds out first asks who is where; the others wait."""
+        if self._keys.count("finders", 1) > 1:
+            deadline = time.monotonic() + self._line.patience.silence_s
+            while time.monotonic() < deadline:
+                if self._keys.has("lost"):
+                    return
+                time.sleep(_LAST_POLL_S / 10)
+        self._publish(_OTHER_CALL, self._calls())
+
     def _calls(self) -> str:
         """Who is in which call, of those that have come."""
         came = [rank for rank in range(self._line.size) if self._keys.has(f"call/{rank}")]
@@ -73,54 +92,92 @@ class Talk:
             "alone; every rank has to make the same calls in the same order. The next call of all ranks is in step"
         )
 
-    def meet(self, message: bytes) -> list[bytes]:
-        """Everybody's messages: each rank hands in its own, the first rank hands out all of them."""
+    def meet(self, message: bytes) -> bytes:
+        """On all ranks but the first: hand in a message, which may be empty; the first rank's answer."""
+        step = self._step
+        if message:
+            self._keys.set(f"{step}/{self._line.rank}", message)
+            self._litter.append(f"{step}/{self._line.rank}")
+        self._keys.count(f"{step}/in", 1 + _SPOKE * bool(message))
+        self._wait(lambda: self._keys.has(f"{step}/all"))
+        found = self._keys.get_all([f"{step}/all"])[0]
+        more, answer = int.from_bytes(found[:4]), found[4:]
+        if more:
+            answer += b"".join(self._keys.get_all([f"{step}/all/{part}" for part in range(1, more + 1)]))
+        self._step += 1
+        self._line.note_meeting()
+        return answer
+
+    def hear(self) -> dict[int, bytes]:
+        """On the first rank: what the others say, of those that say something, once all have come."""
         line, step = self._line, self._step
-        self._keys.set(f"{step}/{line.rank}", message)
-        if line.rank == 0:
-            members = [f"{step}/{rank}" for rank in range(line.size)]
-            self._wait(lambda: self._keys.count(f"{step}/in", 0) == line.size - 1)
-            self.heed_verdict()  # all came, but they may have given this rank up since
-            messages = self._keys.get_all(members)
-            self._keys.set(f"{step}/all", _pack(messages))
-            if step:  # who has come to this meeting has left the one before
-                before = (*range(line.size), "in", "all", "out", "cut")
-                self._keys.forget([f"{step - 1}/{key}" for key in before])
-        else:
-            self._keys.count(f"{step}/in", 1)
-            self._wait(lambda: self._keys.has(f"{step}/all"))
-            messages = _unpack(self._keys.get_all([f"{step}/all"])[0])
-            self._keys.count(f"{step}/out", 1)
+        came = 0
+
+        def have_come() -> bool:
+            nonlocal came
+            came = self._keys.count(f"{step}/in", 0)
+            return came % _SPOKE == line.size - 1
+
+        self._wait(have_come)
+        self.heed_verdict()  # all came, but they may have given this rank up since
+        speakers = list(range(1, line.size)) if came >= _SPOKE else []
+        if came // _SPOKE < len(speakers):
+            speakers = [rank for rank in speakers if self._keys.has(f"{step}/{rank}")]
+        messages = self._keys.get_all([f"{step}/{rank}" for rank in speakers]) if speakers else []
         self._step += 1
         line.note_meeting()
-        return messages
+        return dict(zip(speakers, messages, strict=True))
 
-    def part(self) -> list[bytes]:
-        """Wait until all have left the last meeting: the store may end with the first rank's process."""
+    def answer(self, answer: bytes) -> None:
+        """On the first rank: what all read, when it has heard them."""
+        step = self._step - 1
+        parts = [answer[at : at + _PART_BYTES] for at in range(0, len(answer), _PART_BYTES)] or [b""]
+        names = [f"{step}/all", *(f"{step}/all/{part}" for part in range(1, len(parts)))]
+        for name, part in zip(names[1:], parts[1:], strict=True):
+            self._keys.set(name, part)
+        self._keys.set(names[0], (len(parts) - 1).to_bytes(4) + parts[0])
+        self._litter += self._last_keys  # who has come to this meeting has left the one before
+        self._last_keys = [*names, f"{step}/in", f"{step}/cut"]
+
+    def tidy(self) -> None:
+        """After a meeting, when nobody waits for this rank: remove from the store what nobody needs any more."""
+        keys, self._litter = self._litter, []
+        self._keys.forget(keys)
+
+    def part(self) -> None:
+        """Leave after the last meeting, the first rank after the others: the store may end with its process.
+
+        Who has left this meeting for another one will miss the first rank there.
+        """
         line, last = self._line, self._step - 1
-        if line.rank == 0 and last >= 0:
-            self._wait(lambda: self._keys.count(f"{last}/out", 0) == line.size - 1)
-        return []
 
-    def cut(self) -> list[bytes]:
+        def have_left() -> bool:
+            left = self._keys.count(f"{last}/out", 0)
+            if left < line.size - 1:
+                left += self._keys.count(f"{self._step}/in", 0) % _SPOKE
+            return left == line.size - 1
+
+        if line.rank:
+            self._keys.count(f"{last}/out", 1)
+        elif last >= 0:
+            self._wait(have_left)
+
+    def cut(self) -> None:
         """Of the work before the next meeting."""
         self._line.note_cut()
         self._keys.set(f"{self._step}/cut", b"1")
-        return []
 
-    def leave(self, cause: str) -> list[bytes]:
+    def leave(self, cause: str) -> None:
         line = self._line
         name = f"rank {line.numbers[line.rank]} ({ProcessPlace.here()})"
         self._publish(_LOST, f"{name} has left the call: {cause}")
-        return []
 
-    def find_lost(self, limit_s: float) -> list[bytes]:
+    def find_lost(self, limit_s: float) -> None:
         """Wait for a verdict, but not longer. Raises it; returns when there is none."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and not self._line.is_closing:
             self.beat()
             time.sleep(_LAST_POLL_S)
-        return []
 
     def beat(self, is_done: Callable[[], bool] = lambda: False) -> None:
         """A sign of life, and a look at the others'; of those that have ended nobody is missed if all is done."""
@@ -247,21 +304,5 @@ class _Sign:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    told = ", ".join(map(str, ranks))
+    told = shown_ranks(ranks)
     return f"rank {told} is" if len(ranks) == 1 else f"ranks {told} are"
-
-
-def _pack(messages: Sequence[bytes]) -> bytes:
-    head = len(messages).to_bytes(4) + b"".join(len(message).to_bytes(4) for message in messages)
-    return head + b"".join(messages)
-
-
-def _unpack(packed: bytes) -> list[bytes]:
-    count = int.from_bytes(packed[:4])
-    sizes = [int.from_bytes(packed[4 + 4 * item : 8 + 4 * item]) for item in range(count)]
-    messages: list[bytes] = []
-    start = 4 + 4 * count
-    for size in sizes:
-        messages.append(packed[start : start + size])
-        start += size
-    return messages

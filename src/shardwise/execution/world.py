@@ -8,31 +8,45 @@ no rank is left waiting for another that is gone, and what a user reads does not
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from shardwise import errors
-from shardwise.errors import CheckpointError, ConfigError, DisagreementError
+from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution.line import ANY_CALL, Line, Patience
+from shardwise.execution.messages import (
+    SILENT,
+    Failure,
+    OddRanks,
+    Outcome,
+    Said,
+    Stopped,
+    decode,
+    decoded,
+    encode,
+    packed,
+    unpacked,
+)
 from shardwise.execution.presence import keep_beating
 from shardwise.models import _torch_private
 from shardwise.storage import machine
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _LARGE_BYTES = 1 << 20
-"""A message of this size or more is sent by a collective, once all ranks have met (a store is not made for it)."""
+"""A message of this size or more is sent by a collective, once all ranks have met (a store is not made for it).
 
-_COMPRESSED_BYTES = 1 << 14
+Less than that, of all ranks, is put together in no time."""
+
+_ANSWERED_BYTES = 1 << 26
+"""What the store may hand out in one meeting: of an answer as many copies as there are ranks."""
 
 _WORD = 1 << 64
 
@@ -58,6 +72,9 @@ class World:
         self.group = group
         self._around = around
         self._line: Line | None = None
+        self._large_bytes = min(_LARGE_BYTES, _ANSWERED_BYTES // size)
+        """An answer of this size or more is sent by a collective."""
+        self._is_beside = bool(purpose)
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             if around is not None:
@@ -84,8 +101,9 @@ class World:
         Ranks of a group that act in a phase of a larger world, ``around``, leave their work when that one does:
         whoever failed or is lost there may be one of theirs, or never have come to them.
 
-        Ranks that meet in two threads at once tell these meetings apart by a ``purpose``. In a thread beside the
-        one that computes only small things may be told: what is large travels by a collective.
+        Ranks that meet in two threads at once tell these meetings apart by a ``purpose``. Answers come through the
+        store there, however large; no rank may have more than a megabyte to tell, which would travel by a
+        collective.
 
         A ``call`` is what users call it. Ranks that meet in different calls all raise one DisagreementError.
         """
@@ -122,7 +140,7 @@ class World:
     ) -> None:
         if self._line is None:
             return
-        if error is not None and not isinstance(error, (errors.ShardwiseError, _Stopped)):
+        if error is not None and not isinstance(error, (errors.ShardwiseError, Stopped)):
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
         elif self._around is None and not isinstance(error, errors.RankLostError):
@@ -142,50 +160,73 @@ class World:
             DisagreementError: ranks are in different calls.
         """
         value, failure = self._attempt(function)
-        outcomes = self._meet(None if failure is None else _Failure.of(failure))
-        self._raise_any(outcomes, failure)
+        self._settle(SILENT, failure, lambda _: SILENT, at_once_bytes=_LARGE_BYTES)
         return cast(T, value)
 
-    def each(self, function: Callable[[], T]) -> list[T]:
-        """Run ``function`` on every rank; every rank's value (picklable), by rank, if it succeeded everywhere.
+    def all_reduce(self, tell: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+        """Run ``tell`` on every rank, and ``conclude`` on the first with what all told; its value, on every rank.
+
+        Values are picklable; those told that are equal may be one object. An error that ``conclude`` raises is
+        everybody's. Bytes: what each rank tells, and the conclusion for each; ``O(size)`` where both are small.
 
         Collective: yes.
 
         Raises:
             CheckpointError: (or a subclass) as of :meth:`together`.
         """
-        value, failure = self._attempt(function)
-        told = self._meet((None if failure is None else _Failure.of(failure), value))
-        self._raise_any([outcome for outcome, _ in told], failure)
-        return [found for _, found in told]
+        if self._line is None:
+            return self.together(lambda: conclude([tell()]))
+        message, failure = self._attempt(lambda: encode(tell()))
+        return cast(R, decode(self._settle(message, failure, lambda said: encode(conclude(decoded(said))))))
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; every rank's value (picklable), by rank, if it succeeded everywhere.
+
+        Values that are equal may be one object. For what every rank needs to know of each: a conclusion is had for
+        less by :meth:`all_reduce`. Bytes: for each rank, what differs between them all.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: (or a subclass) as of :meth:`together`.
+        """
+        if self._line is None:
+            return [self.together(function)]
+        message, failure = self._attempt(lambda: encode(function()))
+        return unpacked(self._settle(message, failure, packed, at_once_bytes=_LARGE_BYTES))
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank and hand its value (picklable) to all.
 
         Collective: yes.
         """
-        if self.size == 1:
+        if self._line is None:
             return self.together(function)
-        value, failure = self._attempt(function) if self.rank == 0 else (None, None)
-        outcome, shared = self._meet((None if failure is None else _Failure.of(failure), value), first_only=True)[0]
-        if outcome is not None:
-            raise outcome.to_error() from failure
-        return cast(T, shared)
+        message, failure = self._attempt(lambda: encode(function())) if self.rank == 0 else (SILENT, None)
+        answer = self._settle(message, failure, lambda said: said[0], asked=1, at_once_bytes=_LARGE_BYTES)
+        return cast(T, decode(answer))
+
+    def to_first(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; on the first rank every rank's value (picklable), by rank; else nothing.
+
+        Collective: yes.
+        """
+        found: list[T] = []
+        self.all_reduce(function, found.extend)
+        return found
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value (picklable), by rank. Collective: yes."""
-        return self._meet(value)
+        """Every rank's value (picklable), by rank; see :meth:`each`. Collective: yes."""
+        return self.each(lambda: value)
 
     def require_equal(self, value: object, what: str) -> None:
-        """Raise on every rank when a value differs between ranks. Collective: yes.
+        """Raise on every rank when a value (picklable) differs between ranks. Collective: yes.
 
         Raises:
             DisagreementError: naming what differs and the ranks that do not have the first rank's value.
         """
-        values = self.gather(value)
-        others = [rank for rank, found in enumerate(values) if found != values[0]]
-        if others:
-            raise DisagreementError(f"{what} on rank {', '.join(map(str, others))} is not that of rank 0")
+        if odd := self.all_reduce(lambda: value, OddRanks.among):
+            raise DisagreementError(f"{what} on rank {odd.shown} is not that of rank 0")
 
     def sum_words(self, values: Sequence[int]) -> list[int]:
         """Over all ranks, place by place, modulo 2**64. Collective: yes."""
@@ -210,14 +251,18 @@ class World:
 
     def is_first_of(self, place: str) -> bool:
         """Whether this rank is the lowest one that is at this place. Collective: yes."""
-        return self.gather(place).index(place) == self.rank
+
+        def firsts(places: list[str]) -> set[int]:
+            return set({place: rank for rank, place in reversed(list(enumerate(places)))}.values())
+
+        return self.rank in self.all_reduce(lambda: place, firsts)
 
     # While working
 
     def check(self) -> None:
         """To be called now and then in a long phase: leaves it when another rank has failed."""
         if self._line is not None and self._line.is_cut:
-            raise _Stopped("left its work: another rank has failed, or the store did not answer")
+            raise Stopped("left its work: another rank has failed, or the store did not answer")
         if self._around is not None:
             self._around.check()
 
@@ -229,7 +274,7 @@ class World:
                 self.check()
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
-        except _Stopped:
+        except Stopped:
             _torch_private.keep_forever(self.group)
             raise
         work.wait()
@@ -260,95 +305,96 @@ class World:
         try:
             return function(), None
         except Exception as error:
-            if self._line is not None and not isinstance(error, _Stopped):
+            if self._line is not None and not isinstance(error, Stopped):
                 self._line.cut()
             return None, error
 
-    def _meet(self, value: Any, *, first_only: bool = False) -> list[Any]:
-        """Every rank's value; with ``first_only`` the first rank's alone."""
+    def _settle(
+        self,
+        message: bytes | None,
+        failure: Exception | None,
+        conclude: Callable[[Said], bytes],
+        asked: int | None = None,
+        at_once_bytes: int = 0,
+    ) -> bytes:
+        """What the first rank concludes of all messages. See [Note: Meetings cost what was said].
+
+        ``asked`` is how many ranks have been asked for something, all of them unless it says otherwise; for
+        ``at_once_bytes`` see :meth:`~shardwise.execution.line.Line.meet`.
+
+        Raises:
+            CheckpointError: (or a subclass) the same on every rank, when any has a ``failure``, or the first rank
+                could not conclude.
+        """
         if self._line is None:
-            return [value]
-        speaks = self.rank == 0 or not first_only
-        message = _encode(value) if speaks else b""
+            if failure is not None and not isinstance(failure, errors.ShardwiseError):
+                raise Failure.of(failure).to_error() from failure
+            if failure is not None:
+                raise failure
+            return SILENT
+        own = message or SILENT if failure is None else Failure.of(failure).encode()
+
+        def answer_to(said: Said) -> bytes:
+            nonlocal failure
+            if (outcome := Outcome.among(said, asked or self.size)) is not None:
+                return outcome.encode()
+            try:
+                return conclude(said)
+            except Exception as error:
+                failure = error
+                return Outcome(Failure.of(error), None).encode()
+
+        answer = self._meet(self._line, own, answer_to, at_once_bytes)
+        if (outcome := Outcome.in_answer(answer)) is not None:
+            # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
+            # failure is that of a rank of the world around this one.
+            if outcome.failure.is_stop and self._around is not None:
+                raise Stopped
+            raise outcome.to_error(self._global_rank) from failure
+        return answer
+
+    def _meet(self, line: Line, message: bytes, conclude: Callable[[Said], bytes], at_once_bytes: int) -> bytes:
+        """The answer, on every rank. What is large comes by collectives, when all have met."""
+        heard: dict[int, bytes] = {}
+        answers: list[bytes] = []
+
+        def make() -> bytes:
+            answers.append(conclude(heard))
+            is_large = len(answers[0]) >= self._large_bytes and not self._is_beside
+            return _LARGE_ANSWER + len(answers[0]).to_bytes(8) if is_large else answers[0]
+
+        def hear(said: Said) -> bytes:
+            heard.update(said)
+            sizes = {rank: int.from_bytes(item[1:]) for rank, item in said.items() if item.startswith(_LARGE)}
+            return _LARGE + encode(sizes) if sizes else make()
+
         is_large = len(message) >= _LARGE_BYTES
-        messages = self._line.meet(_LARGE + len(message).to_bytes(8) if is_large else message)
-        if any(item.startswith(_LARGE) for item in messages):
-            messages = self.together(lambda: self._send_large(messages, message))
-        return [_decode(item) for item in (messages[:1] if first_only else messages)]
+        answer = line.meet(_LARGE + len(message).to_bytes(8) if is_large else message, hear, at_once_bytes)
+        if answer.startswith(_LARGE):
+            sizes = decode(answer[len(_LARGE) :])
+            heard.update(
+                self.together(lambda: {rank: self._send(rank, size, message) for rank, size in sizes.items()})
+            )
+            answer = line.meet(SILENT, lambda _: make())
+        if answer.startswith(_LARGE_ANSWER):
+            size = int.from_bytes(answer[len(_LARGE_ANSWER) :])
+            answer = self.together(lambda: self._send(0, size, answers[0] if answers else SILENT))
+        return answer
 
-    def _send_large(self, messages: list[bytes], own: bytes) -> list[bytes]:
-        """The messages, with the large ones in place of their announcements. Every rank has come to send them."""
-        device = _torch_private.object_device(self.group)
-        found = list(messages)
-        for rank, item in enumerate(messages):
-            if not item.startswith(_LARGE):
-                continue
-            buffer = torch.empty(int.from_bytes(item[len(_LARGE) :]), dtype=torch.uint8)
-            if rank == self.rank:
-                buffer.numpy()[:] = memoryview(own)
-            buffer = buffer.to(device)
-            work = dist.broadcast(buffer, src=self._global_rank(rank), group=self.group, async_op=True)
-            assert work is not None
-            self.wait_for(work)
-            found[rank] = buffer.cpu().numpy().tobytes()
-        return found
-
-    def _raise_any(self, outcomes: list[Any], failure: Exception | None) -> None:
-        found = [(rank, item) for rank, item in enumerate(outcomes) if item is not None]
-        if not found:
-            return
-        # Ranks that stopped because of another's failure have nothing to tell. Where that is all there is, the
-        # failure is that of a rank of the world around this one.
-        told = [(rank, item) for rank, item in found if item.kind != _Stopped.__name__]
-        if not told and self._around is not None:
-            raise _Stopped
-        found = told or found
-        if self.size == 1 and isinstance(failure, errors.ShardwiseError):
-            raise failure
-        rank, first = found[0]
-        if len(found) == self.size and all(item == first for _, item in found):
-            raise first.to_error() from failure
-        raise first.at_rank(self._global_rank(rank)).to_error() from failure
+    def _send(self, source: int, nbytes: int, own: bytes) -> bytes:
+        """What the source has (``own`` there), on every rank. Every rank has come to send it."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if source == self.rank:
+            buffer.numpy()[:] = memoryview(own)
+        buffer = buffer.to(_torch_private.object_device(self.group))
+        work = dist.broadcast(buffer, src=self._global_rank(source), group=self.group, async_op=True)
+        assert work is not None
+        self.wait_for(work)
+        return buffer.cpu().numpy().tobytes()
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
-class _Stopped(Exception):
-    """This rank left its work because another one has failed."""
-
-
-_LARGE = b"l"
-"""Begins, before its size in bytes, what is told in place of a message that comes by a collective."""
-
-
-def _encode(value: Any) -> bytes:
-    plain = pickle.dumps(value)
-    return b"z" + zlib.compress(plain, 1) if len(plain) > _COMPRESSED_BYTES else b"p" + plain
-
-
-def _decode(message: bytes) -> Any:
-    return pickle.loads(zlib.decompress(message[1:]) if message[:1] == b"z" else message[1:])
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An error as it travels between ranks."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        if isinstance(error, (errors.ShardwiseError, _Stopped)):
-            return cls(type(error).__name__, str(error))
-        return cls(CheckpointError.__name__, f"{type(error).__name__}: {error}")
-
-    def at_rank(self, rank: int) -> _Failure:
-        if self.message.startswith("rank "):
-            return self
-        return _Failure(self.kind, f"rank {rank}: {self.message}")
-
-    def to_error(self) -> Exception:
-        kind: type[errors.ShardwiseError] = getattr(errors, self.kind, CheckpointError)
-        return kind(self.message)
+_LARGE, _LARGE_ANSWER = b"l", b"L"
+"""Begin what is told in place of a message, or of an answer, that comes by a collective: its size in bytes."""

@@ -4,7 +4,7 @@ from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
 from shardwise.report.files_report import FilesReport
 from shardwise.report.forecast import Forecast
 from shardwise.report.load_report import LoadReport
-from shardwise.report.names import collapse
+from shardwise.report.names import collapse, shown_ranks
 from shardwise.report.reopen_report import ReopenReport
 from shardwise.report.save_report import SaveReport
 from shardwise.report.shard_report import ShardReport
@@ -25,4 +25,5 @@ __all__ = [
     "TrainerReport",
     "VerifyReport",
     "collapse",
+    "shown_ranks",
 ]

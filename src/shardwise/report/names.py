@@ -10,6 +10,9 @@ _DIGITS = re.compile(r"(\d+)")
 _SHOWN = 6
 """Patterns that a listing shows."""
 
+_MOST_RANKS = 8
+"""Ranks, or runs of them, that a message names."""
+
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     """Names that differ only in numbers, as one pattern with the number of names behind it.
@@ -22,6 +25,21 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
         tokens = _DIGITS.split(name)
         groups.setdefault(tuple(tokens[::2]), []).append(tokens[1::2])
     return [(_pattern(words, numbers), len(numbers)) for words, numbers in groups.items()]
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order, put into words that stay short: ``1, 3``, or ``1-511, 513-1023``."""
+    if len(ranks) <= _MOST_RANKS:
+        return ", ".join(map(str, ranks))
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANKS])
+    left = sum(last - first + 1 for first, last in runs[_MOST_RANKS:])
+    return f"{shown} and {left} more" if left else shown
 
 
 def _pattern(words: tuple[str, ...], numbers: list[list[str]]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -26,7 +24,8 @@ from shardwise.conversion import (
 from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.opening import OpenSource, Source, open_source
-from shardwise.errors import ConfigError, CoverageError, DisagreementError, PlacementError
+from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.execution.agreement import agree_on
 from shardwise.execution.audit import audit, require_equal_buffers
 from shardwise.execution.garbage import collected_later
 from shardwise.execution.line import Patience
@@ -72,19 +71,14 @@ from shardwise.planning.forecast import (
     MemoryCheck,
     RequireMemory,
     forecast_rank,
-    require_fits,
 )
 from shardwise.planning.pages import MeasuredPages, Pages
 from shardwise.planning.sharing import SharedReads, Weighed
-from shardwise.report import LoadReport, collapse
+from shardwise.report import LoadReport
 from shardwise.report.forecast import RankForecast
 from shardwise.report.load_report import TouchedPages
 from shardwise.storage import HubOptions, StorageReader, is_url
-from shardwise.storage.machine import boot, group_space
 from shardwise.tensors import Box
-
-_TOLD_NAMES = 1000
-"""The most names that a rank tells the others of when plans differ."""
 
 _NORM_BLOCK_NUMEL = 1 << 22
 """Elements of a matrix whose rows' norms are computed at a time."""
@@ -275,8 +269,8 @@ def carry_out(
     """
     with clock.phase("plan"):
         ready = world.together(lambda: prepare(world, model, source, ask))
-        total_bytes = agree_on(world, ready)
-    plan, held, options = ready.plan, ready.held, ready.request.options
+        plan, held, options = ready.plan, ready.held, ready.request.options
+        total_bytes = agree_on(world, plan, ready.settings, ready.forecast, ready.available, options.memory_check)
     by_name = {item.fqn: item for item in held}
     with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
         placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
@@ -382,80 +376,6 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     )
 
 
-def agree_on(world: World, ready: PreparedLoad) -> int:
-    """All ranks have the same plan, but for the boxes, and the same config, and it fits; the bytes all will hold.
-
-    Collective: yes.
-
-    Raises:
-        DisagreementError: naming the tensors that ranks plan differently, or what configs differ in.
-        PlacementError: naming a rank that has too little memory, what it needs and what there is.
-    """
-    plan, options = ready.plan, ready.request.options
-    mine = (
-        plan.digest,
-        plan.layout.local_nbytes,
-        (boot(), group_space()),
-        ready.forecast,
-        ready.available,
-        digest_of(ready.settings),
-    )
-    digests, sizes, places, forecasts, availables, settings = zip(*world.gather(mine), strict=True)
-    if len(set(digests)) > 1:
-        raise DisagreementError(disagreement(world, plan))
-    require_same_settings(world, ready.settings, settings)
-    # The ranks of one machine, or of one control group, share its memory, so what they need together counts.
-    # Control groups have a name within their container only.
-    needed: Counter[tuple[str, str]] = Counter()
-    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
-        for pool in available.by_pool():
-            needed[groups if pool else machine, pool] += forecast.host_bytes
-    for (machine, groups), forecast, available in zip(places, forecasts, availables, strict=True):
-        for pool, free in available.by_pool().items():
-            together = replace(forecast, host_bytes=needed[groups if pool else machine, pool])
-            require_fits(together, Available(available.device_bytes, free), options.memory_check)
-    return sum(sizes)
-
-
-def digest_of(settings: Mapping[str, str]) -> bytes:
-    """What ranks compare of a config."""
-    return hashlib.sha256(repr(settings).encode(errors="surrogatepass")).digest()
-
-
-def require_same_settings(world: World, settings: Mapping[str, str], digests: Sequence[bytes]) -> None:
-    """What configs say changes what is computed, also where no shape differs. Collective: yes, where they do.
-
-    ``digests`` are those of all ranks, of which ``settings`` are this one's.
-
-    Raises:
-        DisagreementError: naming what differs.
-    """
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        told = world.gather(settings if world.rank in (0, others[0]) else {})
-        first, other = told[0], told[others[0]]
-        differing = (
-            f"{name} ({other.get(name, 'absent')} against {first.get(name, 'absent')})"
-            for name in sorted({*first, *other})
-            if first.get(name) != other.get(name)
-        )
-        raise DisagreementError(
-            f"the config on rank {', '.join(map(str, others))} is not that of rank 0: {', '.join(differing)}; give "
-            "every rank the same"
-        )
-
-
-def disagreement(world: World, plan: LoadPlan) -> str:
-    """Which tensors are planned differently by whom. Collective: yes."""
-    first, mine = world.from_first(lambda: plan.fingerprints), plan.fingerprints
-    names = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
-    differing = sorted({name for found in world.gather(names[:_TOLD_NAMES]) for name in found})
-    shown = ", ".join(pattern for pattern, _ in collapse(differing)[:8])
-    return (
-        f"ranks plan {len(differing)} tensors differently: {shown}; give every rank the same model, config, "
-        "arguments, and versions of torch and transformers"
-    )
-
-
 @collected_later()
 def finish(
     model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
@@ -557,8 +477,10 @@ def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
     """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
     if not plan.twins:
         return
-    unequal = world.each(lambda: unequal_twins(plan, placer, world.rank, world.size))
-    names = sorted({name for found in unequal for name in found})
+    names = world.all_reduce(
+        lambda: unequal_twins(plan, placer, world.rank, world.size),
+        lambda told: sorted({name for found in told for name in found}),
+    )
     if names:
         raise CoverageError(
             f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
@@ -583,16 +505,19 @@ def average_rows(world: World, ready: PreparedLoad) -> dict[str, torch.Tensor]:
             for part in first_rows(ready.plan.layout.by_name[name].boxes, count)
         }
 
-    found: dict[tuple[str, Box], torch.Tensor] = {}
-    for told in world.each(sums):
-        found |= told  # replicas tell of the same boxes
-    means = {name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows}
-    for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
-        columns = tuple(
-            slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
-        )
-        means[name][columns] += total / rows[name]
-    return means
+    def add_up(told: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {part: total for sums in told for part, total in sums.items()}  # replicas tell of the same boxes
+        means = {
+            name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
+        }
+        for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
+            columns = tuple(
+                slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
+            )
+            means[name][columns] += total / rows[name]
+        return means
+
+    return world.all_reduce(sums, add_up)
 
 
 def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:

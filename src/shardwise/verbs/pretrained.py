@@ -19,6 +19,8 @@ from shardwise.engines.opening import OpenSource, at_one_commit, read_index, res
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.tuned import TunedOptions, alike, made_ready, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
+from shardwise.execution.agreement import require_same_settings
+from shardwise.execution.messages import OddRanks
 from shardwise.execution.place import Placer
 from shardwise.execution.progress import ProgressBar
 from shardwise.execution.twins import are_equal
@@ -40,7 +42,7 @@ from shardwise.storage.urls import without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.load import LoadOptions, LoadRequest, carry_out, digest_of, load_words, require_same_settings
+from shardwise.verbs.load import LoadOptions, LoadRequest, carry_out, load_words
 
 _CONFIGS = ("config.json", "generation_config.json")
 _MAX_CONFIG_BYTES = 10_000_000
@@ -149,8 +151,7 @@ def from_pretrained(
         report = None
         if isinstance(keywords.get("weights", FromFiles()), Later):
             world.together(ask)
-            settings = compat.settings_of(tuned.base)
-            require_same_settings(world, settings, world.gather(digest_of(settings)))
+            require_same_settings(world, compat.settings_of(tuned.base))
         else:
             report = carry_out(world, tuned.model, found.source, ask, clock)
     compat.record_conversions(tuned.base, built.transforms)
@@ -357,10 +358,9 @@ def _build_together(
         return sorted(made[0].ties_stored_twice())
 
     pairs = world.each(build)
-    if others := [rank for rank, told in enumerate(pairs) if told != pairs[0]]:
+    if odd := OddRanks.among(pairs):
         raise DisagreementError(
-            f"the list of declared ties that are stored twice on rank {', '.join(map(str, others))} is not that of "
-            "rank 0"
+            f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
         )
     return made[0], pairs[0]
 
@@ -392,6 +392,6 @@ def _decide_ties(
                 )
             }
 
-        untied = set().union(*world.each(differing))
+        untied = world.all_reduce(differing, lambda told: set[str]().union(*told))
     built.equal_ties = frozenset({name for name, _ in pairs} - untied)
     return untied, placer.read_bytes

@@ -1,0 +1,277 @@
+"""What it costs many ranks to meet: for each rank as many calls of the store, and bytes in it, for any number."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tests.execution.counting import CountedRanks, CountedStore, counted_ranks
+from torch import nn
+
+import shardwise
+from shardwise.errors import DisagreementError, PlacementError, StorageError
+from shardwise.execution import world as world_module
+from shardwise.execution.agreement import agree_on
+from shardwise.execution.line import Patience
+from shardwise.execution.world import World
+from shardwise.planning.forecast import Available, RequireMemory
+from shardwise.planning.sharing import Alone
+from shardwise.report.forecast import RankForecast
+
+CALM = Patience(beat_s=60, silence_s=600, join_s=600)
+SIZES = [64, 256, pytest.param(1024, marks=pytest.mark.slow)]
+
+CALLS_TO_JOIN = 8
+"""Of a rank, on the store: to come to a call, and to leave it."""
+
+CALLS_TO_MEET = 6
+"""Of a rank, in a meeting: what it says, that it came, whether there is an answer, the answer, that it has it."""
+
+BYTES_TO_JOIN = 1200
+BYTES_TO_MEET = 700
+"""Of a rank: names of keys for the most part. What is said comes on top, and the answer."""
+
+
+def spent(ranks: CountedRanks) -> tuple[float, float]:
+    """Calls and bytes, for each rank."""
+    return ranks.store.calls.total() / ranks.size, ranks.store.nbytes / ranks.size
+
+
+def forecast_of(rank: int) -> RankForecast:
+    numbers = {name: 1_000_000 + rank for name in RankForecast.__dataclass_fields__ if name.endswith("bytes")}
+    return RankForecast(rank=rank, **numbers, reads=10, files=2)
+
+
+def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12) -> dict[str, Any]:
+    """What a rank has decided, as far as the ranks agree on it."""
+    layout = SimpleNamespace(local_nbytes=10 + rank)
+    fingerprints = {f"layers.{number}.weight": digest for number in range(20)}
+    return {
+        "plan": SimpleNamespace(digest=digest, layout=layout, fingerprints=fingerprints),
+        "settings": {"hidden_size": "64"},
+        "forecast": forecast_of(rank),
+        "available": Available(host_bytes=host_bytes),
+        "memory_check": RequireMemory(),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_agree_on_a_load_in_one_meeting_of_a_conclusion(size):
+    def agree(rank: int) -> int:
+        with World.current(patience=CALM, call="load") as world:
+            return agree_on(world, **prepared(rank))
+
+    with counted_ranks(size) as ranks:
+        assert ranks.each(agree) == [sum(10 + rank for rank in range(size))] * size
+        calls, nbytes = spent(ranks)
+    assert calls < CALLS_TO_JOIN + CALLS_TO_MEET
+    assert nbytes < BYTES_TO_JOIN + BYTES_TO_MEET + 2 * 1024, "what a rank tells of its load, twice"
+    assert not ranks.dist.broadcast_bytes
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_meeting_costs_what_was_said(size):
+    """What each rank pays for each kind of meeting, beyond coming to the call."""
+    ways = {
+        "together": lambda world: world.together(lambda: 5),
+        "require_equal": lambda world: world.require_equal("a" * 80, "the text"),
+        "each, all the same": lambda world: world.each(lambda: b"x" * 100),
+        "from_first": lambda world: world.from_first(lambda: b"x" * 100),
+        "is_first_of": lambda world: world.is_first_of("here"),
+        "to_first": lambda world: world.to_first(lambda: os.urandom(100)),
+    }
+
+    def meet(rank: int) -> None:
+        with World.current(patience=CALM) as world:
+            for _ in range(4):
+                for way in ways.values():
+                    way(world)
+
+    with counted_ranks(size) as ranks:
+        assert ranks.each(meet) == [None] * size
+        calls, nbytes = spent(ranks)
+    assert calls < CALLS_TO_JOIN + 4 * len(ways) * CALLS_TO_MEET
+    assert nbytes < BYTES_TO_JOIN + 4 * len(ways) * (BYTES_TO_MEET + 2 * 100)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_what_every_rank_must_know_of_each_does_not_burden_the_store(size, monkeypatch):
+    """The answer, too large to be read from it by all of them, comes by a collective."""
+    monkeypatch.setattr(world_module, "_ANSWERED_BYTES", 1 << 18)
+    told = [os.urandom(1000) for _ in range(size)]
+
+    def tell(rank: int) -> bool:
+        with World.current(patience=CALM) as world:
+            return world.gather(told[rank]) == told
+
+    with counted_ranks(size) as ranks:
+        assert ranks.each(tell) == [True] * size
+        calls, nbytes = spent(ranks)
+    assert calls < CALLS_TO_JOIN + 2 * CALLS_TO_MEET
+    assert nbytes < BYTES_TO_JOIN + 2 * BYTES_TO_MEET + 2 * 1100, "what a rank tells is written once and read once"
+    assert size * 1000 < ranks.dist.broadcast_bytes < size * 1100
+
+
+@pytest.mark.parametrize("size", [16, 64, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_whole_load_costs_each_rank_the_same_however_many_they_are(size, tmp_path):
+    """``shardwise.load`` of a model that each rank has whole: all of its meetings, through the public interface."""
+    nbytes = loading(size, tmp_path)
+    assert nbytes < 14 * (BYTES_TO_MEET + 200) + 2 * 3000, "twelve meetings, of which each rank tells little"
+
+
+def loading(size: int, folder: Any) -> float:
+    """The bytes that a load of so many ranks costs each of them."""
+    torch.manual_seed(0)
+    values = nn.Linear(4, 4).state_dict()
+    save_file(values, str(folder / "model.safetensors"))
+    models = [nn.Linear(4, 4) for _ in range(size)]
+    options = shardwise.LoadOptions(shared_reads=Alone(), patience=CALM, progress=False, budget_bytes=1 << 16)
+    with counted_ranks(size) as ranks:
+        reports = ranks.each(lambda rank: shardwise.load(models[rank], folder, options=options))
+        assert [getattr(report, "world_size", report) for report in reports] == [size] * size
+        calls, nbytes = spent(ranks)
+    for model in models:
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert calls < CALLS_TO_JOIN + 14 * CALLS_TO_MEET
+    return nbytes
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
+    """Half of the ranks plan otherwise; and one has too little memory."""
+
+    def agree(rank: int, **other: Any) -> Any:
+        with World.current(patience=CALM, call="load") as world:
+            return agree_on(world, **prepared(rank, **other))
+
+    with counted_ranks(size) as ranks:
+        errors = ranks.each(lambda rank: agree(rank, digest="de"[rank % 2] * 64))
+        assert {type(error) for error in errors} == {DisagreementError}
+        (text,) = set(map(str, errors))
+        assert text.startswith("ranks plan 20 tensors differently: layers.{0..19}.weight; ")
+        _, nbytes = spent(ranks)
+        assert nbytes < BYTES_TO_JOIN + 3 * (BYTES_TO_MEET + 3000)
+    with counted_ranks(size) as ranks:
+        errors = ranks.each(lambda rank: agree(rank, host_bytes=10**12 if rank != 3 else 5))
+        assert {type(error) for error in errors} == {PlacementError}
+        (text,) = set(map(str, errors))
+        assert text.startswith("rank 3 needs ")
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_many_that_fail_or_differ_are_told_in_few_words(size):
+    def fail() -> None:
+        raise StorageError(f"disk {threading.get_ident()} is gone" + "." * 500)
+
+    def call(rank: int) -> list[str]:
+        texts = []
+        with World.current(patience=CALM) as world:
+            for way in (
+                lambda: world.together(fail),
+                lambda: world.each(fail),
+                lambda: world.require_equal(rank >= 3, "the number"),
+                lambda: world.require_equal(rank % 2, "the number"),
+            ):
+                try:
+                    way()
+                except (StorageError, DisagreementError) as error:
+                    texts.append(str(error))
+        return texts
+
+    with counted_ranks(size) as ranks:
+        told = ranks.each(call)
+        calls, nbytes = spent(ranks)
+    assert {tuple(texts) for texts in told} == {tuple(told[0])}
+    first, second, third, fourth = told[0]
+    assert first.startswith("rank 0: disk ")
+    assert second.startswith("rank 0: disk ")
+    assert third == f"the number on rank 3-{size - 1} is not that of rank 0"
+    assert fourth == f"the number on rank 1, 3, 5, 7, 9, 11, 13, 15 and {size // 2 - 8} more is not that of rank 0"
+    assert calls < CALLS_TO_JOIN + 4 * (CALLS_TO_MEET + 2)
+    assert nbytes < BYTES_TO_JOIN + 4 * (BYTES_TO_MEET + 2 * 800)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_many_in_another_call_are_told_so_by_one_of_them(size):
+    """Whoever finds out asks where all are; the others do not ask again."""
+    came = threading.Barrier(size)
+
+    def call(rank: int) -> None:
+        came.wait(100)
+        with World.current(patience=Patience(beat_s=1, silence_s=60), call=("load", "save")[rank % 2]) as world:
+            world.together(lambda: None)
+
+    with counted_ranks(size, CountedStore(0)) as ranks:
+        errors = ranks.each(call)
+    assert {type(error) for error in errors} == {DisagreementError}
+    (text,) = set(map(str, errors))
+    assert "in load" in text
+    assert "in save" in text
+    assert len(text) < 500
+    assert ranks.store.asked["call"] < 5 * size, "each says where it is, and one looks where each is"
+
+
+def test_an_answer_larger_than_torch_s_store_takes_comes_through():
+    """8 MiB in one value. With the store alone for a world beside another one, by a collective else."""
+    told = [os.urandom(900_000) for _ in range(12)]
+    patience = Patience(beat_s=1, silence_s=60)
+    for purpose in ("", "/beside"):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with counted_ranks(len(told), store) as ranks:
+
+            def tell(rank: int, purpose: str = purpose) -> bool:
+                with World.current(patience=patience, purpose=purpose) as world:
+                    return world.gather(told[rank]) == told and world.from_first(lambda: 7) == 7
+
+            assert ranks.each(tell) == [True] * len(told)
+        assert bool(ranks.dist.broadcast_bytes) is not bool(purpose)
+
+
+def test_the_first_rank_beats_while_it_concludes():
+    quick = Patience(beat_s=0.05, silence_s=0.6, join_s=5)
+    concluded = []
+
+    def conclude(told: list[int]) -> int:
+        concluded.append(threading.current_thread())
+        time.sleep(3 * quick.silence_s)
+        return sum(told)
+
+    def add_up(rank: int) -> int:
+        with World.current(patience=quick) as world:
+            return world.all_reduce(lambda: rank, conclude)
+
+    with counted_ranks(3, dist.HashStore()) as ranks:
+        assert ranks.each(add_up) == [3] * 3
+    assert len(concluded) == 1
+
+
+def test_what_the_first_rank_cannot_conclude_is_everybody_s_error_and_all_stay_in_step():
+    def conclude(told: list[int]) -> int:
+        raise DisagreementError(f"{told} do not fit")
+
+    def fail(rank: int) -> int:
+        if rank == 1:
+            raise StorageError("gone")
+        return rank
+
+    def call(rank: int) -> list[Any]:
+        found: list[Any] = []
+        with World.current(patience=CALM) as world:
+            for tell in (lambda: rank, lambda: fail(rank)):
+                try:
+                    world.all_reduce(tell, conclude)
+                except (DisagreementError, StorageError) as error:
+                    found.append(str(error))
+            found.append(world.to_first(lambda: rank))
+        return found
+
+    with counted_ranks(3) as ranks:
+        texts = ["[0, 1, 2] do not fit", "rank 1: gone"]
+        assert ranks.each(call) == [[*texts, [0, 1, 2]], [*texts, []], [*texts, []]]
