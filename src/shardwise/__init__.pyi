@@ -10,11 +10,15 @@ from shardwise.checkpoints.modes import Latest as Latest
 from shardwise.checkpoints.modes import Synchronous as Synchronous
 from shardwise.checkpoints.reopened import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState
+from shardwise.engines.load_options import LoadOptions as LoadOptions
+from shardwise.engines.pretrained_options import FromFiles as FromFiles
+from shardwise.engines.pretrained_options import Later as Later
 from shardwise.engines.save_options import CompareWithMemory as CompareWithMemory
 from shardwise.engines.save_options import HubNames as HubNames
 from shardwise.engines.save_options import InternalNames as InternalNames
 from shardwise.engines.save_options import SaveOptions as SaveOptions
 from shardwise.engines.save_options import Trust as Trust
+from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError
 from shardwise.errors import CoverageError as CoverageError
@@ -92,7 +96,6 @@ from shardwise.verbs.accelerate_files import load_accelerate_model as load_accel
 from shardwise.verbs.accelerate_files import load_accelerate_optimizer as load_accelerate_optimizer
 from shardwise.verbs.accelerate_files import save_accelerate_model as save_accelerate_model
 from shardwise.verbs.accelerate_files import save_accelerate_optimizer as save_accelerate_optimizer
-from shardwise.verbs.load import LoadOptions as LoadOptions
 from shardwise.verbs.load import load as load
 from shardwise.verbs.merge_adapter import merge_adapter as merge_adapter
 from shardwise.verbs.merge_weights import KeepSource as KeepSource
@@ -103,8 +106,6 @@ from shardwise.verbs.merge_weights import merge_weights as merge_weights
 from shardwise.verbs.optimizer_state import optimizer_state as optimizer_state
 from shardwise.verbs.optimizer_state import set_optimizer_state as set_optimizer_state
 from shardwise.verbs.plan import plan as plan
-from shardwise.verbs.pretrained import FromFiles as FromFiles
-from shardwise.verbs.pretrained import Later as Later
 from shardwise.verbs.pretrained import from_pretrained as from_pretrained
 from shardwise.verbs.save import save as save
 from shardwise.verbs.save import save_adapter as save_adapter
@@ -112,7 +113,6 @@ from shardwise.verbs.shard import ShardOptions as ShardOptions
 from shardwise.verbs.shard import shard as shard
 from shardwise.verbs.state import model_state as model_state
 from shardwise.verbs.state import set_model_state as set_model_state
-from shardwise.verbs.stream import StreamOptions as StreamOptions
 from shardwise.verbs.stream import iter_hf_tensors as iter_hf_tensors
 from shardwise.verbs.trainer_checkpoint import LeaveRandom as LeaveRandom
 from shardwise.verbs.trainer_checkpoint import RestoreRandom as RestoreRandom

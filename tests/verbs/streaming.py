@@ -16,15 +16,16 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 import shardwise
+from shardwise.engines import streaming as stream
 from shardwise.engines.save_options import InternalNames
+from shardwise.engines.streaming import StreamOptions
 from shardwise.execution import carriers, common_rooms
 from shardwise.execution.giving import Giver
 from shardwise.execution.line import Patience
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sources import FirstRank
-from shardwise.verbs import stream
-from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+from shardwise.verbs.stream import iter_hf_tensors
 
 
 def sharded(specimen: zoo.Specimen, mesh: str) -> nn.Module:

@@ -435,15 +435,15 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
+    from shardwise.engines import load_plan, loading
     from shardwise.planning.forecast import Available
-    from shardwise.verbs import load as verb
 
     def read(*_):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(verb, "available_memory", lambda home: Available(host_bytes=100_000))
+    monkeypatch.setattr(load_plan, "available_memory", lambda home: Available(host_bytes=100_000))
     with monkeypatch.context() as reading:
-        reading.setattr(verb.Placer, "place", read)
+        reading.setattr(loading.Placer, "place", read)
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
         with pytest.raises(shardwise.PlacementError, match=told):
             shardwise.from_pretrained(qwen3)

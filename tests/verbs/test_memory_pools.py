@@ -17,19 +17,19 @@ def load_in_a_group(checkpoint: str, is_shared: bool) -> str:
     import torch.distributed as dist
 
     import shardwise
+    from shardwise.engines import load_plan
     from shardwise.planning.forecast import Available
-    from shardwise.verbs import load as verb
 
     options = shardwise.LoadOptions(budget_bytes=1 << 16)
     _, report = shardwise.from_pretrained(checkpoint, options=options, output_loading_info=True)
     room = report.forecast.host_bytes * 3 // 2
     group = "/group" if is_shared else f"/group{dist.get_rank()}"
-    original = verb.available_memory
-    verb.available_memory = lambda home: Available(host_bytes=room, pools={"": 1 << 40, group: room})
+    original = load_plan.available_memory
+    load_plan.available_memory = lambda home: Available(host_bytes=room, pools={"": 1 << 40, group: room})
     try:
         shardwise.from_pretrained(checkpoint, options=options)
     except shardwise.PlacementError as error:
         return "needs" if "needs" in str(error) else str(error)
     finally:
-        verb.available_memory = original
+        load_plan.available_memory = original
     return "loaded"

@@ -8,11 +8,12 @@ from tests import zoo
 from tests.verbs import streaming
 
 from shardwise.conversion import Computed, Stored, WholeOperation
+from shardwise.engines import streaming as stream
+from shardwise.engines.streaming import StreamOptions
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.models.revert import Output
 from shardwise.tensors import DType
-from shardwise.verbs import stream
-from shardwise.verbs.stream import StreamOptions, iter_hf_tensors
+from shardwise.verbs.stream import iter_hf_tensors
 
 NAMES = ("llama", "gpt2", "gpt_neox", "phi3", "qwen3_moe")
 """Plain; transposed and tied; fused qkv; fused gate and up; experts that are split."""

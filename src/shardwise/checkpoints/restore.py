@@ -18,6 +18,9 @@ from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
 from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.clock import Clock
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.load_plan import LoadRequest
+from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource
 from shardwise.engines.optimizer_fitting import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
@@ -39,7 +42,6 @@ from shardwise.planning.matching import Brought, Tolerance
 from shardwise.report import RestoreReport
 from shardwise.storage import LocalReader
 from shardwise.tensors import Box
-from shardwise.verbs.load import LoadOptions, LoadRequest, carry_out
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import open_everywhere, read_index, resolve_everywhere
+from shardwise.engines.pretrained_options import Later, PretrainedOptions
 from shardwise.engines.save_options import CompareWithMemory, SaveOptions
 from shardwise.engines.saving import require_writable
 from shardwise.errors import ConfigError, StorageError
@@ -29,8 +31,7 @@ from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
 from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
-from shardwise.verbs.load import LoadOptions
-from shardwise.verbs.pretrained import Later, PretrainedOptions, from_pretrained
+from shardwise.verbs.pretrained import from_pretrained
 from shardwise.verbs.reopen import verify
 from shardwise.verbs.save import save, save_adapter
 

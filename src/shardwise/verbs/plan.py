@@ -17,6 +17,9 @@ from transformers import PreTrainedConfig
 from shardwise.conversion import stored_leaves
 from shardwise.engines.adapters import beside_adapter, of_adapter, open_adapter
 from shardwise.engines.asked import hints_of, require_known, require_meant
+from shardwise.engines.bringing_up import small_files
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.load_plan import foresee_initial_values
 from shardwise.engines.opening import at_one_commit
 from shardwise.engines.outline import Outline, config_of, outline, settled
 from shardwise.engines.tuned import TunedOptions, made_ready, resizing
@@ -71,8 +74,6 @@ from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
-from shardwise.verbs.load import LoadOptions, foresee_initial_values
-from shardwise.verbs.pretrained import small_files
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""
@@ -88,9 +89,9 @@ class PlanOptions(TunedOptions, total=False):
         nodes: machines that the ranks are dealt to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
         sharding: wrap policy, mixed precision and offload; its mesh is None, since there are no ranks.
-        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.verbs.load.LoadOptions`.
+        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_options.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
-        shared_reads: as ``shared_reads`` of :class:`~shardwise.verbs.load.LoadOptions`.
+        shared_reads: as ``shared_reads`` of :class:`~shardwise.engines.load_options.LoadOptions`.
         buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
     """
 

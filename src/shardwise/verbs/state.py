@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engines.clock import Clock
+from shardwise.engines.load_fill import is_dense
 from shardwise.execution.handover import gather
 from shardwise.execution.materialize import home_of, managers_of, materialize
 from shardwise.execution.replicas import equal_on_all
@@ -32,7 +33,6 @@ from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.forms import FullState, StateForm, require_form
 from shardwise.planning.matching import Brought, OnFault, StateSlot, Tolerance, match
 from shardwise.report import StateReport
-from shardwise.verbs.load import is_dense
 
 
 @torch.no_grad()

@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardwise.conversion import Stored, computes
-from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
-from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.assemble import assemble, part_of
-from shardwise.execution.common_memory import is_common
-from shardwise.execution.common_rooms import CommonRooms, put_together
-from shardwise.execution.giving import Giver, MergingGiver, agree_on_shares
-from shardwise.execution.line import Patience
-from shardwise.execution.materialize import home_of
-from shardwise.execution.world import World
-from shardwise.layout import ModelLayout, Origin, TensorLayout
-from shardwise.models.dtypes import saved_dtype, to_torch
-from shardwise.models.lora import MergedAdapter, without_adapter
-from shardwise.models.revert import Output, revert
-from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
-from shardwise.models.view import Held, layout_of, look_inside, without_compile
-from shardwise.planning.assembly import WantedTensor, plan_assembly
+from shardwise.engines.save_options import HubNames, WrittenNames
+from shardwise.engines.streaming import StreamOptions, Targets, walk_tensors
+from shardwise.errors import ConfigError
+from shardwise.models.lora import MergedAdapter
+from shardwise.models.selection import Everything, Selection
+from shardwise.models.view import without_compile
 from shardwise.planning.consent import OnDiffering, TakeFirst
-from shardwise.planning.giving import Boxes
-from shardwise.planning.sources import EveryRank, FirstRank
-from shardwise.report import collapse
-from shardwise.tensors import Box, numel
-
-_SMALLEST_BUCKET_BYTES = 4096
-
-
-Targets: TypeAlias = EveryRank | FirstRank
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """How tensors are brought together; none of it changes their values.
-
-    Attributes:
-        bucket_bytes: what a rank sends or gets at once. Larger tensors travel in several parts.
-        device: where the tensors are to be; None is where the model computes.
-        process_group: the ranks that go through the tensors together: all that hold a part of the model.
-        patience: how long ranks wait for each other.
-    """
-
-    bucket_bytes: int = 64 << 20
-    device: torch.device | None = None
-    process_group: dist.ProcessGroup | None = None
-    patience: Patience = field(default_factory=Patience)
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < _SMALLEST_BUCKET_BYTES:
-            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is less than {_SMALLEST_BUCKET_BYTES}")
+from shardwise.planning.sources import EveryRank
 
 
 def iter_hf_tensors(
@@ -69,7 +25,7 @@ def iter_hf_tensors(
     only: Selection | MergedAdapter = Everything(),  # noqa: B008
     dtype: torch.dtype | None = None,
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008
-    options: StreamOptions = StreamOptions(),
+    options: StreamOptions = StreamOptions(),  # noqa: B008
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Go through a model's tensors, whole, in the order in which transformers saves them.
 
@@ -112,196 +68,4 @@ def iter_hf_tensors(
     """
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise ConfigError(f"dtype={dtype} is not a floating dtype of 16 bits or more; pass torch.bfloat16, say")
-    return _walk(without_compile(model), to, names, only, dtype, on_differing_buffers, options)
-
-
-def _walk(
-    model: nn.Module,
-    to: Targets,
-    names: WrittenNames,
-    only: Selection | MergedAdapter,
-    dtype: torch.dtype | None,
-    on_differing_buffers: OnDiffering,
-    options: StreamOptions,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
-        held = world.together(lambda: look_inside(model))
-        arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-        chosen: dict[str, str] = {}
-        if isinstance(only, AdapterOnly):
-            chosen = world.from_first(lambda: names_outside(model, held, only))
-            wanted_names = set(chosen.values())
-            held = [item for item in held if wanted_names.intersection(item.names)]
-        shares = agree_on_shares(world, held, on_differing_buffers).by_name
-        supply = _supply(world, model, held, shares, names, only, chosen, options)
-        outputs = supply.outputs
-        world.require_equal(list(outputs), "the list of keys")
-        targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
-        dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
-        wanted = [
-            WantedTensor(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()
-        ]
-        rounds = world.together(
-            lambda: plan_assembly([wanted], supply.shares, world.size, options.bucket_bytes // 4)
-        )
-        home = _home(held)
-        is_target = world.rank in targets
-        device = options.device or home
-        shapes = {key: output.shape for key, output in outputs.items()}
-        rooms: CommonRooms | None = None
-        if world.size > 1 and all(world.each(lambda: {home.type, device.type} == {"cpu"})) and is_common(world):
-            rooms = CommonRooms(rounds, shapes, dtypes, is_target=is_target, spare_bytes=options.bucket_bytes)
-
-        def memory_of(key: str) -> torch.Tensor:
-            if rooms is not None and is_target and numel(shapes[key]):
-                return rooms.take(key)
-            return torch.empty(shapes[key], dtype=dtypes[key], device=device if is_target else "meta")
-
-        hall = _Hall(shapes, memory_of)
-        if rooms is not None:
-            arrivals = put_together(world, rounds, supply.giver, rooms)
-        else:
-            arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
-        with contextlib.closing(arrivals), _told_when_left():
-            for items in arrivals:
-                yield from hall.complete(items.boxes())
-            yield from hall.rest()
-
-
-@dataclass(frozen=True)
-class _StreamSupply:
-    """The tensors that are wanted, and what the ranks give for them."""
-
-    outputs: Mapping[str, Output]
-    shares: Mapping[str, Sequence[Boxes]]
-    giver: Giver
-
-
-def _supply(
-    world: World,
-    model: nn.Module,
-    held: list[Held],
-    shares: Mapping[str, Sequence[Boxes]],
-    names: WrittenNames,
-    only: Selection | MergedAdapter,
-    chosen: Mapping[str, str],
-    options: StreamOptions,
-) -> _StreamSupply:
-    """``chosen`` are an adapter's names, outside and in the model. Collective: yes."""
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
-    by_name = {name: item for item in held for name in item.names}
-    giver = Giver(by_name, shares, world.rank)
-    if isinstance(only, AdapterOnly):
-        return _StreamSupply(
-            {key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
-        )
-    if isinstance(only, MergedAdapter):
-        adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
-        outputs = world.together(lambda: _outputs(adapted.base, adapted.layout(layout), names))
-        needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-        matrices = _whole(world, [_as_it_is(name, layout.by_name[name]) for name in needed], shares, giver, options)
-        base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
-        base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-        merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices)
-        return _StreamSupply(outputs, base_shares, merging)
-    world.together(lambda: _refuse_adapters(model, names))
-    return _StreamSupply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
-
-
-def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
-    if isinstance(names, HubNames) and has_adapters(model):
-        raise ConfigError(
-            f"{type(model).__name__} has adapters of PEFT's, and the hub has no names for both together; pass "
-            "only=MergedAdapter() or only=AdapterOnly(), or names=InternalNames() for all tensors as the model "
-            "names them"
-        )
-
-
-def _home(held: Sequence[Held]) -> torch.device:
-    return home_of(held, held[0].local.device if held else None)
-
-
-def _as_it_is(key: str, tensor: TensorLayout) -> Output:
-    return Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
-
-
-def _whole(
-    world: World,
-    outputs: Sequence[Output],
-    shares: Mapping[str, Sequence[Boxes]],
-    giver: Giver,
-    options: StreamOptions,
-) -> dict[str, torch.Tensor]:
-    """Tensors of the model, whole on every rank. Collective: yes."""
-    everybody = tuple(range(world.size))
-    wanted = [WantedTensor(item.key, item.expression, item.dtype.itemsize, everybody) for item in outputs]
-    dtypes = {item.key: to_torch(item.dtype) for item in outputs}
-    home = _home(list(giver.held.values()))
-    found = {item.key: torch.empty(item.shape, dtype=dtypes[item.key], device=home) for item in outputs}
-    rounds = world.together(lambda: plan_assembly([wanted], shares, world.size, options.bucket_bytes))
-    for _ in assemble(world, rounds, giver, lambda key, box: part_of(found[key], box), dtypes, home):
-        pass
-    return found
-
-
-def _outputs(model: nn.Module, layout: ModelLayout, names: WrittenNames) -> Mapping[str, Output]:
-    made = revert(model, layout, internal_names=isinstance(names, InternalNames))
-    if keys := [key for key, output in made.items() if computes(output.expression)]:
-        raise CoverageError(
-            f"{', '.join(pattern for pattern, _ in collapse(keys))}: transformers computes these from whole "
-            "tensors of the model when it saves it; they cannot be put together in parts. Pass "
-            "names=InternalNames() for the model's own tensors"
-        )
-    return made
-
-
-@contextlib.contextmanager
-def _told_when_left() -> Iterator[None]:
-    """Others, who may wait for this rank, are told why it has left."""
-    try:
-        yield
-    except GeneratorExit:
-        raise GeneratorExit("its loop over the tensors ended before the last one") from None
-
-
-class _Hall:
-    """Tensors that are being put together, and those that are complete, in order.
-
-    ``memory_of`` gives a tensor's memory: before its first box, or once it is complete, put together elsewhere.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], memory_of: Callable[[str], torch.Tensor]) -> None:
-        self._shapes = shapes
-        self._memory_of = memory_of
-        self._waiting = list(shapes)[::-1]
-        self._begun: dict[str, torch.Tensor] = {}
-
-    def room(self, key: str, box: Box) -> torch.Tensor:
-        """The elements of a box in its tensor."""
-        if key not in self._begun:
-            self._begun[key] = self._memory_of(key)
-        return part_of(self._begun[key], box)
-
-    def complete(self, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which these are the last boxes, and those without elements before them."""
-        for key, box in boxes:
-            ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-            if tuple(ends) == self._shapes[key]:
-                yield from self._until(key)
-
-    def rest(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors without elements, behind all others."""
-        while self._waiting:
-            yield self._next()
-
-    def _until(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        while True:
-            found, tensor = self._next()
-            yield found, tensor
-            if found == key:
-                return
-
-    def _next(self) -> tuple[str, torch.Tensor]:
-        key = self._waiting.pop()
-        return key, self._begun.pop(key) if key in self._begun else self._memory_of(key)
+    return walk_tensors(without_compile(model), to, names, only, dtype, on_differing_buffers, options)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines.clock import Clock
+from shardwise.engines.load_options import LoadOptions
 from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.rank_files import load_plain
 from shardwise.execution.states import StateOptions, require_same_call
@@ -36,7 +37,7 @@ from shardwise.report import LoadReport, StateReport, TrainerReport
 from shardwise.storage import LocalReader
 from shardwise.verbs import state as models
 from shardwise.verbs.accelerate_files import load_accelerate_model, load_accelerate_optimizer, with_read
-from shardwise.verbs.load import LoadOptions, load
+from shardwise.verbs.load import load
 
 STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"

@@ -10,6 +10,8 @@ from typing import Unpack
 import torch
 from transformers import PreTrainedModel
 
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.pretrained_options import PretrainedOptions
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
@@ -17,8 +19,7 @@ from shardwise.models._torch_private import original_class
 from shardwise.models.reference import reference_buffers, reference_values
 from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
 from shardwise.report import LoadReport, VerifyReport
-from shardwise.verbs.load import LoadOptions
-from shardwise.verbs.pretrained import PretrainedOptions, from_pretrained
+from shardwise.verbs.pretrained import from_pretrained
 
 
 def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> VerifyReport:

@@ -1,0 +1,281 @@
+"""What from_pretrained looks at before it loads: configs, headers, adapters, ties."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
+from shardwise.engines.asked import hints_of, require_known, require_meant
+from shardwise.engines.load_options import LoadOptions, load_words
+from shardwise.engines.load_plan import LoadRequest
+from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
+from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
+from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions
+from shardwise.engines.tuned import resizing
+from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
+from shardwise.execution.messages import OddRanks
+from shardwise.execution.place import Placer
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.twins import are_equal
+from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex
+from shardwise.models import wrap
+from shardwise.models.vocabulary import Drawn
+from shardwise.models.wrap import Sharding
+from shardwise.planning import Consent, Refuse
+from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
+from shardwise.storage.beside import Beside
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles
+from shardwise.storage.machine import file_space
+from shardwise.storage.urls import without_secrets
+from shardwise.tuning.existing import Adapter
+from shardwise.tuning.modes import Full
+from shardwise.tuning.tuned import Tuned
+
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+_MAX_CONFIG_BYTES = 10_000_000
+
+
+def settle_call(
+    name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, *, asks_for_report: bool
+) -> tuple[PretrainedOptions, dict[str, str]]:
+    """The keywords, each known and of the kind that is meant, and what ranks must have in common.
+
+    Raises:
+        TypeError: a keyword that is not known.
+        ConfigError: a value that is not what is meant; a report of what is not loaded.
+    """
+    require_known("from_pretrained", keywords, hints_of(PretrainedOptions))
+    given = settled(keywords)
+    require_meant(hints_of(PretrainedOptions), given)
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ConfigError(
+            f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
+            "into shardwise.load)"
+        )
+    if asks_for_report and isinstance(given.get("weights"), Later):
+        raise ConfigError("output_loading_info=True with weights=Later(): nothing is loaded yet")
+    words = {
+        "the kind of name_or_path": "a URL" if is_url(name_or_path) else "a path or a hub id",
+        **model_words(given),
+        **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
+        "tuning": type(given.get("tuning", Full())).__name__,
+        "weights": repr(given.get("weights", FromFiles())),
+        **load_words(consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
+    }
+    return given, words
+
+
+def consent_of(keywords: PretrainedOptions) -> Consent:
+    return Consent(
+        keywords.get("on_missing", Refuse()),
+        keywords.get("on_mismatched", Refuse()),
+        keywords.get("on_unexpected", Refuse()),
+    )
+
+
+@dataclass(frozen=True)
+class _Located:
+    """What there is to be brought up.
+
+    Attributes:
+        directory: the folder of the small files.
+        config: the model's.
+        index: the headers of the model's own files.
+        source: what is read: these files, and those of adapters that are trained on.
+        adapters: these adapters, by name.
+    """
+
+    directory: Path
+    config: PreTrainedConfig
+    index: CheckpointIndex
+    source: OpenSource
+    adapters: Mapping[str, Adapter]
+
+
+def find(
+    world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, stack: ExitStack
+) -> _Located:
+    """Read the config and all headers; what is opened is closed with ``stack``. Collective: yes."""
+    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    wanted = ModelFiles(code=keywords.get("trust_remote_code", False))
+    named = os.fspath(name_or_path)
+    is_remote = is_url(name_or_path)
+    if is_remote:
+        name_or_path, hub = at_one_commit(world, named, hub)
+        directory = stack.enter_context(small_files(world, name_or_path, hub))
+    else:
+        directory = resolve_everywhere(world, name_or_path, hub, wanted)
+
+    def begin() -> PreTrainedConfig:
+        config = config_of(directory, keywords)
+        config.name_or_path = without_secrets(named)
+        return config
+
+    config = world.together(begin)
+    extra: tuple[str, ...] = getattr(type(config), "extra_files", ())
+    if extra and not is_remote:
+        directory = resolve_everywhere(world, name_or_path, hub, replace(wanted, extra=extra))
+
+    def enter() -> OpenStorage:
+        opened = open_storage(name_or_path, hub) if is_remote else open_storage(directory)
+        stack.enter_context(opened.reader)
+        return opened
+
+    source = read_index(
+        world,
+        world.together(enter),
+        options.copies,
+        options.budget_bytes,
+        weights_name=getattr(config, "transformers_weights", None),
+        variant=hub.variant,
+        extra=extra,
+    )
+    adapters: dict[str, Adapter] = {}
+    everything = source
+    for name, folder in keywords.get("tuning", Full()).folders().items():
+        everything, adapters[name] = _with_adapter(world, everything, name, folder, keywords, stack)
+    return _Located(directory, config, source.index, everything, adapters)
+
+
+def _with_adapter(
+    world: World,
+    source: OpenSource,
+    name: str,
+    given: str | os.PathLike[str],
+    keywords: PretrainedOptions,
+    stack: ExitStack,
+) -> tuple[OpenSource, Adapter]:
+    """A checkpoint, and beside it an adapter that the tuning starts from. Collective: yes."""
+    hub, options = keywords.get("hub", HubOptions()), keywords.get("options", LoadOptions())
+    folder = resolve_everywhere(world, given, of_adapter(hub), AdapterFiles())
+
+    def begin() -> OpenAdapter:
+        opened = open_adapter(folder)
+        stack.enter_context(opened.storage.reader)
+        return opened
+
+    opened = world.together(begin)
+    found = read_index(world, opened.storage, options.copies, options.budget_bytes)
+    joined, adapter = beside_adapter(source.index, found.index, opened, name)
+    inside = beside_of(name)
+    both = replace(
+        source,
+        index=joined,
+        reader=Beside(source.reader, opened.storage.reader, inside),
+        identities={
+            **source.identities,
+            **{f"{inside}/{file}": identity for file, identity in found.identities.items()},
+        },
+    )
+    return both, adapter
+
+
+def request_of(tuned: Tuned, keywords: PretrainedOptions, already_read_bytes: int) -> LoadRequest:
+    """What a load needs to know of a model that is ready."""
+    resize = resizing(keywords)
+    return LoadRequest(
+        bindings=tuned.bindings,
+        consent=consent_of(keywords),
+        buffers=keywords.get("buffers", {}),
+        options=keywords.get("options", LoadOptions()),
+        already_read_bytes=already_read_bytes,
+        additions=replace(tuned.additions, new_rows=Drawn() if resize is None else resize.rows),
+        is_tuned="tuning" in keywords,
+        notes=tuned.notes,
+    )
+
+
+@contextmanager
+def small_files(world: World, url: str, hub: HubOptions) -> Iterator[Path]:
+    """A temporary folder with the configs that lie beside the weights at a URL. Collective: yes.
+
+    One rank reads them. The weights themselves are never on disk.
+    """
+
+    def read() -> dict[str, bytes]:
+        with open_storage(url, hub).reader as reader:
+            return {name: content for name in _CONFIGS if (content := _read_small(reader, name)) is not None}
+
+    contents = world.from_first(read)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content)
+        yield Path(folder)
+
+
+def _read_small(reader: StorageReader, name: str) -> bytes | None:
+    try:
+        nbytes = reader.size(name)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    if nbytes > _MAX_CONFIG_BYTES:
+        raise FormatError(f"{name} in {reader.root}: has {nbytes} bytes, more than any config")
+    return reader.read(name, 0, nbytes)
+
+
+def build_together(
+    world: World, found: _Located, keywords: PretrainedOptions
+) -> tuple[Outline, list[tuple[str, str]]]:
+    """Build on every rank; also the declared ties that are stored twice. Collective: yes.
+
+    A checkpoint's own code is first copied to the cache by one rank for all that see the same files.
+    """
+    if keywords.get("trust_remote_code", False) and world.size > 1:
+        first = world.is_first_of(file_space())
+        world.together(lambda: class_of(found.directory, found.config, keywords) if first else None)
+    made: list[Outline] = []
+
+    def build() -> list[tuple[str, str]]:
+        made.append(outline(found.directory, found.config, found.index, keywords, resizing(keywords)))
+        return sorted(made[0].ties_stored_twice())
+
+    pairs = world.each(build)
+    if odd := OddRanks.among(pairs):
+        raise DisagreementError(
+            f"the list of declared ties that are stored twice on rank {odd.shown} is not that of rank 0"
+        )
+    return made[0], pairs[0]
+
+
+def decide_ties(
+    world: World, built: Outline, pairs: Sequence[tuple[str, str]], source: OpenSource, options: LoadOptions
+) -> tuple[set[str], int]:
+    """Names declared tied that stay untied, because they are stored with values of their own; bytes read for that.
+
+    Collective: yes.
+    """
+    if not pairs:
+        return set(), 0
+    offers = built.bindings.offers
+    with ProgressBar("Comparing ties", world, 0, enabled=False) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world)
+
+        def differing() -> set[str]:
+            return {
+                name
+                for name, first in pairs
+                if not are_equal(
+                    offers[name][0],
+                    offers[first][0],
+                    built.layout.by_name[name].dtype,
+                    placer,
+                    world.rank,
+                    world.size,
+                )
+            }
+
+        untied = world.all_reduce(differing, lambda told: set[str]().union(*told))
+    built.equal_ties = frozenset({name for name, _ in pairs} - untied)
+    return untied, placer.read_bytes

@@ -1,0 +1,157 @@
+"""What no checkpoint holds: initial values, buffers, rows that are new, magnitudes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.conversion import (
+    rows_stored,
+)
+from shardwise.engines.clock import Clock
+from shardwise.engines.load_plan import PreparedLoad
+from shardwise.errors import PlacementError
+from shardwise.execution.audit import audit
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.place import Placer
+from shardwise.execution.world import World
+from shardwise.layout import LocalBox, TensorKind, TensorLayout
+from shardwise.layout.model_layout import first_rows, last_rows
+from shardwise.models import initialize
+from shardwise.models import transformers_compat as compat
+from shardwise.models.additions import RowNorms
+from shardwise.models.programs import fill_from_program, program_of
+from shardwise.models.view import Held, strided_view
+from shardwise.models.vocabulary import MeanOfRows
+from shardwise.planning import (
+    Init,
+    LoadPlan,
+    Read,
+)
+from shardwise.tensors import Box
+
+_NORM_BLOCK_NUMEL = 1 << 22
+"""Elements of a matrix whose rows' norms are computed at a time."""
+
+
+@collected_later()
+def finish(
+    model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
+) -> tuple[str, ...]:
+    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
+    written = dict(placer.written)
+    with clock.phase("fill"):
+        fill(model, ready, means, written)
+        attributes = initialize.recompute_attributes(model, ready.home)
+    with clock.phase("audit"):
+        audit(model, ready.plan, written)
+        mark_loaded(model, ready.held)
+    return attributes
+
+
+def average_rows(world: World, ready: PreparedLoad) -> dict[str, torch.Tensor]:
+    """The mean of the stored rows of each tensor whose further rows begin as that, on every rank the same.
+
+    In float64; another number of ranks adds up in another order. Collective: yes, where there are such tensors.
+    """
+    if not isinstance(ready.request.additions.new_rows, MeanOfRows):
+        return {}
+    by_name = {item.fqn: item for item in ready.held}
+    rows = {name: count for name, read in ready.plan.reads().items() if (count := rows_stored(read.expression))}
+
+    def sums() -> dict[tuple[str, Box], torch.Tensor]:
+        return {
+            (name, part.box): strided_view(by_name[name].local, part.local).double().sum(0).cpu()
+            for name, count in rows.items()
+            for part in first_rows(ready.plan.layout.by_name[name].boxes, count)
+        }
+
+    def add_up(told: Sequence[Mapping[tuple[str, Box], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {part: total for sums in told for part, total in sums.items()}  # replicas tell of the same boxes
+        means = {
+            name: torch.zeros(by_name[name].tensor.shape[1:], dtype=torch.float64, device="cpu") for name in rows
+        }
+        for (name, box), total in sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1].offsets)):
+            columns = tuple(
+                slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)
+            )
+            means[name][columns] += total / rows[name]
+        return means
+
+    return world.all_reduce(sums, add_up)
+
+
+def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+    """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
+    layout, additions, seed = ready.plan.layout, ready.request.additions, ready.request.options.seed
+    by_name = {name: item for item in ready.held for name in item.names}
+    for item in ready.held:
+        tensor = layout.by_name[item.fqn]
+        if item.fqn in ready.programs:
+            program = ready.programs[item.fqn]
+            first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
+            if not program.is_elementwise:
+                whole = initialize.initialize_whole(model, ready.held, first, additions, seed=seed)
+                program = program_of(whole)
+            boxes = boxes_to_fill(ready.plan, item.fqn)
+            fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)
+            written[item.fqn] = written.get(item.fqn, 0) + sum(part.box.numel for part in boxes)
+        elif item.fqn in means:
+            for part in boxes_to_fill(ready.plan, item.fqn):
+                start, size = part.box.offsets[1:], part.box.sizes[1:]
+                mean = means[item.fqn][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+                strided_view(item.local, part.local).copy_(mean.expand(part.box.sizes))
+                written[item.fqn] = written.get(item.fqn, 0) + part.box.numel
+        elif item.fqn in additions.norms and isinstance(ready.plan.fills[item.fqn], Init):
+            norms = additions.norms[item.fqn]
+            fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
+            written[item.fqn] = tensor.local_numel
+        elif item.kind is TensorKind.BUFFER:
+            value = ready.computed[item.fqn].value
+            if value is not None and is_dense(item.local):
+                item.local.copy_(value)
+            elif value is not None:  # an expanded view: its elements share memory
+                item.install(value.to(item.local.device))
+
+
+def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
+    """What this rank holds of a tensor that no checkpoint has: all of it, or its last rows."""
+    boxes, fill = plan.layout.by_name[name].boxes, plan.fills[name]
+    count = rows_stored(fill.expression) if isinstance(fill, Read) else None
+    return boxes if count is None else last_rows(boxes, count)
+
+
+def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: TensorLayout, norms: RowNorms) -> None:
+    """The norms of the rows of a matrix, which is loaded already. Memory: a block of rows.
+
+    Raises:
+        PlacementError: this rank does not hold whole rows where it holds the vector.
+    """
+    held = [(box.box.offsets[:1], box.box.sizes[:1]) for box in tensor.boxes]
+    if held != [(box.box.offsets[:1], box.box.sizes[:1]) for box in rows.boxes] or any(
+        box.box.sizes[1:] != rows.shape[1:] for box in rows.boxes
+    ):
+        raise PlacementError(
+            f"{item.fqn} begins as the norms of the rows of {matrix.fqn}, which is {rows.placement}, and it is "
+            f"{tensor.placement}: this rank lacks rows it needs; use another initialisation than DoRA's, or shard "
+            "both on their first dimension"
+        )
+    step = max(1, _NORM_BLOCK_NUMEL // max(1, math.prod(rows.shape[1:])))
+    for start in range(0, item.local.shape[0], step):
+        block = matrix.local[start : start + step]
+        item.local[start : start + step] = norms.of(block).to(item.local.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every element has memory of its own."""
+    return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
+    """Leave the marks by which a later ``initialize_weights`` passes over what is loaded."""
+    if compat.outermost_pretrained(model):
+        for item in held:
+            compat.mark_initialized(item.tensor)

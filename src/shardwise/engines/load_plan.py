@@ -1,0 +1,250 @@
+"""What one rank decides of a load before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.conversion import (
+    Bindings,
+    computed_leaves,
+    rows_stored,
+    smallest_block_bytes,
+)
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.opening import OpenSource
+from shardwise.errors import CoverageError, PlacementError
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, offloads_shards
+from shardwise.execution.memory import available_memory
+from shardwise.execution.place import Arrangement, Destination, arrange
+from shardwise.execution.sharing import SharingPeers, peers_in
+from shardwise.execution.world import World
+from shardwise.formats import CheckpointIndex
+from shardwise.layout import Origin, TensorKind
+from shardwise.models import initialize
+from shardwise.models import transformers_compat as compat
+from shardwise.models.additions import NOTHING_ADDED, Additions
+from shardwise.models.foresee import padded_numels
+from shardwise.models.initialize import BufferRules, ComputedBuffer
+from shardwise.models.programs import Program
+from shardwise.models.standing import refuse_subclasses
+from shardwise.models.view import Held, layout_of, look_inside
+from shardwise.models.vocabulary import Drawn
+from shardwise.planning import (
+    Consent,
+    Init,
+    LoadPlan,
+    ModelRules,
+    plan_load,
+)
+from shardwise.planning.forecast import (
+    Available,
+    Homes,
+    forecast_rank,
+)
+from shardwise.report.forecast import RankForecast
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """All that a load needs beside the model and the checkpoint."""
+
+    bindings: Bindings
+    consent: Consent
+    buffers: BufferRules
+    options: LoadOptions
+    already_read_bytes: int = 0
+    additions: Additions = NOTHING_ADDED
+    is_tuned: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> None:
+    """Tie what the model's class declares tied, where the checkpoint holds it once and the model not yet shares it.
+
+    Raises:
+        PlacementError: when the model is already sharded, so that it is too late.
+    """
+    by_name = {name: item for item in held for name in item.names}
+    loose = {
+        target: source
+        for target, source in compat.declared_ties(model).items()
+        if target in by_name
+        and source in by_name
+        and by_name[target] is not by_name[source]
+        and not (bindings.offers.get(target) and bindings.offers.get(source))
+    }
+    if not loose:
+        return
+    target, source = next(iter(loose.items()))
+    if any(isinstance(item.tensor, DTensor) for item in held):
+        raise PlacementError(
+            f"{target} is declared tied to {source}, but the sharded model holds them apart; call "
+            "model.tie_weights() before fully_shard"
+        )
+    assert isinstance(model, PreTrainedModel)
+    compat.tie(model, set(by_name) - set(bindings.offers), set())
+
+
+@dataclass(frozen=True)
+class PreparedLoad:
+    """All that one rank has decided before anything is read.
+
+    Attributes:
+        home: where the model computes.
+        managers: what FSDP2 manages of it.
+        items: what is read into which tensors.
+        peers: with whom a tensor's bytes could be shared, for those that have somebody.
+        own: how the others are read.
+        start_at: see :func:`~shardwise.execution.place.arrange`.
+        settings: what the model's config says.
+    """
+
+    request: LoadRequest
+    held: list[Held]
+    computed: Mapping[str, ComputedBuffer]
+    plan: LoadPlan
+    programs: Mapping[str, Program]
+    home: torch.device
+    managers: Managers
+    items: Sequence[Destination]
+    peers: Mapping[str, SharingPeers]
+    own: Arrangement
+    start_at: float
+    forecast: RankForecast
+    available: Available
+    settings: Mapping[str, str]
+
+    def arrange(self, names: Collection[str], source: OpenSource) -> Arrangement:
+        """How these tensors are read."""
+        items = (item for item in self.items if item.fqn in names)
+        policy, budget_bytes = source.reader.policy, self.request.options.budget_bytes
+        return arrange(items, source.index, policy, budget_bytes, self.start_at)
+
+
+@collected_later()
+def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest]) -> PreparedLoad:
+    """Decide, on this rank alone."""
+    request = ask()
+    options = request.options
+    held = look_inside(model)
+    refuse_subclasses(held)
+    computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
+    plan = make_plan(model, held, computed, source.index, request)
+    programs = foresee_initial_values(model, held, plan, options, request.additions)
+    home, managers = home_of(held, options.device), managers_of(model)
+    by_name = {item.fqn: item for item in held}
+    items = destinations(plan, by_name, devices_of(held, managers, home))
+    whole = (item for item in items if rows_stored(item.expression) is None)
+    possible = ((item.fqn, peers_in(options.shared_reads, by_name[item.fqn].tensor, world)) for item in whole)
+    peers = {name: found for name, found in possible if found is not None}
+    policy = source.reader.policy
+    alone = [item for item in items if item.fqn not in peers]
+    own = arrange(alone, source.index, policy, options.budget_bytes, world.place)
+    forecast = foresee_memory(held, managers, plan, source, options, home, world.rank)
+    brings_up = any(item.tensor.is_meta for item in held)
+    available = available_memory(home) if brings_up else Available()
+    return PreparedLoad(
+        request,
+        held,
+        computed,
+        plan,
+        programs,
+        home,
+        managers,
+        items,
+        peers,
+        own,
+        world.place,
+        forecast,
+        available,
+        compat.settings_of(request.additions.base or model),
+    )
+
+
+def foresee_memory(
+    held: Sequence[Held],
+    managers: Managers,
+    plan: LoadPlan,
+    source: OpenSource,
+    options: LoadOptions,
+    home: torch.device,
+    rank: int,
+) -> RankForecast:
+    """What the load will take on this rank, every rank reading for itself."""
+    homes = Homes.of(
+        plan,
+        source.reader.policy,
+        device=home.type,
+        budget_bytes=options.budget_bytes,
+        offloads_shards=home.type != "cpu" and offloads_shards(managers),
+    )
+    return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(held, managers))
+
+
+def foresee_initial_values(
+    model: nn.Module,
+    held: Sequence[Held],
+    plan: LoadPlan,
+    options: LoadOptions,
+    additions: Additions = NOTHING_ADDED,
+) -> dict[str, Program]:
+    """How the missing tensors will be initialised, and that they can be.
+
+    Raises:
+        CoverageError: naming those that no initialiser writes, or that need more than the budget.
+    """
+    drawn = [
+        name
+        for name, read in plan.reads().items()
+        if rows_stored(read.expression) is not None and isinstance(additions.new_rows, Drawn)
+    ]
+    programs = initialize.programs_for(model, held, [*plan.names(Init), *drawn], additions)
+    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    if faults:
+        raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
+    return programs
+
+
+def make_plan(
+    model: nn.Module,
+    held: Sequence[Held],
+    computed: Mapping[str, ComputedBuffer],
+    index: CheckpointIndex,
+    request: LoadRequest,
+) -> LoadPlan:
+    """The plan, with what is computed checked against the budget."""
+    additions = request.additions
+    initial = initialize.initial_origin(model, additions)
+
+    def origin_of(item: Held) -> Origin:
+        return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
+
+    layout = layout_of(held, origin_of)
+    rules = ModelRules(*compat.ignore_patterns(additions.base or model))
+    plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
+    for name, read in plan.reads().items():
+        for leaf in computed_leaves(read.expression):
+            if (nbytes := smallest_block_bytes(leaf)) > request.options.budget_bytes:
+                raise CoverageError(
+                    f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
+                    f"{nbytes:,} bytes at once; the budget is {request.options.budget_bytes:,}: raise budget_bytes"
+                )
+    return plan
+
+
+def destinations(
+    plan: LoadPlan, by_name: Mapping[str, Held], devices: Mapping[str, torch.device]
+) -> list[Destination]:
+    """What to read into where."""
+    boxes = {name: plan.layout.by_name[name].boxes for name in plan.reads()}
+    return [
+        Destination(name, read.expression, boxes[name], by_name[name].tensor.dtype, devices[name])
+        for name, read in plan.reads().items()
+    ]

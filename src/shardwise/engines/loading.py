@@ -1,0 +1,156 @@
+"""A load: planned, agreed upon, read, filled, audited, told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion import (
+    computes,
+    rows_stored,
+    stored_leaves,
+)
+from shardwise.engines.clock import Clock
+from shardwise.engines.load_fill import average_rows, finish
+from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
+from shardwise.engines.opening import OpenSource
+from shardwise.errors import CoverageError
+from shardwise.execution.agreement import agree_on
+from shardwise.execution.audit import require_equal_buffers
+from shardwise.execution.garbage import collected_later
+from shardwise.execution.materialize import materialize
+from shardwise.execution.place import Placer
+from shardwise.execution.progress import ProgressBar
+from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
+from shardwise.execution.twins import unequal_twins
+from shardwise.execution.world import World
+from shardwise.layout import TensorKind
+from shardwise.planning import (
+    Init,
+    Keep,
+    LoadPlan,
+    Recompute,
+    Tie,
+)
+from shardwise.report import LoadReport
+from shardwise.report.load_report import TouchedPages
+
+
+def carry_out(
+    world: World, model: nn.Module, source: OpenSource, ask: Callable[[], LoadRequest], clock: Clock
+) -> LoadReport:
+    """Plan, agree, materialize, read, fill and audit: the same steps for every model and every world size.
+
+    ``ask`` makes the model ready on this rank, and says what is wanted.
+    """
+    with clock.phase("plan"):
+        ready = world.together(lambda: prepare(world, model, source, ask))
+        plan, held, options = ready.plan, ready.held, ready.request.options
+        total_bytes = agree_on(world, plan, ready.settings, ready.forecast, ready.available, options.memory_check)
+    by_name = {item.fqn: item for item in held}
+    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
+        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
+        with clock.phase("read"):
+            require_equal_twins(world, plan, placer)
+        with clock.phase("plan"):
+            sharing = plan_sharing(world, by_name, ready.items, ready.peers, placer, options.shared_reads)
+
+        def read() -> TouchedPages:
+            with clock.phase("materialize"), collected_later():
+                local, fresh = materialize(held, ready.managers, ready.home, options.pages)
+            for arrangement in (ready.own, ready.arrange(ready.peers.keys() - sharing.shared.keys(), source)):
+                placer.place(arrangement, [local[item.fqn] for item in arrangement.destinations], fresh)
+            fresh.touch_rest()
+            return fresh.report()
+
+        with clock.phase("read"):
+            pages = world.together(read)
+        means = average_rows(world, ready)
+        if sharing.shared:
+            with clock.phase("share"):
+                read_shared(world, sharing, by_name, ready.items, placer, options.patience)
+    attributes = world.together(lambda: finish(model, ready, means, placer, clock))
+    with clock.phase("audit"):
+        require_equal_buffers(world, held)
+    report = make_report(world, model, source, ready, placer, sharing, clock)
+    return replace(report, recomputed=report.recomputed + attributes, pages=pages)
+
+
+def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:
+    """Tensors that share storage and are stored twice must be stored equal. Collective: yes."""
+    if not plan.twins:
+        return
+    names = world.all_reduce(
+        lambda: unequal_twins(plan, placer, world.rank, world.size),
+        lambda told: sorted({name for found in told for name in found}),
+    )
+    if names:
+        raise CoverageError(
+            f"{', '.join(names)}: the model ties this tensor, but the checkpoint holds different values for its "
+            "names; set tie_word_embeddings=False in the config, or untie the model before sharding it"
+        )
+
+
+def make_report(
+    world: World,
+    model: nn.Module,
+    source: OpenSource,
+    ready: PreparedLoad,
+    placer: Placer,
+    sharing: SharePlan,
+    clock: Clock,
+) -> LoadReport:
+    plan, index = ready.plan, source.index
+    reads = plan.reads()
+    kinds = {
+        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
+        for name, read in reads.items()
+    }
+    order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    trained = [item for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER and item.requires_grad]
+    return LoadReport(
+        checkpoint=index.root,
+        rank=world.rank,
+        world_size=world.size,
+        parameters=sum(item.numel for item in plan.layout.tensors if item.kind is TensorKind.PARAMETER),
+        checkpoint_bytes=index.nbytes,
+        read_bytes=ready.request.already_read_bytes + placer.read_bytes,
+        placed_bytes=plan.layout.local_nbytes,
+        files_opened=getattr(source.reader, "files_opened", 0),
+        reads=getattr(source.reader, "reads", 0),
+        seconds={phase: clock.seconds[phase] for phase in order if phase in clock.seconds},
+        loaded=len(reads),
+        forecast=ready.forecast,
+        read_once={name: choice.reason for name, choice in sharing.choices.items() if choice.is_shared},
+        read_alone={name: choice.reason for name, choice in sharing.choices.items() if not choice.is_shared},
+        files=tuple(index.files),
+        tied={name: item.source for name, item in plan.fills.items() if isinstance(item, Tie)},
+        initialized=plan.names(Init),
+        recomputed=plan.names(Recompute),
+        kept=plan.names(Keep),
+        cast={name: pair for name, pair in kinds.items() if pair[0] != pair[1]},
+        ignored_keys=plan.ignored_keys,
+        missing_keys=plan.missing_keys,
+        unexpected_keys=plan.unexpected_keys,
+        mismatched_keys=plan.mismatched_keys,
+        computed=tuple(name for name, read in reads.items() if computes(read.expression)),
+        replicated=tuple(
+            item.fqn
+            for item in plan.layout.tensors
+            if sharded and item.kind is TensorKind.PARAMETER and item.placement == "whole"
+        ),
+        wrapper=index.wrapper,
+        not_loaded=index.ignored,
+        notes=(*source.copies.notes, *ready.request.notes),
+        trainable_parameters=sum(item.numel for item in trained),
+        resized={
+            name: (count, plan.layout.by_name[name].shape[0])
+            for name, read in reads.items()
+            if (count := rows_stored(read.expression)) is not None
+        },
+        trained={item.fqn: item.dtype.label for item in trained} if ready.request.is_tuned else {},
+    )

@@ -1,0 +1,46 @@
+"""What a model that is brought up may be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.tuned import TunedOptions
+from shardwise.models.initialize import BufferRules
+from shardwise.models.wrap import Sharding
+from shardwise.planning import OnMissing, OnUnexpected
+
+
+@dataclass(frozen=True, slots=True)
+class FromFiles:
+    """The weights are read from the files of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """No weights are read: the model is built, tied and sharded, and stays on meta.
+
+    ``Checkpointer.restore`` brings it up, and has the gradients of whole parameters averaged.
+    """
+
+
+Weights: TypeAlias = FromFiles | Later
+
+
+class PretrainedOptions(TunedOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`TunedOptions`.
+
+    Attributes:
+        sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
+        weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
+        buffers, on_missing, on_mismatched, on_unexpected, options: as for :func:`~shardwise.verbs.load.load`.
+    """
+
+    sharding: Sharding
+    weights: Weights
+    buffers: BufferRules
+    on_missing: OnMissing
+    on_mismatched: OnMissing
+    on_unexpected: OnUnexpected
+    options: LoadOptions
