@@ -68,17 +68,22 @@ def live_model(seed: int = 0) -> Model:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.copy_(torch.randint(-8, 8, tensor.shape, generator=generator))
+    return marked(model)
+
+
+def marked(model: Model) -> Model:
+    """With what a parameter may have beside its values, and blocks in two modes."""
     model.blocks[0].linear.weight.note = "kept"  # type: ignore[assignment]
+    model.blocks[0].linear.weight.grad_dtype = torch.float32
+    model.blocks[0].scale.grad_dtype = torch.float32
+    model.blocks[1].experts.grad_dtype = None
     model.blocks[1].eval()
     return model
 
 
 def meta_model() -> Model:
     with torch.device("meta"):
-        model = Model()
-    model.blocks[0].linear.weight.note = "kept"  # type: ignore[assignment]
-    model.blocks[1].eval()
-    return model
+        return marked(Model())
 
 
 def save(folder: str) -> None:
@@ -113,6 +118,10 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
             faults.append(f"{item.fqn} is {item.names}, {item.kind}, {item.tensor.dtype}")
         if vars(item.tensor).get("note") != vars(other.tensor).get("note"):
             faults.append(f"{item.fqn} has lost its attribute")
+        # Before torch 2.15, fully_shard knew nothing of it.
+        knows = not isinstance(item.tensor, DTensor) or hasattr(torch.Tensor, "_has_grad_dtype_override")
+        if knows and item.tensor.grad_dtype != other.tensor.grad_dtype:
+            faults.append(f"{item.fqn} takes gradients of {item.tensor.grad_dtype}")
         if item.tensor.is_meta or item.tensor.shape != other.tensor.shape:
             faults.append(f"{item.fqn} is on meta, or has another shape")
             continue
@@ -291,6 +300,8 @@ def spoiled(fault: str) -> nn.Module:
             model.head.weight = nn.Parameter(torch.zeros(11, 4, dtype=torch.bfloat16))
     elif fault == "frozen" and there:
         model.blocks[0].experts.requires_grad_(False)
+    elif fault == "other gradients" and there:
+        model.blocks[0].experts.grad_dtype = torch.float32
     elif fault == "in part":
         model = live_model()
         fully_shard(model.blocks[0].linear)

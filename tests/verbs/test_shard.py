@@ -137,6 +137,7 @@ def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
         ("another architecture", "DisagreementError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
         ("another shape", "DisagreementError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),
         ("untied", "DisagreementError", "tied to head.weight on rank 0"),
+        ("other gradients", "DisagreementError", "trained, with gradients of torch.float32 on rank 1"),
         ("frozen", "DisagreementError", "(2, 12, 3), trained on rank 0"),
         (
             "in part",
