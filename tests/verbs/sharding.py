@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests import truth
 from tests.verbs.on_ranks import attempt, batch, bring_up, loss_and_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -339,6 +340,24 @@ def refused(fault: str, keywords: dict[str, Any]) -> tuple[str, str, bool]:
 def other_arguments() -> tuple[str, str]:
     options = shardwise.ShardOptions(budget_bytes=4096 << dist.get_rank())
     return attempt(lambda: shardwise.shard(live_model(), options=options))
+
+
+@dataclass(frozen=True)
+class WithFunction(MixedPrecisionPolicy):
+    """As torch 2.15 has it; before, FSDP2 does not ask the function."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+def a_function_in_the_policy() -> tuple[bool, bool]:
+    """Whether the model is sharded, and whether the functions of the ranks lie in different places."""
+    functions = [lambda parameter: None for _ in range(dist.get_rank() + 1)]
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, id(functions[-1]))
+    policy = WithFunction(param_dtype=torch.float32, param_dtype_override_fn=functions[-1])
+    model = live_model()
+    shardwise.shard(model, Sharding(mp_policy=policy))
+    return isinstance(model, FSDPModule), len(set(places)) > 1
 
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:

@@ -180,6 +180,10 @@ def test_ranks_with_other_arguments_are_told(worlds):
         assert "arguments (mesh, policies, modes, budget) on rank 1" in text
 
 
+def test_a_function_in_a_policy_is_the_same_wherever_it_lies(worlds):
+    assert worlds(2).run(sharding.a_function_in_the_policy) == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_that_fails_in_the_middle_leaves_nobody_waiting(worlds, failing):
     found = worlds(3).run(sharding.fail_in_the_middle, failing)
