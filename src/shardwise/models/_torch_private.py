@@ -54,6 +54,9 @@ with KnownNames("torch", "2.11 to 2.15"):
 
 __all__ = ["tree_leaves", "tree_map", "tree_map_only"]
 
+SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether ``fully_shard`` takes parameters of integers. In 2.11 it asks gradients of every shard for a moment."""
+
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """A module's own registry of parameters; what is put in goes past ``nn.Module``'s checks."""
