@@ -75,7 +75,7 @@ def live_model(seed: int = 0) -> Model:
 def marked(model: Model) -> Model:
     """With what a parameter may have beside its values, and blocks in two modes."""
     model.blocks[0].linear.weight.note = "kept"  # type: ignore[assignment]
-    model.blocks[0].linear.weight.grad_dtype = torch.float32
+    model.blocks[1].linear.weight.grad_dtype = torch.float32
     model.blocks[0].scale.grad_dtype = torch.float32
     model.blocks[1].experts.grad_dtype = None
     model.blocks[1].eval()
