@@ -147,6 +147,20 @@ def test_registries_and_hooks() -> None:
     assert private.gradient_hooks(module.bias) == [hook]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_the_dtype_of_gradients(dtype: torch.dtype | None) -> None:
+    parameter, other, third = (nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(3))
+    private.take_after(other, parameter)
+    assert not private.sets_grad_dtype(parameter)
+    assert not private.sets_grad_dtype(other)
+    parameter.grad_dtype = dtype
+    assert private.sets_grad_dtype(parameter)
+    private.take_after(other, parameter)
+    assert other.grad_dtype == dtype
+    third.grad_dtype = torch.bfloat16  # its own, which a wider copy of it is to keep
+    assert private.sets_grad_dtype(third) == hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+
 def test_tensors() -> None:
     tensor = torch.ones(3)
     version = private.writes_to(tensor)

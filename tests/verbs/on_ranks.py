@@ -206,7 +206,10 @@ def load_plain(directory: str, kind: str, keywords: dict[str, Any]) -> dict[str,
         with torch.device("meta"):
             model = Plain()
         shard_plain(model)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float64
         shardwise.load(model, directory, buffers={"*.angles": angles}, **keywords)
+        assert {parameter.grad_dtype for parameter in model.parameters()} == {torch.float64}
     elif kind == "meta by default":
         with torch.device("meta"):
             model = shard_plain(Plain())

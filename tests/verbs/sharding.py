@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests import truth
 from tests.verbs.on_ranks import attempt, batch, bring_up, loss_and_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -68,17 +69,22 @@ def live_model(seed: int = 0) -> Model:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.copy_(torch.randint(-8, 8, tensor.shape, generator=generator))
+    return marked(model)
+
+
+def marked(model: Model) -> Model:
+    """With what a parameter may have beside its values, and blocks in two modes."""
     model.blocks[0].linear.weight.note = "kept"  # type: ignore[assignment]
+    model.blocks[1].linear.weight.grad_dtype = torch.float32
+    model.blocks[0].scale.grad_dtype = torch.float32
+    model.blocks[1].experts.grad_dtype = None
     model.blocks[1].eval()
     return model
 
 
 def meta_model() -> Model:
     with torch.device("meta"):
-        model = Model()
-    model.blocks[0].linear.weight.note = "kept"  # type: ignore[assignment]
-    model.blocks[1].eval()
-    return model
+        return marked(Model())
 
 
 def save(folder: str) -> None:
@@ -113,6 +119,10 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
             faults.append(f"{item.fqn} is {item.names}, {item.kind}, {item.tensor.dtype}")
         if vars(item.tensor).get("note") != vars(other.tensor).get("note"):
             faults.append(f"{item.fqn} has lost its attribute")
+        # Before torch 2.15, fully_shard knew nothing of it.
+        knows = not isinstance(item.tensor, DTensor) or hasattr(torch.Tensor, "_has_grad_dtype_override")
+        if knows and item.tensor.grad_dtype != other.tensor.grad_dtype:
+            faults.append(f"{item.fqn} takes gradients of {item.tensor.grad_dtype}")
         if item.tensor.is_meta or item.tensor.shape != other.tensor.shape:
             faults.append(f"{item.fqn} is on meta, or has another shape")
             continue
@@ -291,6 +301,8 @@ def spoiled(fault: str) -> nn.Module:
             model.head.weight = nn.Parameter(torch.zeros(11, 4, dtype=torch.bfloat16))
     elif fault == "frozen" and there:
         model.blocks[0].experts.requires_grad_(False)
+    elif fault == "other gradients" and there:
+        model.blocks[0].experts.grad_dtype = torch.float32
     elif fault == "in part":
         model = live_model()
         fully_shard(model.blocks[0].linear)
@@ -328,6 +340,24 @@ def refused(fault: str, keywords: dict[str, Any]) -> tuple[str, str, bool]:
 def other_arguments() -> tuple[str, str]:
     options = shardwise.ShardOptions(budget_bytes=4096 << dist.get_rank())
     return attempt(lambda: shardwise.shard(live_model(), options=options))
+
+
+@dataclass(frozen=True)
+class WithFunction(MixedPrecisionPolicy):
+    """As torch 2.15 has it; before, FSDP2 does not ask the function."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+def a_function_in_the_policy() -> tuple[bool, bool]:
+    """Whether the model is sharded, and whether the functions of the ranks lie in different places."""
+    functions = [lambda parameter: None for _ in range(dist.get_rank() + 1)]
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, id(functions[-1]))
+    policy = WithFunction(param_dtype=torch.float32, param_dtype_override_fn=functions[-1])
+    model = live_model()
+    shardwise.shard(model, Sharding(mp_policy=policy))
+    return isinstance(model, FSDPModule), len(set(places)) > 1
 
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:

@@ -308,6 +308,19 @@ def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path):
     assert model.positions.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_the_dtype_that_gradients_were_given_stays(dtype):
+    model = on_meta(lambda: nn.Linear(4, 4, dtype=torch.bfloat16))
+    model.weight.grad_dtype = dtype
+    model.weight.note = "kept"
+    values = {name: torch.ones(tensor.shape, dtype=tensor.dtype) for name, tensor in model.state_dict().items()}
+    shardwise.load(model, MemoryReader({"model.safetensors": save(values)}))
+    assert (model.weight.grad_dtype, model.bias.grad_dtype) == (dtype, torch.bfloat16)
+    assert model.weight.note == "kept"
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad.dtype == (dtype or torch.bfloat16)
+
+
 class _Hooked(torch.Tensor):
     """A subclass as quantising libraries have them: FSDP2 asks it what to gather."""
 

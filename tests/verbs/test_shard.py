@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from tests.verbs import sharding
 
 import shardwise
+from shardwise.models._torch_private import SHARDS_INTEGERS
 from shardwise.models.policies import Classes
 
 pytestmark = pytest.mark.distributed
@@ -55,7 +56,8 @@ def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh
         assert report["staging_bytes"] <= 4096
         assert report["tied"] == {"head.weight": "embed.weight"}
         assert report["cast"] == report["differed"] == {}
-        whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in ("scale", "registers")}
+        names = ("scale", "registers") if SHARDS_INTEGERS else ("scale", "registers", "codes")
+        whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in names}
         assert set(report["replicated"]) == (whole if report["mesh"] else set())
         if state in ("everywhere", "compiled") and values_from != shardwise.FirstRank():
             assert report["sent_bytes"] == 0
@@ -137,6 +139,7 @@ def test_a_transformers_model_of_one_rank_is_that_of_all(worlds, name, request):
         ("another architecture", "DisagreementError", "blocks.2.linear.weight is a parameter of shape (5, 6)"),
         ("another shape", "DisagreementError", "blocks.0.experts is a parameter of shape (2, 12, 4)"),
         ("untied", "DisagreementError", "tied to head.weight on rank 0"),
+        ("other gradients", "DisagreementError", "trained, with gradients of torch.float32 on rank 1"),
         ("frozen", "DisagreementError", "(2, 12, 3), trained on rank 0"),
         (
             "in part",
@@ -177,6 +180,10 @@ def test_ranks_with_other_arguments_are_told(worlds):
     for kind, text in worlds(2).run(sharding.other_arguments):
         assert kind == "DisagreementError"
         assert "arguments (mesh, policies, modes, budget) on rank 1" in text
+
+
+def test_a_function_in_a_policy_is_the_same_wherever_it_lies(worlds):
+    assert worlds(2).run(sharding.a_function_in_the_policy) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -15,6 +15,7 @@ from shardwise.execution.supply import Supply
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
+from shardwise.models._torch_private import take_after
 from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import Held, boxes_at, local_boxes, local_tensor, look_inside
@@ -31,10 +32,12 @@ def wrap_without_values(
     for bound in bounds:
         bound.unbind()
     for item in held:
-        if item.kind is TensorKind.PARAMETER:
+        if isinstance(item.tensor, nn.Parameter):
             attributes[item.fqn] = dict(vars(item.tensor))
             empty = torch.empty(item.tensor.shape, dtype=supply.dtypes[item.fqn], device="meta")
-            item.install(nn.Parameter(empty, requires_grad=item.tensor.requires_grad))
+            parameter = nn.Parameter(empty, requires_grad=item.tensor.requires_grad)
+            take_after(parameter, item.tensor)
+            item.install(parameter)
     wrap.prepare_blocks(model, sharding)
     groups = wrap.wrap(model, sharding) if sharding.mesh is not None else ()
     for item in look_inside(model):

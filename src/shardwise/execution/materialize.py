@@ -118,7 +118,7 @@ class _WantedMemory:
         parameter = (
             made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
         )
-        vars(parameter).update(vars(tensor))
+        _torch_private.take_after(parameter, tensor)
         self.item.install(parameter)
         if self.manager is not None:
             _torch_private.adopt_sharded(self.manager, parameter)

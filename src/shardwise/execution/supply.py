@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from shardwise.errors import DisagreementError
 from shardwise.execution.checksum import checksum
 from shardwise.execution.world import World
 from shardwise.layout import TensorKind
+from shardwise.models._torch_private import sets_grad_dtype
 from shardwise.models.rebind import Bound, Key, Scalar
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held
@@ -71,14 +73,20 @@ def require_alike_models(world: World, held: Sequence[Held], bounds: Sequence[Bo
     Raises:
         DisagreementError: naming tensors that differ.
     """
-    items = [
-        Item(item.names, item.kind.value, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held
-    ]
+    items = [_item(item) for item in held]
     if len(set(world.gather(digest(items)))) > 1:
         gathered = world.gather(items)
         world.together(lambda: require_alike(gathered))
     setup = [bound.description() for bound in bounds]
     world.require_equal(setup, "the setup of the optimizers (their classes, groups and settings)")
+
+
+def _item(item: Held) -> Item:
+    tensor = item.tensor
+    grad_dtype = ""
+    if isinstance(tensor, nn.Parameter) and sets_grad_dtype(tensor):
+        grad_dtype = str(tensor.grad_dtype or "any dtype")
+    return Item(item.names, item.kind.value, tuple(tensor.shape), tensor.requires_grad, grad_dtype)
 
 
 def survey(

@@ -7,7 +7,8 @@ counters of tensors; the store of the default process group, and the device of a
 (to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
 learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
 fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
-checkpoint; trees of Python's containers; and the classes that torch's two ``replicate()`` put in front.
+checkpoint; whether gradients were given a dtype; trees of Python's containers; and the classes that torch's two
+``replicate()`` put in front.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ with KnownNames("torch", "2.11 to 2.15"):
             getattr(_owner, _name)
 
 __all__ = ["tree_leaves", "tree_map", "tree_map_only"]
+
+SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether ``fully_shard`` takes parameters of integers. In 2.11 it asks gradients of every shard for a moment."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -105,6 +109,21 @@ def parameters_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def registries_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """All registries of a module."""
     return module._modules, module._parameters, module._buffers
+
+
+def sets_grad_dtype(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradients have been given a dtype, or leave to have any.
+
+    (Before torch 2.15 the dtype that the parameter has itself is not told from none.)
+    """
+    return bool(getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype != parameter.dtype))
+
+
+def take_after(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give a new parameter what another has beside values and ``requires_grad``: attributes, a ``grad_dtype``."""
+    vars(parameter).update(vars(other))
+    if sets_grad_dtype(other):
+        parameter.grad_dtype = other.grad_dtype
 
 
 def local_address(tensor: torch.Tensor) -> int:

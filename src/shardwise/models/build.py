@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from shardwise.errors import ConfigError
 from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, walk
+from shardwise.models._torch_private import buffers_of, is_temporary, parameters_of, take_after, walk
 from shardwise.models.dtypes import to_torch
 from shardwise.tensors.dtypes import DType
 
@@ -213,4 +213,8 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, siblings: Mapping[st
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     other = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    if not isinstance(tensor, nn.Parameter):
+        return other
+    parameter = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    take_after(parameter, tensor)
+    return parameter

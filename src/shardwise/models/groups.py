@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from shardwise.models._torch_private import parameters_of, walk
+from shardwise.models._torch_private import SHARDS_INTEGERS, parameters_of, walk
 from shardwise.models.policies import WrapPolicy, select_blocks
 
 MAX_PADDING = 1.1
@@ -127,10 +127,14 @@ def _group_finder(inside: _Inside, blocks: Iterable[str]) -> Callable[[str], str
 def _unshardable(inside: _Inside) -> dict[nn.Parameter, str]:
     """Parameters FSDP2 cannot take, and why.
 
-    These are 0-d and empty ones, and those of a minority dtype among a module's own trained ones.
+    These are 0-d and empty ones, with an older torch integers, and those of a minority dtype among a module's own
+    trained ones.
     """
     found = {parameter: "it has no dimensions" for parameter in inside.places if parameter.ndim == 0}
     found |= {parameter: "it has no elements" for parameter in inside.places if parameter.numel() == 0}
+    if not SHARDS_INTEGERS:
+        integers = [p for p in inside.places if not p.is_floating_point() and not p.is_complex()]
+        found |= dict.fromkeys(integers, "it has integers, which this torch does not shard; 2.13 does")
     for module in inside.modules.values():
         own = [p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.ndim > 0]
         if len(own) < 2:

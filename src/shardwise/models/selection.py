@@ -95,6 +95,8 @@ def _ask_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
+        # PEFT 0.20 looks for the config of a base that has no name, too.
+        warnings.filterwarnings("ignore", message="Could not find a config file in  - will assume")
         chosen: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     return chosen
 

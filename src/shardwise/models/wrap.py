@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,8 +48,18 @@ class Sharding:
 def in_words(sharding: Sharding) -> dict[str, str]:
     """What ranks must have in common, by name."""
     mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
-    policies = {item.name: repr(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
+    policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
     return {"mesh": repr(mesh), **policies}
+
+
+def _told(value: object) -> str:
+    """What ``repr`` tells, but of a function its name: where it lies in memory differs from rank to rank."""
+    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
+        return repr(value)
+    if is_dataclass(value):
+        parts = ", ".join(f"{item.name}={_told(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({parts})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:

@@ -55,11 +55,14 @@ class Item:
     kind: str
     shape: tuple[int, ...]
     requires_grad: bool
+    grad_dtype: str = ""
+    """What gradients may be, where that has been set."""
 
     def __str__(self) -> str:
         tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
         trained = ", trained" if self.requires_grad else ""
-        return f"a {self.kind} of shape {self.shape}{trained}{tied}"
+        gradients = f", with gradients of {self.grad_dtype}" if self.grad_dtype else ""
+        return f"a {self.kind} of shape {self.shape}{trained}{gradients}{tied}"
 
 
 def digest(items: Sequence[object]) -> bytes:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
-from shardwise.layout import TensorKind
-from shardwise.models._torch_private import parameters_of, walk
+from shardwise.models._torch_private import parameters_of, take_after, walk
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import look_inside
 from shardwise.tuning.existing import Adapter
@@ -64,12 +63,12 @@ def _recast(model: nn.Module, trained: TrainedDtype, casts_to: torch.dtype | Non
     """
     for item in look_inside(model):
         tensor = item.tensor
-        if item.kind is not TensorKind.PARAMETER:
+        if not isinstance(tensor, nn.Parameter):
             continue
         dtype = trained.dtype_of(tensor.dtype, tensor.requires_grad)
         if dtype != tensor.dtype:
             other = nn.Parameter(torch.empty_like(tensor, dtype=dtype), requires_grad=tensor.requires_grad)
-            vars(other).update(vars(tensor))
+            take_after(other, tensor)
             item.install(other)
     if casts_to is None:
         _require_one_dtype(model)
