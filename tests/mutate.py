@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -49,8 +49,11 @@ NEEDED = 0.9
 _MORE_MEMORY = 4 << 30
 """That a mutant may take: one of a size asks for terabytes."""
 
-_CALM = 3.0
-"""Seconds that a mutant has in any case; after these, twice what the tests take."""
+_CALM = 1.0
+"""Seconds of the processor that a test has with a mutant in any case; beyond these, twice what it takes without."""
+
+_LONGEST_S = 300.0
+"""That any test takes without one."""
 
 Line = tuple[str, int]
 
@@ -68,8 +71,8 @@ class Measured:
         struck = _lines_of(mutant)
         return sorted((test for test, lines in self.lines.items() if lines & struck), key=self.seconds.__getitem__)
 
-    def limit_s(self, tests: Iterable[str]) -> float:
-        return _CALM + 2 * sum(self.seconds[test] for test in tests)
+    def limits_s(self, tests: Iterable[str]) -> dict[str, float]:
+        return {test: _CALM + 2 * self.seconds[test] for test in tests}
 
 
 @dataclass(frozen=True)
@@ -184,11 +187,12 @@ def collected(room: str, then: Callable[[pytest.Session], bool]) -> bool:
     return plugin.is_good
 
 
-def passes(session: pytest.Session, tests: Iterable[str]) -> bool:
-    """Whether all these tests pass; the first that fails is the last."""
+def passes(session: pytest.Session, limits_s: Mapping[str, float]) -> bool:
+    """Whether all these tests pass; the first that fails is the last. One that takes too long ends the process."""
     items = {item.nodeid: item for item in session.items}
-    chosen = [items[test] for test in tests]
+    chosen = [items[test] for test in limits_s]
     for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+        signal.setitimer(signal.ITIMER_PROF, limits_s[item.nodeid])
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:
             return False
@@ -201,12 +205,12 @@ def measured(session: pytest.Session, room: str, imported: set[Line], jobs: int,
 
     def run(test: str, folder: Path) -> bool:
         with _Traced(room) as lines:
-            is_good = passes(session, [test])
+            is_good = passes(session, {test: _LONGEST_S})
         (folder / "lines").write_bytes(pickle.dumps((lines, time.process_time())))
         return is_good
 
     names = [item.nodeid for item in session.items]
-    works = (Work(name, lambda folder, name=name: run(name, folder), 300) for name in names)  # type: ignore[misc]
+    works = (Work(name, lambda folder, name=name: run(name, folder), _LONGEST_S) for name in names)  # type: ignore[misc]
     for name, is_good, folder in in_processes(works, jobs, scratch):
         if not is_good:
             print(f"{room}: {name} fails as it is", (folder / "output").read_text(), sep="\n")
@@ -288,7 +292,7 @@ def with_functions(
         for mutant in chosen:
             if time.monotonic() > tally.until:
                 return
-            tests, given = found.tests_of(mutant), functions.given(mutant)
+            tests, given = found.limits_s(found.tests_of(mutant)), functions.given(mutant)
             if found.imported & _lines_of(mutant) or not given:
                 to_import.append(mutant)
             elif not tests:
@@ -297,10 +301,10 @@ def with_functions(
                 yield Work(
                     mutant.label,
                     lambda folder, given=given, tests=tests: faulty(given, tests),  # type: ignore[misc]
-                    found.limit_s(tests),
+                    sum(tests.values()),
                 )
 
-    def faulty(given: list[tuple[FunctionType, Any]], tests: list[str]) -> bool:
+    def faulty(given: list[tuple[FunctionType, Any]], tests: Mapping[str, float]) -> bool:
         for one, code in given:
             one.__code__ = code
         return passes(session, tests)
@@ -320,11 +324,11 @@ def with_imports(found: Measured, chosen: list[Mutant], tally: Tally, jobs: int,
             near = {
                 test for test, lines in found.lines.items() if any(file == str(mutant.file) for file, _ in lines)
             }
-            tests = sorted(found.seconds, key=lambda test: (test not in near, found.seconds[test]))
-            limit = found.limit_s(tests) + 60
+            tests = found.limits_s(sorted(found.seconds, key=lambda test: (test not in near, found.seconds[test])))
+            limit = sum(tests.values()) + 60
             yield Work(mutant.label, lambda folder, m=mutant, t=tests: faulty(m, t), limit)  # type: ignore[misc]
 
-    def faulty(mutant: Mutant, tests: list[str]) -> bool:
+    def faulty(mutant: Mutant, tests: Mapping[str, float]) -> bool:
         sys.meta_path.insert(0, _Finder(mutant))
         return collected(tally.room, lambda session: passes(session, tests))
 

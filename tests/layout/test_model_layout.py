@@ -48,6 +48,7 @@ def test_first_and_last_rows(spans: tuple[int, ...], place: tuple[int, int], cut
     above, below = first_rows([item], cut), last_rows([item], cut)
     assert all(part.box.offsets[0] + part.box.sizes[0] <= cut for part in above)
     assert all(part.box.offsets[0] >= cut for part in below)
+    assert all(part.box.sizes[0] > 0 for part in (*above, *below))
     memory = np.arange(1000)
 
     def seen(part: LocalBox) -> list[tuple[int, int, int]]:
