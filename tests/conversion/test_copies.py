@@ -81,7 +81,7 @@ def test_a_run_is_cut_into_no_more_blocks_than_it_takes(count, span):
 
 @given(st.integers(1, 39), st.integers(0, 7))
 def test_an_interleave_of_two_parts_is_taken_apart_at_the_seam_only(row, column):
-    """Forty rows [a0 a1 a2 a3 b0 b1 b2 b3] become [a0 b0 a1 b1 ...]; they lie in two parts, which meet in some row."""
+    """Forty rows [a0 a1 a2 a3 b0 b1 b2 b3] become [a0 b0 a1 b1 ...]; in two parts that meet in some row."""
     sizes = (8 * row + column, 320 - 8 * row - column)
     whole = concat([leaf(str(number), size) for number, size in enumerate(sizes)], 0)
     found = copies(reshape(permute(reshape(whole, (40, 2, 4)), (0, 2, 1)), (40, 8)), Box.whole((40, 8)))
