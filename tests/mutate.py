@@ -23,14 +23,11 @@ import importlib.util
 import os
 import pickle
 import random
-import resource
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +35,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from tests.forked import Work, in_processes
 from tests.mutants import SOURCES, Mutant, compiled, functions_changed, mutants_in
 
 ROOT = Path(__file__).parent.parent
@@ -45,9 +43,6 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 ROOMS = ("tensors", "conversion", "layout", "formats", "planning")
 NEEDED = 0.9
-
-_MORE_MEMORY = 4 << 30
-"""That a mutant may take: one of a size asks for terabytes."""
 
 _CALM = 1.0
 """Seconds of the processor that a test has with a mutant in any case; beyond these, twice what it takes without."""
@@ -73,65 +68,6 @@ class Measured:
 
     def limits_s(self, tests: Iterable[str]) -> dict[str, float]:
         return {test: _CALM + 2 * self.seconds[test] for test in tests}
-
-
-@dataclass(frozen=True)
-class Work:
-    """For a process of its own: ``run`` gives whether it passed. Seconds of the processor until it is ended."""
-
-    name: str
-    run: Callable[[Path], bool]
-    limit_s: float
-
-
-def in_processes(works: Iterable[Work], jobs: int, scratch: Path) -> Iterator[tuple[str, bool, Path]]:
-    """(name, whether it passed, folder) of each, in the order in which they end; ``jobs`` at a time.
-
-    Each is forked from this process, and ended when it takes too long or too much. Its folder, with its output, is
-    there until the next is asked for.
-    """
-    waiting = iter(works)
-    running: dict[int, tuple[Work, Path, float]] = {}
-    while True:
-        while len(running) < jobs and (work := next(waiting, None)) is not None:
-            folder = Path(tempfile.mkdtemp(dir=scratch))
-            running[_forked(work, folder)] = work, folder, time.monotonic() + 5 * work.limit_s + 30
-        if not running:
-            return
-        time.sleep(0.003)
-        for child, (work, folder, until) in list(running.items()):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if not done and time.monotonic() > until:
-                os.killpg(child, signal.SIGKILL)
-                done, status = os.waitpid(child, 0)
-            if done:
-                del running[child]
-                yield work.name, status == 0, folder
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _forked(work: Work, folder: Path) -> int:
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.setsid()
-        output = os.open(folder / "output", os.O_RDWR | os.O_CREAT)
-        for stream in (0, 1, 2):
-            os.dup2(output, stream)
-        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)  # where `tmp_path` is
-        seconds = int(work.limit_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        memory = pages * resource.getpagesize() + _MORE_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
-        status = 0 if work.run(folder) else 1
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def _lines_of(mutant: Mutant) -> set[Line]:
