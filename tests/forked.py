@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
@@ -13,6 +14,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux: the signal that a process gets when its parent ends."""
 
 _MORE_MEMORY = 4 << 30
 """That a mutant may take: one of a size asks for terabytes."""
@@ -61,6 +65,7 @@ def _forked(work: Work, folder: Path) -> int:
     status = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever ends this process ends these, too
         output = os.open(folder / "output", os.O_RDWR | os.O_CREAT)
         for stream in (0, 1, 2):
             os.dup2(output, stream)

@@ -25,7 +25,7 @@ from shardwise.formats.pickles import read_pickle
 from shardwise.formats.safetensors import read_header
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
 from shardwise.formats.torch_values import TORCH_FILE
-from shardwise.formats.zip_archive import Part
+from shardwise.formats.zip_archive import FileWindow
 from shardwise.storage import MemoryReader, ReadPolicy
 from shardwise.tensors import Box
 
@@ -137,7 +137,7 @@ def test_a_tensor_that_tells_its_dtype() -> None:
 def test_equal_pickles_are_read_once() -> None:
     content = saved(torch.ones(3))
     reader, known = opened({"f": content}), {}
-    first, second = (TorchArchive(Part(reader, "f", 0, len(content)), "f", known) for _ in range(2))
+    first, second = (TorchArchive(FileWindow(reader, "f", 0, len(content)), "f", known) for _ in range(2))
     assert first.value is second.value
     assert len(known) == 1
 

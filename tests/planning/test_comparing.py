@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.planning import comparing
-from shardwise.planning.comparing import BLOCK_BYTES, Portion, SampledBlocks, WholeFiles, portions
+from shardwise.planning.comparing import BLOCK_BYTES, ComparedBytes, SampledBlocks, WholeFiles, portions
 from shardwise.tensors import DType
 
 
@@ -55,7 +55,8 @@ def test_long_ranges_are_compared_in_pieces(monkeypatch):
     monkeypatch.setattr(comparing, "_PIECE_BYTES", 40)
     found = portions(index_of({"a": [90]}, around=10), WholeFiles())
     ranges = [(0, 10), (10, 50), (50, 90), (90, 100), (100, 110)]
-    assert found == [Portion("a", "a.0" if 10 <= start < 100 else "", ((start, stop),)) for start, stop in ranges]
+    keys = ["", "a.0", "a.0", "a.0", ""]
+    assert found == [ComparedBytes("a", key, (where,)) for key, where in zip(keys, ranges, strict=True)]
 
 
 @given(SIZES, st.integers(0, 200), st.integers(2, 11))
@@ -106,7 +107,7 @@ def test_many_tensors_have_fewer_blocks_and_long_frames_are_not_read(monkeypatch
     monkeypatch.setattr(comparing, "_MOST_FRAME_BYTES", 30)
     frame = portions(index, SampledBlocks())[0]
     end = index.files["a"]
-    assert frame == Portion("a", "", ((0, 30), (end - 30, end)))
+    assert frame == ComparedBytes("a", "", ((0, 30), (end - 30, end)))
     assert [item.file for item in itertools.chain(portions(index_of({}), SampledBlocks()))] == []
 
 

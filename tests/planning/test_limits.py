@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from tests.conversion.random_expressions import view
-from tests.planning.test_assembly import Simulated, dealt
 from tests.planning.test_intervals import model
 from tests.planning.test_load_plan import F32, plan, tensor
 from tests.planning.test_matching import STRICT, WHOLE, place
@@ -19,11 +16,9 @@ from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.formats.composed import Composed, Joined, View, Whole
 from shardwise.layout import LocalBox, MeshShape, Origin, Spread
 from shardwise.planning import Init, Initialize, Read, Tie, stored_tensors
-from shardwise.planning.assembly import Round, Wanted, plan_assembly
 from shardwise.planning.consent import Consent
-from shardwise.planning.exchange import Wanted as WantedBoxes
-from shardwise.planning.exchange import dealt as dealt_boxes
-from shardwise.planning.fetching import Peers, peers_on
+from shardwise.planning.exchange import WantedBoxes, dealt
+from shardwise.planning.fetching import FetchingPeers, peers_on
 from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.matching import match
 from shardwise.planning.pages import MeasuredPages, Way
@@ -93,7 +88,7 @@ def test_a_block_is_an_eighth_of_the_budget_at_most() -> None:
     made = intervals(reads, index, ranks)
     budget = 8 * ranks * 2 * 5
     found = [handed_over(wanted, made, budget, rank) for rank in range(ranks)]
-    blocks = [parcel.block for agenda in found for items in agenda.rounds for parcel in items]
+    blocks = [parcel.block for rounds in found for items in rounds for parcel in items.parcels]
     assert max(block.numel for block in blocks) == 5
 
 
@@ -101,7 +96,7 @@ def test_rows_that_are_wanted_alike_are_one_band() -> None:
     """The first two rows as two columns; those after them, of two ranks, as three."""
     boxes = (Box((0, 0), (2, 2)), Box((2, 0), (2, 3)), Box((4, 0), (2, 3)))
     item = WantedBoxes("w", 1 << 15, tuple((box,) for box in boxes))
-    found = dealt_boxes([item], [0, 1, 2], 1 << 30)
+    found = dealt([item], [0, 1, 2], 1 << 30)
     elements = {}
     for parcel in found:
         for rank in parcel.targets:
@@ -118,35 +113,7 @@ def test_a_last_rank_that_holds_nothing_has_peers() -> None:
 
     spread = Spread((local(Box((0, 0), (2, 6))), local(Box((2, 0), (1, 6))), ()), 12)
     mesh = MeshShape(("replicate", "shard"), (2, 3))
-    assert peers_on(mesh, spread, (3, 6), is_sharded=True) == Peers(False, 2, 2)
-
-
-# Assembly
-
-
-def test_a_round_is_for_one_rank_or_for_all() -> None:
-    rng = random.Random(0)
-    leaves = {str(number): np.arange(12) + 100 * number for number in range(6)}
-    shares = {key: dealt(rng, (12,), 3) for key in leaves}
-    streams = [
-        [Wanted(key, Stored(key, (12,), DType.F32), 4, targets) for key in keys]
-        for keys, targets in (("012", (0, 1, 2)), ("345", (1,)))
-    ]
-    rounds = plan_assembly(streams, shares, 3, 1 << 10)
-    assert all(len({len(block.targets) for block in items.blocks}) == 1 for items in rounds)
-    assert [items.is_for_all for items in rounds] == [len(items.blocks[0].targets) > 1 for items in rounds]
-    made = Simulated(leaves, shares).run(rounds)
-    assert {key: memory.tolist() for (key, _), memory in made.items()} == {
-        key: value.tolist() for key, value in leaves.items()
-    }
-
-
-@pytest.mark.parametrize(("second", "is_padded"), [(60, True), (59, False)])
-def test_parts_have_one_size_where_a_quarter_more_is_sent_at_most(second: int, is_padded: bool) -> None:
-    shares = {"w": dealt(random.Random(1), (4,), 2)}
-    (one,) = plan_assembly([[Wanted("w", Stored("w", (4,), DType.F32), 4, (0, 1))]], shares, 2, 100)
-    items = Round(one.blocks, is_for_all=True, lanes={(0, 0): 100, (1, 1): second})
-    assert items.is_padded is is_padded
+    assert peers_on(mesh, spread, (3, 6), is_sharded=True) == FetchingPeers(False, 2, 2)
 
 
 # Loads

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.planning.test_forecast import BF16, POLICY, Made
 
-from shardwise.conversion import Opaque, Stored
-from shardwise.layout import Kind, MeshShape
-from shardwise.planning.fetching import Peers
+from shardwise.conversion import Computed, Stored, WholeOperation
+from shardwise.layout import MeshShape, TensorKind
+from shardwise.planning.fetching import FetchingPeers
 from shardwise.planning.forecast import Homes, forecast_ranks, forecast_training, shared_tensors, uneven_tensors
 from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.report.forecast import GroupForecast
@@ -21,9 +21,10 @@ REMOTE = ReadPolicy(0, 1 << 20, 1, is_remote=True, bytes_per_s=2e9)
 
 def model(mesh):
     inputs = (Stored("packed", (8, 8), BF16),)
+    operation = WholeOperation("Dequantize", ((8, 8),), {"computed": (4, 4)}, dict, 256)
     return (
         Made(mesh)
-        .add("computed", (4, 4), expression=Opaque("Dequantize", "computed", (4, 4), inputs, dict))
+        .add("computed", (4, 4), expression=Computed(operation, "computed", (4, 4), BF16, inputs))
         .add("rows", (8, 6))
         .add("columns", (4, 6), dim=1)
         .add("whole", (5,), dim=None)
@@ -38,14 +39,14 @@ def shared(made, sharing, *, homes=CPU, policy=REMOTE):
 def test_which_tensors_are_read_once():
     made = model(HYBRID)
     assert shared(made, OncePerGroup()) == {
-        "rows": Peers(False, 2, 2),
-        "columns": Peers(True, 4, 2),
-        "whole": Peers(True, 4, 4),
+        "rows": FetchingPeers(False, 2, 2),
+        "columns": FetchingPeers(True, 4, 2),
+        "whole": FetchingPeers(True, 4, 4),
     }
-    assert shared(made, InIntervals()) == dict.fromkeys(("rows", "columns", "whole"), Peers(True, 4, 2))
+    assert shared(made, InIntervals()) == dict.fromkeys(("rows", "columns", "whole"), FetchingPeers(True, 4, 2))
     assert shared(made, Alone()) == shared(made, Weighed(1e15), policy=POLICY) == {}
     assert shared(model(MeshShape.flat(1)), InIntervals()) == shared(model(MeshShape.flat(1)), OncePerGroup()) == {}
-    assert shared(model(MeshShape.flat(2)), InIntervals())["rows"] == Peers(True, 2, 1)
+    assert shared(model(MeshShape.flat(2)), InIntervals())["rows"] == FetchingPeers(True, 2, 1)
 
 
 def test_shards_of_accelerators_are_shared_over_their_fabric():
@@ -75,7 +76,7 @@ def test_what_is_shared_is_read_once_in_all(sharing):
 
 def test_training_takes_gradients_moments_and_the_largest_group():
     made = Made(MeshShape.flat(3)).add("a", (4, 6)).add("b", (2,), dim=None, dtype=DType.F32)
-    made.add("steps", (3,), dim=None, dtype=DType.I64, kind=Kind.PERSISTENT_BUFFER)
+    made.add("steps", (3,), dim=None, dtype=DType.I64, kind=TensorKind.PERSISTENT_BUFFER)
     groups = [GroupForecast(("",), "BF16", 1, 24, gathered_bytes=nbytes) for nbytes in (7, 99, 8)]
     ranks = made.forecast()
     found = forecast_training(made.world(), groups, ranks)
