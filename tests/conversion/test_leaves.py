@@ -172,3 +172,13 @@ def test_nodes_are_written_as_slices_are() -> None:
     assert str(concat([a, a, a], 0)) == "Concat(a, a, a, dim=0)"
     assert str(concat([a] * 4, 0)) == "Concat(a, ... 2 more ..., a, dim=0)"
     assert str(Hole((2, 3), DType.F32)) == "Hole(2, 3)"
+
+
+def test_a_stack_that_is_gone_through_in_two_directions() -> None:
+    leaves = {str(number): np.arange(4) + 10 * number for number in range(6)}
+    node = stack([Stored(key, (4,), DType.F32) for key in leaves], 0)
+    array = np.stack(list(leaves.values()))
+    turned = permute(reshape(node, (2, 3, 4)), (1, 0, 2))
+    assert np.array_equal(evaluated(turned, leaves), array.reshape(2, 3, 4).transpose(1, 0, 2))
+    flat = reshape(turned, (6, 4))
+    assert np.array_equal(evaluated(slice_dim(flat, 0, 1, 4), leaves), array[[3, 1, 4, 2]])
