@@ -42,7 +42,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(  # only whether a test fails is of interest
     "mutation",
     parent=hypothesis.settings.get_profile("default"),
+    max_examples=25,
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

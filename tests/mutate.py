@@ -4,201 +4,177 @@ For each room some mutants are drawn (``--seed``), and its own tests are run on 
 is listed. A room passes with nine of ten killed, those in ``tests/equivalent_mutants.txt`` not counted: faults that
 change nothing anybody can see, each with the reason.
 
-The process that is forked for each mutant has imported torch and the tests' libraries, but nothing of shardwise: so
-a mutant costs what its tests cost. ::
+A process imports the room and collects its tests once. A first run of every test, each in a process forked from
+that one, says which lines it runs and how long it takes. Then a process is forked for each mutant: the functions
+that are there get the code with the fault, and the tests that run its lines are run, quickest first. A fault in
+what runs while modules are imported has everything imported anew, and all tests run. ::
 
     make mutate ARGS="--room tensors --mutants 20 --seed 3"
-    make mutate ARGS="--room formats --file zip_archive.py"
+    make mutate ARGS="--room formats --file zip_archive.py --jobs 2"
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
-import copy
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import pickle
 import random
 import signal
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from tests.forked import Work, in_processes
+from tests.mutants import SOURCES, Mutant, compiled, functions_changed, mutants_in
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ROOT / "src" / "shardwise"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
-ROOMS = {
-    "tensors": ("tests/tensors",),
-    "conversion": ("tests/conversion",),
-    "layout": ("tests/layout",),
-    "formats": ("tests/formats",),
-    "planning": ("tests/planning",),
-}
+ROOMS = ("tensors", "conversion", "layout", "formats", "planning")
 NEEDED = 0.9
 
-_QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""A library that comes with a plugin for pytest has been imported already."""
+_CALM = 1.0
+"""Seconds of the processor that a test has with a mutant in any case; beyond these, twice what it takes without."""
 
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-}
+_LONGEST_S = 300.0
+"""That any test takes without one."""
+
+Line = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One fault: in this file, at this node of its tree (by number), of this kind."""
+@dataclass
+class Measured:
+    """What the tests of a room run, and how long they take; lines by file and number, tests by their id."""
 
-    file: Path
-    node: int
-    kind: str
-    line: int
-    before: str
-    after: str
+    imported: set[Line] = field(default_factory=set)
+    lines: dict[str, set[Line]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def label(self) -> str:
-        return f"{self.file.relative_to(SOURCES)}:{self.line}: {self.before}  →  {self.after}"
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """That run its lines, quickest first."""
+        struck = _lines_of(mutant)
+        return sorted((test for test, lines in self.lines.items() if lines & struck), key=self.seconds.__getitem__)
 
-    @property
-    def key(self) -> str:
-        """Without the line, which moves."""
-        return f"{self.file.relative_to(SOURCES)}: {self.before}  →  {self.after}"
+    def limits_s(self, tests: Iterable[str]) -> dict[str, float]:
+        return {test: _CALM + 2 * self.seconds[test] for test in tests}
 
 
-def mutants_in(file: Path) -> Iterator[Mutant]:
-    """Every fault that there is for a file. Messages, annotations and docstrings are left alone."""
-    tree = ast.parse(file.read_text())
-    left_alone = _left_alone(tree)
-    for number, node in enumerate(ast.walk(tree)):
-        if id(node) in left_alone:
-            continue
-        for kind in _kinds(node):
-            changed = _changed(node, kind)
-            before, after = ast.unparse(node), ast.unparse(changed)
-            yield Mutant(file, number, kind, node.lineno, _short(before), _short(after))  # type: ignore[attr-defined]
+def _lines_of(mutant: Mutant) -> set[Line]:
+    return {(str(mutant.file), line) for line in mutant.lines}
 
 
-def _left_alone(tree: ast.AST) -> set[int]:
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        parts: list[ast.AST | None] = []
-        match node:
-            case ast.Raise() | ast.JoinedStr() | ast.Assert():
-                parts = [node]
-            case ast.FunctionDef(returns=returns, args=arguments, decorator_list=decorators):
-                every = (*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs)
-                parts = [returns, *decorators, *(argument.annotation for argument in every)]
-            case ast.ClassDef(decorator_list=decorators):
-                parts = [*decorators]
-            case ast.AnnAssign(annotation=annotation):
-                parts = [annotation]
-            case ast.Assign(targets=[ast.Name(id="__all__")]):
-                parts = [node]
-            case ast.Call(func=func):
-                name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-                if name in ("dataclass", "field", "TypeVar", "FormatError", "ValueError"):
-                    parts = [node]
-            case _:
-                if getattr(node, "id", "") == "TYPE_CHECKING":
-                    parts = [node]
-        for part in parts:
-            found |= {id(inner) for inner in ast.walk(part)} if part is not None else set()
+class _Traced:
+    """Collects the lines of a room that run, on all threads."""
+
+    def __init__(self, room: str) -> None:
+        self.folder = str(SOURCES / room) + os.sep
+        self.lines: set[Line] = set()
+
+    def __enter__(self) -> set[Line]:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        return self.lines
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(self.folder) else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self._line
+
+
+class _Collected:
+    """A plugin that is called in place of pytest's own loop over the tests."""
+
+    def __init__(self, then: Callable[[pytest.Session], bool]) -> None:
+        self.then = then
+        self.is_good = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.is_good = not session.testsfailed and self.then(session)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(report.longreprtext)
+
+
+def collected(room: str, then: Callable[[pytest.Session], bool]) -> bool:
+    """What ``then`` says of the room's tests; False where they cannot be collected."""
+    plugin = _Collected(then)
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins of libraries that are imported already
+    pytest.main(["-q", "-s", "-p", "no:cacheprovider", *quiet, "-m", "not slow", f"tests/{room}"], [plugin])
+    return plugin.is_good
+
+
+def passes(session: pytest.Session, limits_s: Mapping[str, float]) -> bool:
+    """Whether all these tests pass; the first that fails is the last. One that takes too long ends the process."""
+    items = {item.nodeid: item for item in session.items}
+    chosen = [items[test] for test in limits_s]
+    for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+        signal.setitimer(signal.ITIMER_PROF, limits_s[item.nodeid])
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return False
+    return True
+
+
+def measured(session: pytest.Session, room: str, imported: set[Line], jobs: int, scratch: Path) -> Measured | None:
+    """Each test by itself, so that nothing is kept from another; None where one fails."""
+    found = Measured(imported)
+
+    def run(test: str, folder: Path) -> bool:
+        with _Traced(room) as lines:
+            is_good = passes(session, {test: _LONGEST_S})
+        (folder / "lines").write_bytes(pickle.dumps((lines, time.process_time())))
+        return is_good
+
+    names = [item.nodeid for item in session.items]
+    works = (Work(name, lambda folder, name=name: run(name, folder), _LONGEST_S) for name in names)  # type: ignore[misc]
+    for name, is_good, folder in in_processes(works, jobs, scratch):
+        if not is_good:
+            print(f"{room}: {name} fails as it is", (folder / "output").read_text(), sep="\n")
+            return None
+        found.lines[name], found.seconds[name] = pickle.loads((folder / "lines").read_bytes())
     return found
 
 
-def _kinds(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Compare(ops=[operator]) if type(operator) in _COMPARISONS:
-            return ["comparison"]
-        case ast.BinOp(op=operator) if type(operator) in _ARITHMETIC:
-            return ["arithmetic"]
-        case ast.BoolOp():
-            return ["boolean"]
-        case ast.UnaryOp(op=ast.Not()):
-            return ["not"]
-        case ast.Constant(value=bool()):
-            return ["constant"]
-        case ast.Constant(value=int()):
-            return ["plus one", "minus one"]
-        case ast.Return(value=value) if value is not None and not _is_none(value):
-            return ["return None"]
-        case ast.If():
-            return ["always", "never"]
-        case ast.Continue() | ast.Break():
-            return ["other way out"]
-    return []
+class Functions:
+    """The functions of a room that are in this process, by file, qualified name and first line."""
 
+    def __init__(self, room: str) -> None:
+        folder = str(SOURCES / room) + os.sep
+        self._found: dict[tuple[str, str, int], list[FunctionType]] = {}
+        for one in gc.get_objects():
+            if type(one) is FunctionType and one.__code__.co_filename.startswith(folder):
+                code = one.__code__
+                key = code.co_filename, code.co_qualname, code.co_firstlineno
+                self._found.setdefault(key, []).append(one)
+        assert self._found, f"nothing of {room} is imported"
 
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
-
-
-def _changed(node: ast.AST, kind: str) -> ast.AST:
-    """The node as the fault has it."""
-    made = copy.deepcopy(node)
-    match kind, made:
-        case "comparison", ast.Compare():
-            made.ops = [_COMPARISONS[type(made.ops[0])]()]
-        case "arithmetic", ast.BinOp():
-            made.op = _ARITHMETIC[type(made.op)]()
-        case "boolean", ast.BoolOp():
-            made.op = ast.And() if isinstance(made.op, ast.Or) else ast.Or()
-        case "not", ast.UnaryOp():
-            return made.operand
-        case "constant", ast.Constant():
-            made.value = not made.value
-        case "plus one" | "minus one", ast.Constant():
-            assert isinstance(made.value, int)
-            made.value += 1 if kind == "plus one" else -1
-        case "return None", ast.Return():
-            made.value = ast.Constant(None)
-        case "always" | "never", ast.If():
-            made.test = ast.Constant(kind == "always")
-        case "other way out", _:
-            return ast.copy_location(ast.Break() if isinstance(made, ast.Continue) else ast.Continue(), made)
-    return made
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split(":\n")[0].split("\n")[0].split())[:100]
-
-
-def compiled(mutant: Mutant) -> CodeType:
-    """The file with the fault in it."""
-    tree = ast.parse(mutant.file.read_text())
-    wanted = list(ast.walk(tree))[mutant.node]
-
-    class Put(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            if node is wanted:
-                return ast.copy_location(_changed(node, mutant.kind), node)
-            return self.generic_visit(node)
-
-    return compile(ast.fix_missing_locations(Put().visit(tree)), str(mutant.file), "exec")
+    def given(self, mutant: Mutant) -> list[tuple[FunctionType, Any]]:
+        """The functions that the fault changes, with their new code; none where it has to be imported."""
+        changed = functions_changed(mutant)
+        keys = [(str(mutant.file), *key) for key in changed]
+        if not all(key in self._found for key in keys):
+            return []
+        return [(one, code) for key, code in zip(keys, changed.values(), strict=True) for one in self._found[key]]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -223,47 +199,128 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(self.code, module.__dict__)
 
 
-def tests_of(room: str, mutant: Mutant | None) -> list[str]:
-    """The room's files of tests, in the order in which they are to be run."""
-    files = sorted(file for folder in ROOMS[room] for file in (ROOT / folder).glob("test_*.py"))
-    if mutant is not None:
-        files.sort(key=lambda file: mutant.file.stem not in file.read_text())
-    return [str(file) for file in files]
+@dataclass
+class Tally:
+    """What became of the mutants of a room."""
+
+    room: str
+    until: float
+    """By the clock: none is begun after it."""
+    killed: int = 0
+    alive: list[str] = field(default_factory=list)
+
+    def note(self, label: str, *, survives: bool, why: str = "") -> None:
+        self.killed += not survives
+        if survives:
+            self.alive.append(label)
+            print(f"  survives{why}  {label}", flush=True)
 
 
-def run_tests(room: str, mutant: Mutant | None, limit_s: float) -> tuple[str, float]:
-    """("killed", "survived" or "too slow", seconds): the room's tests in a forked process, until the first fails.
+def with_functions(
+    session: pytest.Session, found: Measured, chosen: list[Mutant], tally: Tally, jobs: int, scratch: Path
+) -> list[Mutant]:
+    """Mutants of functions, in a process in which the room is imported; the rest comes back."""
+    functions, to_import = Functions(tally.room), []
+    gc.collect()
+    gc.freeze()
 
-    Those that name the mutant's file come first.
-    """
-    start = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        quiet = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(quiet, stream)
-        status = 2
-        with contextlib.suppress(BaseException):
-            if mutant is not None:
-                sys.meta_path.insert(0, _Finder(mutant))
-            import pytest
-
-            status = int(
-                pytest.main(
-                    ["-x", "-q", "-p", "no:cacheprovider", *_QUIET, "-m", "not slow", *tests_of(room, mutant)]
+    def works() -> Iterator[Work]:
+        for mutant in chosen:
+            if time.monotonic() > tally.until:
+                return
+            tests, given = found.limits_s(found.tests_of(mutant)), functions.given(mutant)
+            if found.imported & _lines_of(mutant) or not given:
+                to_import.append(mutant)
+            elif not tests:
+                tally.note(mutant.label, survives=True, why=" (no test runs it)")
+            else:
+                yield Work(
+                    mutant.label,
+                    lambda folder, given=given, tests=tests: faulty(given, tests),  # type: ignore[misc]
+                    sum(tests.values()),
                 )
+
+    def faulty(given: list[tuple[FunctionType, Any]], tests: Mapping[str, float]) -> bool:
+        for one, code in given:
+            one.__code__ = code
+        return passes(session, tests)
+
+    for label, survives, _ in in_processes(works(), jobs, scratch):
+        tally.note(label, survives=survives)
+    return to_import
+
+
+def with_imports(found: Measured, chosen: list[Mutant], tally: Tally, jobs: int, scratch: Path) -> None:
+    """Mutants that everything is imported anew for. All tests: first those that run something of the file."""
+
+    def works() -> Iterator[Work]:
+        for mutant in chosen:
+            if time.monotonic() > tally.until:
+                return
+            near = {
+                test for test, lines in found.lines.items() if any(file == str(mutant.file) for file, _ in lines)
+            }
+            tests = found.limits_s(sorted(found.seconds, key=lambda test: (test not in near, found.seconds[test])))
+            limit = sum(tests.values()) + 60
+            yield Work(mutant.label, lambda folder, m=mutant, t=tests: faulty(m, t), limit)  # type: ignore[misc]
+
+    def faulty(mutant: Mutant, tests: Mapping[str, float]) -> bool:
+        sys.meta_path.insert(0, _Finder(mutant))
+        return collected(tally.room, lambda session: passes(session, tests))
+
+    for label, survives, _ in in_processes(works(), jobs, scratch):
+        tally.note(label, survives=survives)
+
+
+def room_is_good(room: str, given: argparse.Namespace, excuses: set[str], until: float) -> bool:
+    """Whether enough of the room's mutants are killed."""
+    begin = time.monotonic()
+    every = [mutant for file in sorted((SOURCES / room).glob("*.py")) for mutant in mutants_in(file)]
+    keys = {mutant.key for mutant in every}
+    for key in sorted(key for key in excuses if key.startswith(f"{room}/") and key not in keys):
+        print(f"  no such mutant any more: {key}")
+    every = [mutant for mutant in every if given.file in (None, mutant.file.name)]
+    drawn = random.Random(f"{room} {given.seed}").sample(every, min(given.mutants, len(every)))
+    chosen = [mutant for mutant in drawn if mutant.key not in excuses]
+    tally = Tally(room, until)
+
+    def first(folder: Path) -> bool:
+        """In a process of its own, so that this one imports nothing of shardwise."""
+        trace = _Traced(room)
+
+        def then(session: pytest.Session) -> bool:
+            trace.__exit__()
+            os.dup2(output, 1)
+            found = measured(session, room, set(trace.lines), given.jobs, folder)
+            if found is None:
+                return False
+            seconds, number = sum(found.seconds.values()), len(found.seconds)
+            print(
+                f"{room}: {len(drawn)} of {len(every)} mutants, seed {given.seed}; {number} tests, {seconds:.0f} s"
             )
-        os._exit(status)
-    while time.monotonic() - start < limit_s:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            seconds = time.monotonic() - start
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed", seconds
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "too slow", time.monotonic() - start
+            rest = with_functions(session, found, chosen, tally, given.jobs, folder)
+            (folder / "done").write_bytes(pickle.dumps((found, tally, rest)))
+            return True
+
+        with trace:
+            return collected(room, then)
+
+    with tempfile.TemporaryDirectory() as name, os.fdopen(os.dup(1), "w") as kept:
+        scratch, output = Path(name), kept.fileno()
+        for _, is_good, folder in in_processes([Work(room, first, 24 * 3600)], 1, scratch):
+            if not is_good:
+                print(f"{room}: its tests fail as it is, or cannot be collected", (folder / "output").read_text())
+                return False
+            found, tally, rest = pickle.loads((folder / "done").read_bytes())
+        with_imports(found, rest, tally, given.jobs, scratch)
+    looked_at = tally.killed + len(tally.alive)
+    share = tally.killed / looked_at if looked_at else 1.0
+    print(
+        f"{room}: {tally.killed} of {looked_at} killed, {share:.1%}; {len(drawn) - len(chosen)} equivalent; "
+        f"{len(chosen) - looked_at} not looked at; {len(rest)} imported; {time.monotonic() - begin:.0f} s",
+        flush=True,
+    )
+    return share >= NEEDED
 
 
 def main() -> int:
@@ -272,10 +329,11 @@ def main() -> int:
     parser.add_argument("--file", help="only mutants of files of this name")
     parser.add_argument("--mutants", type=int, default=200, help="for each room")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after this time")
     given = parser.parse_args()
-    equivalent = {line.split("  #")[0].strip() for line in EQUIVALENT.read_text().splitlines() if "→" in line}
-    begin, is_good = time.monotonic(), True
+    until = time.monotonic() + given.seconds
+    excuses = {line.split("  #")[0].strip() for line in EQUIVALENT.read_text().splitlines() if "→" in line}
     os.chdir(ROOT)
     os.environ["HYPOTHESIS_PROFILE"] = "mutation"
     # What tests need and takes seconds to import; nothing of shardwise, which mutants replace.
@@ -289,34 +347,8 @@ def main() -> int:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     assert "shardwise" not in sys.modules
-    for room in given.room or list(ROOMS):
-        files = [file for file in sorted((SOURCES / room).glob("*.py")) if given.file in (None, file.name)]
-        every = [mutant for file in files for mutant in mutants_in(file)]
-        draw = random.Random(f"{room} {given.seed}")
-        chosen = draw.sample(every, min(given.mutants, len(every)))
-        outcome, seconds = run_tests(room, None, 600)
-        if outcome != "survived":
-            print(f"{room}: its tests fail as it is")
-            return 1
-        print(f"{room}: {len(chosen)} of {len(every)} mutants, seed {given.seed}; its tests take {seconds:.0f} s")
-        killed, alive, excused, looked_at = 0, [], 0, 0
-        for mutant in chosen:
-            if time.monotonic() - begin > given.seconds:
-                break
-            looked_at += 1
-            if mutant.key in equivalent:
-                excused += 1
-                continue
-            outcome, _ = run_tests(room, mutant, 5 * seconds + 10)
-            killed += outcome != "survived"
-            if outcome == "survived":
-                alive.append(mutant)
-                print(f"  survives  {mutant.label}", flush=True)
-        counted = looked_at - excused
-        share = killed / counted if counted else 1.0
-        is_good &= share >= NEEDED
-        print(f"{room}: {killed} of {counted} killed, {share:.0%}; {excused} equivalent", flush=True)
-    return 0 if is_good else 1
+    is_good = [room_is_good(room, given, excuses, until) for room in given.room or ROOMS]
+    return 0 if all(is_good) else 1
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ def check_expression(seed: int) -> None:
     written = np.zeros(wanted.size, dtype=int)
     max_span = rng.choice([1, 7, 64, 10**9])
     for copy in copies(node, box):
+        assert 1 not in copy.source.sizes, seed
         for block in copy.blocks(max_span):
             assert block.source.stop - block.source.offset <= max_span or block.numel == 1, seed
             source = np.ascontiguousarray(grower.leaves[copy.leaf.key])

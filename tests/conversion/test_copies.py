@@ -73,6 +73,26 @@ def test_blocks_of_a_copy_cover_it_within_the_span():
     assert (written == 1).all()
 
 
+@given(st.integers(1, 60), st.integers(1, 70))
+def test_a_run_is_cut_into_no_more_blocks_than_it_takes(count, span):
+    (copy,) = copies(leaf("w", count, 8), Box.whole((count, 8)))
+    assert len(list(copy.blocks(span))) == -(-8 * count // span)
+
+
+@given(st.integers(1, 39), st.integers(0, 7))
+def test_an_interleave_of_two_parts_is_taken_apart_at_the_seam_only(row, column):
+    """Forty rows [a0 a1 a2 a3 b0 b1 b2 b3] become [a0 b0 a1 b1 ...]; in two parts that meet in some row."""
+    sizes = (8 * row + column, 320 - 8 * row - column)
+    whole = concat([leaf(str(number), size) for number, size in enumerate(sizes)], 0)
+    found = copies(reshape(permute(reshape(whole, (40, 2, 4)), (0, 2, 1)), (40, 8)), Box.whole((40, 8)))
+    # Of each part the whole rows, and of the row at the seam what it has of either half.
+    halves = [(column > 0) + (column > 4), (column > 0) + (0 < column < 4)]
+    rows = [1, int(8 * row + column <= 312)]
+    assert [sum(copy.leaf.key == key for copy in found) for key in "01"] == [
+        one + more for one, more in zip(rows, halves, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [

@@ -62,18 +62,21 @@ def test_a_view_of_a_whole_grid_is_no_more_than_it_needs() -> None:
 
 
 def test_an_empty_view() -> None:
-    assert view(flat(6), Strided(6, (0, 4), (9, 9))).shape == (0, 4)
+    made = view(flat(6), Strided(6, (0, 4), (9, 9)))
+    assert (made.shape, str(made)) == ((0, 4), "Reshape(Slice(x, dim=0, 0:0), (0, 4))")
 
 
 @pytest.mark.parametrize(
-    ("of", "count"),
+    ("of", "count", "words"),
     [
-        (Strided(1, (2, 3), (3, 1)), 6),
-        (Strided(0, (2, 3), (0, 1)), 6),
-        (Strided(0, (3, 3), (1, 1)), 9),
-        (Strided(0, (2, 3), (2, 1)), 9),
+        (Strided(1, (2, 3), (3, 1)), 6, "is no view of"),
+        (Strided(0, (2, 3), (0, 1)), 6, "2 x 0 is outside"),
+        (Strided(0, (3, 3), (1, 1)), 9, "see elements twice"),
+        (Strided(0, (2, 3), (2, 1)), 9, "steps of 2 see elements twice"),
+        (Strided(0, (2, 3), (4, 2)), 9, "steps of 4 see elements twice"),
+        (Strided(0, (2, 2, 2), (3, 2, 1)), 9, "steps of 3 see elements twice"),
     ],
 )
-def test_views_that_cannot_be(of: Strided, count: int) -> None:
-    with pytest.raises(ValueError):
+def test_views_that_cannot_be(of: Strided, count: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         view(flat(count), of)

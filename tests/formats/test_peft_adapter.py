@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shardwise.errors import FormatError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.peft_adapter import LoraConfig, parse_adapter_config
 
 
@@ -35,3 +35,78 @@ def test_what_peft_leaves_empty_is_no_feature():
 def test_files_that_are_no_config(text):
     with pytest.raises(FormatError, match="here"):
         parse_adapter_config(text, what="here")
+
+
+def test_what_is_not_said_is_as_peft_has_it():
+    assert parsed() == LoraConfig(8, 8)
+    assert parsed(r=8, lora_alpha=8, bias="none", init_lora_weights=True, rank_pattern=None) == LoraConfig(8, 8)
+    told = {"use_rslora": True, "use_dora": True, "lora_bias": True, "ensure_weight_tying": True}
+    lists = {"modules_to_save": ("lm_head", "score"), "target_parameters": ("experts.gate_up_proj",)}
+    config = parsed(r=3, lora_alpha=0.5, bias="lora_only", **told, **lists)
+    assert config == LoraConfig(3, 0.5, bias="lora_only", **told, **lists)
+    assert [config.saves_module(name) for name in ("model.lm_head", "model.head", "score")] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"])
+def test_a_flag_is_its_own(name):
+    assert parsed(**{name: True}) == LoraConfig(8, 8, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *(
+            ({"r": value}, "r is .*not a rank from 1 to 1048576")
+            for value in (0, -1, True, 2.0, "8", None, (1 << 20) + 1)
+        ),
+        *(
+            ({"lora_alpha": value}, "lora_alpha is .*not a number")
+            for value in (True, "8", None, [], 10**400, -(10**400))
+        ),
+        *(({"rank_pattern": {"q": value}}, "rank_pattern of q is") for value in (0, False, "1")),
+        *(({"alpha_pattern": {"q": value}}, "alpha_pattern of q is") for value in (True, None)),
+        *(({"rank_pattern": value}, "rank_pattern is .*not an object") for value in ([1], "q", 3)),
+        ({"alpha_pattern": {"(": 1}}, r"\( in alpha_pattern is no regular expression"),
+        *(
+            ({"modules_to_save": value}, "modules_to_save is .*not a list of names")
+            for value in ("lm_head", ["a", 1], {"a": 1})
+        ),
+        ({"target_parameters": [None]}, "target_parameters is .*not a list of names"),
+        *(({"use_dora": value}, "use_dora is .*neither true nor false") for value in (None, 0, "yes")),
+        *(({"bias": value}, "bias is .*not one of none, all and lora_only") for value in ("some", None, True)),
+    ],
+)
+def test_values_that_make_no_sense(content, words):
+    with pytest.raises(FormatError, match=f"here: {words}"):
+        parsed(**content)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and only LORA"),
+        ({"peft_type": None}, "peft_type is None"),
+        *(
+            ({"init_lora_weights": value}, "init_lora_weights is")
+            for value in ("pissa", "PiSSA_niter_4", "olora", "loftq")
+        ),
+        (
+            {"alora_invocation_tokens": [1], "use_qalora": True, "r": 4},
+            "alora_invocation_tokens, use_qalora, with which",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_merged(content, words):
+    with pytest.raises(ConfigError, match=f"here: .*{words}"):
+        parsed(**content)
+
+
+def test_initialisations_that_leave_the_base_alone():
+    for value in (True, False, "gaussian", "orthogonal", "eva"):
+        assert parsed(init_lora_weights=value) == LoraConfig(8, 8)
+    assert parsed(r=1 << 20).r == 1 << 20
+    with pytest.raises(FormatError, match="lora_alpha is inf, not a number"):
+        parse_adapter_config(b'{"peft_type": "LORA", "lora_alpha": 1e999}', what="here")
+    assert parsed(task_type="CAUSAL_LM", lora_dropout=0.1, fan_in_fan_out=True, target_modules=["q"]) == LoraConfig(
+        8, 8
+    )

@@ -18,6 +18,8 @@ def test_positions_of_ranks_on_a_mesh():
 def test_axes_have_their_order_whatever_order_they_are_given_in():
     assert MeshShape.of(8, {"shard": 4, "replicate": 2}) == MeshShape(("replicate", "shard"), (2, 4))
     assert MeshShape.of(8, {"shard": 8}) == MeshShape(("shard",), (8,))
+    assert MeshShape.of(8, {"replicate": 1, "shard": 8}).sizes == (1, 8)
+    assert MeshShape.of(1, {"shard": 1}).sizes == (1,)
     assert MeshShape.flat(8).sizes == (8,)
 
 
@@ -33,6 +35,7 @@ def test_axes_have_their_order_whatever_order_they_are_given_in():
         ({"replicate": 0, "shard": 8}, "replicate=0 has no ranks"),
         ({"shard": -8}, "shard=-8 has no ranks"),
         ({"replicate": 2, "shard": 8}, "of 16 ranks, not of 8; take shard=4"),
+        ({"shard": 6}, "of 6 ranks, not of 8; take shard=8"),
         ({"replicate": 3, "shard": 2}, "of 6 ranks, not of 8; take 6 ranks"),
     ],
 )

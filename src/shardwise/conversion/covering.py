@@ -66,7 +66,7 @@ def covering_box(view: Strided, shape: Sequence[int]) -> Box:
     first = _index(view.offset, shape)
     last = list(first)
     for size, stride in sorted(zip(view.sizes, view.strides, strict=True), key=lambda axis: -axis[1]):
-        dim = next((d for d, step in enumerate(strides) if step <= stride and shape[d] > 1), None)
+        dim = next((d for d, step in enumerate(strides) if step <= stride), None)
         if size < 2 or dim is None:
             continue
         reach = stride // strides[dim] * (size - 1)

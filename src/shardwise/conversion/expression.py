@@ -361,14 +361,12 @@ def _rows(source: Expression, offset: int, steps: Sequence[tuple[int, int]]) -> 
     reach = sum(step * (count - 1) for step, count in inner)
     if stride <= reach:
         raise ValueError(f"steps of {stride} see elements twice")
-    # Rows of one stride each, from so far before the first element that the last row ends within the source.
+    # Rows of one stride each, from so far before the first element that the last row ends within the source. (One
+    # row can always be had so, which ends this.)
     start = min(offset, length - size * stride)
     if start >= 0 and offset - start + reach < stride:
         rows = reshape(slice_dim(source, dim, start, size * stride), (*outer, size, stride))
         return _rows(rows, offset - start, inner)
-    if size == 1:
-        row = _rows(source, offset, inner)
-        return reshape(row, (*outer, 1, *row.shape[dim:]))
     return concat(
         [
             _rows(source, offset, [(stride, size - 1), *inner]),

@@ -191,8 +191,6 @@ class _Parser:
                 self.refuse("state_dict_metadata is not by key")
             if item.name.endswith(".TensorStorageMetadata"):
                 path = self.path(key, paths.get(key))
-                if path in tensors:
-                    self.refuse(f"{shown(key)} and {shown(tensors[path].key)} are in the same place")
                 tensor = self.tensor(key, item, places)
                 place = tensor.dtype, tensor.shape, tensor.chunks
                 if tensor.chunks and place in known:
@@ -304,7 +302,10 @@ class _Parser:
         return dtype
 
     def path(self, key: str, given: object) -> Path:
-        """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone."""
+        """The keys that lead to a tensor: told by the planner, which flattens nested dicts; else the key alone.
+
+        Joined by dots they are ``key``, so that no two tensors have one path.
+        """
         if not isinstance(given, tuple) or not 0 < len(given) <= MAX_DEPTH:
             return (key,)
         names = tuple(str(part) for part in given if isinstance(part, str | int))

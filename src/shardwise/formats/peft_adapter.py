@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -149,7 +150,8 @@ def _rank(value: object, name: str, what: str) -> int:
 
 
 def _number(value: object, name: str, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Compared, not asked whether it is finite: an integer of a thousand digits is too large to be asked.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise FormatError(f"{what}: {shown(name)} is {shown(repr(value))}, not a number")
     return value
 

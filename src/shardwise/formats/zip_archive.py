@@ -124,6 +124,8 @@ class Archive:
 
     def _directory(self) -> Mapping[str, Member]:
         count, start, stop = self._directory_place()
+        if not count:
+            self.refuse("it has no members")
         if stop - start > MAX_DIRECTORY_BYTES:
             self.refuse(f"its directory has {stop - start} bytes, {MAX_DIRECTORY_BYTES} is the limit")
         if count * _MEMBER.size > stop - start:

@@ -267,7 +267,7 @@ def cut(box: Box, max_numel: int) -> Iterator[Box]:
 
 def _pieces(parcel: Parcel, budget_bytes: int) -> Iterator[Parcel]:
     """A parcel, cut where it is large: a quarter of the budget, so that a round is left with little room unused."""
-    copies = max(1, max(staging_of(parcel).values(), default=0) // max(1, parcel.staged_bytes))
+    copies = max(1, max(staging_of(parcel).values()) // max(1, parcel.staged_bytes))
     for part in (4, 1):
         numel_allowed = (budget_bytes // part // copies // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // parcel.itemsize
         if numel_allowed:

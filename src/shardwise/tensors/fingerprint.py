@@ -47,7 +47,7 @@ def sector_fingerprint(data: memoryview, start: int = 0) -> int:
     Memory: a 64th of the bytes.
     """
     stop = start + data.nbytes
-    if start // _WORD == (stop - 1) // _WORD and stop > start:  # a single number, as there are many
+    if start // _WORD == (stop - 1) // _WORD:  # a single number, as there are many
         word = int.from_bytes(data, "little") << 8 * (start % _WORD)
         return word * _weight(start // _SECTOR) % MODULUS
     flat = np.frombuffer(data, dtype=np.uint8)

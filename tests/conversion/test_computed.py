@@ -1,0 +1,114 @@
+"""Blocks of what is computed, and the boxes that an expression is made of."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.random_expressions import Grower
+from tests.conversion.scaled import scaled, scales_of
+
+from shardwise.conversion import (
+    Stored,
+    aligned_blocks,
+    computed_leaves,
+    computes,
+    concat,
+    leaf_boxes,
+    pieces,
+    smallest_block_bytes,
+    stack,
+)
+from shardwise.conversion import covering as room
+from shardwise.tensors import Box, DType
+
+
+def counted(boxes, shape):
+    found = np.zeros(shape, dtype=int)
+    for box in boxes:
+        found[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
+    return found
+
+
+@st.composite
+def asked(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    unit = tuple(draw(st.integers(1, 3)) for _ in shape)
+    boxes = []
+    for _ in range(draw(st.integers(1, 3))):
+        starts = [draw(st.integers(0, size - 1)) for size in shape]
+        sizes = [draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)]
+        boxes.append(Box(tuple(starts), tuple(sizes)))
+    return shape, unit, boxes, draw(st.integers(0, 40))
+
+
+@given(asked())
+def test_blocks_are_whole_units_that_hold_what_is_asked_for(case):
+    shape, unit, boxes, most = case
+    found = list(aligned_blocks(boxes, shape, unit, most))
+    times = counted(found, shape)
+    assert times.max() == 1
+    assert (times >= np.minimum(counted(boxes, shape), 1)).all()
+    for box in found:
+        for at, size, step, length in zip(box.offsets, box.sizes, unit, shape, strict=True):
+            assert at % step == 0
+            assert (at + size) % step == 0 or at + size == length
+        assert box.numel <= most or all(size <= step for size, step in zip(box.sizes, unit, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (30, [(5, 6)]),
+        (29, [(4, 6), (1, 6)]),
+        (12, [(2, 6), (2, 6), (1, 6)]),
+        (11, [(2, 4), (2, 2), (2, 4), (2, 2), (1, 6)]),
+        (3, [(2, 2)] * 6 + [(1, 2)] * 3),
+    ],
+)
+def test_a_block_is_as_large_as_it_may_be(most, sizes):
+    assert [box.sizes for box in aligned_blocks([Box.whole((5, 6))], (5, 6), (2, 2), most)] == sizes
+
+
+def test_a_box_grows_to_its_units_only():
+    assert list(aligned_blocks([Box((3, 2), (1, 1))], (5, 6), (2, 4), 100)) == [Box((2, 0), (2, 4))]
+    assert list(aligned_blocks([Box((4, 5), (1, 1))], (5, 6), (2, 4), 100)) == [Box((4, 4), (1, 2))]
+    assert list(aligned_blocks([Box((0, 0), (2, 4))], (5, 6), (2, 4), 100)) == [Box((0, 0), (2, 4))]
+
+
+def test_the_memory_of_the_smallest_block_counts_what_it_is_computed_of():
+    weight, scales = Stored("w", (6, 8), DType.F32), Stored("s", scales_of((6, 8)), DType.F32)
+    node = scaled(weight, scales)
+    assert smallest_block_bytes(node) == 8 * 4 + 4  # two by two elements there and back, and a scale
+    above = scaled(node, scales)
+    assert smallest_block_bytes(above) == 2 * (8 * 4 + 4)
+    assert str(above) == "Scale(Scale(w, s)[scaled], s)[scaled]"
+    assert list(computed_leaves(concat([above, weight], 0))) == [above]
+    assert (computes(concat([weight, node], 0)), computes(weight)) == (True, False)
+    assert stack([weight, Stored("h", (6, 8), DType.F16)], 0).dtype is DType.F32
+
+
+@given(st.integers(0, 2**32))
+def test_boxes_of_leaves_are_the_whole(seed):
+    rng = random.Random(seed)
+    expression, _ = Grower(rng).grow(rng.randint(0, 4))
+    assert (counted(leaf_boxes(expression), expression.shape) == 1).all()
+
+
+def test_a_stack_is_a_box_for_each_part_where_these_are_few(monkeypatch):
+    node = stack([Stored(str(number), (2, 3), DType.F32) for number in range(4)], 0)
+    parts = [Box((number, 0, 0), (1, 2, 3)) for number in range(4)]
+    assert leaf_boxes(node) == parts
+    monkeypatch.setattr(room, "_FEW", 4)
+    assert leaf_boxes(node) == parts
+    monkeypatch.setattr(room, "_FEW", 3)
+    assert leaf_boxes(node) == [Box.whole((4, 2, 3))]
+    assert leaf_boxes(Stored("e", (0, 3), DType.F32)) == [Box((0, 0), (0, 3))]
+
+
+def test_pieces_of_a_box_outside_are_refused():
+    with pytest.raises(ValueError, match="not within"):
+        list(pieces(Stored("w", (4, 3), DType.F32), {}, Box((3, 0), (2, 3))))

@@ -1,0 +1,184 @@
+"""What is told of an expression: its leaves, what it is but for their keys, how it is written."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.random_expressions import Grower, view
+
+from shardwise.conversion import (
+    Concat,
+    Expression,
+    Hole,
+    Reshape,
+    Stack,
+    Stored,
+    concat,
+    copies,
+    permute,
+    reshape,
+    rows_stored,
+    skeleton,
+    slice_dim,
+    stack,
+    stored_leaves,
+    substitute,
+)
+from shardwise.tensors import Box, DType
+
+
+def grown(seed: int) -> tuple[Expression, Grower, np.ndarray]:
+    rng = random.Random(seed)
+    grower = Grower(rng)
+    node, array = grower.grow(rng.randint(0, 5))
+    return node, grower, array
+
+
+def evaluated(expression: Expression, leaves: dict[str, np.ndarray]) -> np.ndarray:
+    """The expression by its copies; -1 where there is none."""
+    made = np.full(expression.shape, -1)
+    for copy in copies(expression, Box.whole(expression.shape)):
+        view(made.reshape(-1), copy.target)[...] = view(leaves[copy.leaf.key], copy.source)
+    return made
+
+
+@given(st.integers(0, 2**32))
+def test_other_leaves_of_the_same_shapes(seed: int) -> None:
+    node, grower, array = grown(seed)
+    leaves = list(stored_leaves(node))
+    renamed = {leaf.key: replace(leaf, key=f"other {leaf.key}") for leaf in leaves}
+    made = substitute(node, renamed)
+    assert list(stored_leaves(made)) == [renamed[leaf.key] for leaf in leaves]
+    assert np.array_equal(evaluated(made, {f"other {key}": value for key, value in grower.leaves.items()}), array)
+    kind, keys = skeleton(node)
+    assert skeleton(made) == (kind, tuple(renamed[key].key for key in keys))
+    assert keys == tuple(dict.fromkeys(leaf.key for leaf in leaves))
+    assert (
+        skeleton(substitute(node, {key: replace(leaf, dtype=DType.I8) for key, leaf in renamed.items()}))[0] != kind
+    )
+
+
+@given(st.integers(0, 2**32))
+def test_leaves_that_are_made_of_others(seed: int) -> None:
+    node, grower, array = grown(seed)
+    halves, leaves = {}, {}
+    for leaf in stored_leaves(node):
+        whole = grower.leaves[leaf.key].reshape(-1)
+        cut = len(whole) // 2
+        parts = [
+            Stored(f"{leaf.key} {number}", (size,), leaf.dtype)
+            for number, size in enumerate((cut, whole.size - cut))
+        ]
+        leaves |= {parts[0].key: whole[:cut], parts[1].key: whole[cut:]}
+        halves[leaf.key] = reshape(concat(parts, 0), leaf.shape)
+    assert np.array_equal(evaluated(substitute(node, halves), leaves), array)
+
+
+def test_expressions_that_differ_have_other_skeletons() -> None:
+    a, b = Stored("a", (4, 6), DType.F32), Stored("b", (4, 6), DType.F32)
+    square = Stored("a", (4, 4), DType.F32)
+    different = [
+        a,
+        square,
+        Stored("a", (4, 6), DType.F16),
+        concat([a, b], 0),
+        concat([a, a], 0),
+        concat([a, b], 1),
+        concat([a, b, b], 0),
+        stack([a, b], 0),
+        stack([a, b], 1),
+        slice_dim(a, 0, 0, 2),
+        slice_dim(a, 0, 1, 2),
+        slice_dim(a, 0, 0, 2, 2),
+        slice_dim(a, 0, 0, 3),
+        slice_dim(a, 1, 0, 2),
+        permute(a, (1, 0)),
+        permute(reshape(a, (2, 2, 6)), (1, 0, 2)),
+        permute(reshape(a, (2, 2, 6)), (1, 2, 0)),
+        reshape(a, (6, 4)),
+        reshape(a, (24,)),
+        Hole((4, 6), DType.F32),
+        Hole((4, 5), DType.F32),
+        concat([a, Hole((1, 6), DType.F32)], 0),
+    ]
+    assert len({skeleton(node)[0] for node in different}) == len(different)
+    assert skeleton(concat([a, b], 0))[0] == skeleton(concat([b, a], 0))[0]
+    assert skeleton(concat([b, a], 0))[1] == ("b", "a")
+
+
+def test_rows_that_no_checkpoint_holds() -> None:
+    """Of a vocabulary that has grown: nothing is copied there."""
+    stored = Stored("embed", (5, 2), DType.F32)
+    grown = concat([stored, Hole((3, 2), DType.F32)], 0)
+    assert rows_stored(grown) == 5
+    assert substitute(grown, {"embed": replace(stored, key="e")}) == concat(
+        [replace(stored, key="e"), Hole((3, 2), DType.F32)], 0
+    )
+    made = evaluated(grown, {"embed": np.arange(10)})
+    assert np.array_equal(made, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], *[[-1, -1]] * 3])
+    assert list(stored_leaves(grown)) == [stored]
+    for whole in (
+        stored,
+        concat([stored, stored], 0),
+        concat([stored, Hole((5, 2), DType.F32)], 1),
+        concat([Hole((3, 2), DType.F32), stored], 0),
+    ):
+        assert rows_stored(whole) is None
+
+
+def test_what_does_nothing_is_left_out() -> None:
+    a = Stored("a", (4, 6), DType.F32)
+    assert concat([a], 0) is a
+    assert slice_dim(a, 1, 0, 6) is a
+    assert permute(a, (0, 1)) is a
+    assert reshape(a, (4, 6)) is a
+    assert reshape(reshape(a, (24,)), (4, 6)) is a
+    assert reshape(reshape(a, (24,)), (3, 8)) == Reshape(a, (3, 8))
+    assert stack([a], 1) == Reshape(a, (4, 1, 6))
+    assert concat([a, a], 1) == Concat((a, a), 1, (4, 12))
+    assert stack([a, a], 2) == Stack((a, a), 2, (4, 6, 2))
+    assert slice_dim(a, 1, 1, 5, 1).shape == (4, 5)
+    assert slice_dim(a, 1, 0, 3, 2).shape == (4, 3)
+    assert slice_dim(a, 0, 4, 0).shape == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "step"), [(0, 5, 1), (1, 4, 1), (0, 1, 0), (-1, 1, 1), (0, -1, 1), (1, 2, 3), (4, 1, 1)]
+)
+def test_slices_beyond_the_source(start: int, size: int, step: int) -> None:
+    with pytest.raises(ValueError, match="outside dimension 0"):
+        slice_dim(Stored("a", (4, 6), DType.F32), 0, start, size, step)
+
+
+def test_parts_that_do_not_fit() -> None:
+    a = Stored("a", (4, 6), DType.F32)
+    for other in ((4, 5), (4, 6, 1), (4,)):
+        with pytest.raises(ValueError, match="cannot concatenate"):
+            concat([a, Stored("b", other, DType.F32)], 0)
+    with pytest.raises(ValueError, match="nothing to stack"):
+        stack([], 0)
+
+
+def test_nodes_are_written_as_slices_are() -> None:
+    a = Stored("a", (8, 6), DType.F32)
+    assert str(slice_dim(a, 0, 1, 3)) == "Slice(a, dim=0, 1:4)"
+    assert str(slice_dim(a, 1, 1, 2, 2)) == "Slice(a, dim=1, 1:5:2)"
+    assert str(permute(a, (1, 0))) == "Permute(a, (1, 0))"
+    assert str(concat([a, a, a], 0)) == "Concat(a, a, a, dim=0)"
+    assert str(concat([a] * 4, 0)) == "Concat(a, ... 2 more ..., a, dim=0)"
+    assert str(Hole((2, 3), DType.F32)) == "Hole(2, 3)"
+
+
+def test_a_stack_that_is_gone_through_in_two_directions() -> None:
+    leaves = {str(number): np.arange(4) + 10 * number for number in range(6)}
+    node = stack([Stored(key, (4,), DType.F32) for key in leaves], 0)
+    array = np.stack(list(leaves.values()))
+    turned = permute(reshape(node, (2, 3, 4)), (1, 0, 2))
+    assert np.array_equal(evaluated(turned, leaves), array.reshape(2, 3, 4).transpose(1, 0, 2))
+    flat = reshape(turned, (6, 4))
+    assert np.array_equal(evaluated(slice_dim(flat, 0, 1, 4), leaves), array[[3, 1, 4, 2]])

@@ -1,0 +1,146 @@
+"""Which tensor goes to which file; and what all ranks write is these files, each byte once."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from huggingface_hub import split_state_dict_into_shards_factory
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.random_expressions import Grower, view
+
+from shardwise.planning.save_plan import arrange_writes, plan_save
+from shardwise.planning.schedule import aligned
+from shardwise.storage import WritePolicy
+from shardwise.tensors import Box, DType, Strided
+
+DTYPES = (DType.U8, DType.BF16, DType.F32)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=9),
+    st.integers(1, 60),
+)
+def test_files_are_those_of_the_hubs_library(kinds, most):
+    tensors = [(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(kinds)]
+    nbytes = {key: int(np.prod(shape)) * dtype.itemsize for key, dtype, shape in tensors}
+    theirs = split_state_dict_into_shards_factory(
+        {key: (key,) for key in nbytes},  # texts would be passed over
+        get_storage_size=lambda item: nbytes[item[0]],
+        get_storage_id=lambda _: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most,
+    )
+    plan = plan_save(tensors, max_shard_bytes=most, parameters=7, token="0123abcd")
+    found = [sorted(entry.key for entry in file.entries) for file in plan.files]
+    assert found == [sorted(keys) for keys in theirs.filename_to_tensors.values()]
+    assert plan.nbytes == sum(nbytes.values())
+    assert {key: entry.nbytes for key, entry in plan.entries.items()} == nbytes
+    if len(plan.files) == 1:
+        assert (plan.index, plan.names) == (None, ("model.safetensors",))
+        assert plan.files[0].name == "model.0123abcd.incomplete"
+        return
+    count = len(plan.files)
+    assert plan.names == tuple(file.name for file in plan.files)
+    assert plan.names[-1] == f"model-0123abcd-{count:05d}-of-{count:05d}.safetensors"
+    assert plan.names[0] == f"model-0123abcd-00001-of-{count:05d}.safetensors"
+    index = json.loads(plan.index)
+    assert index["metadata"] == {"total_parameters": 7, "total_size": plan.nbytes}
+    assert index["weight_map"] == {key: entry.file for key, entry in plan.entries.items()}
+
+
+def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index():
+    nothing = plan_save([], max_shard_bytes=1, parameters=0, token="t", stem="adapter_model")
+    assert (nothing.names, nothing.nbytes, nothing.index) == (("adapter_model.safetensors",), 0, None)
+    assert (nothing.single_file, nothing.index_file) == (
+        "adapter_model.safetensors",
+        "adapter_model.safetensors.index.json",
+    )
+    one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, token="t", can_rename=False)
+    assert one.names == ("model-t-00001-of-00001.safetensors",)
+    assert json.loads(one.index)["weight_map"] == {"a": one.names[0]}
+
+
+def dealt(rng, array, ranks):
+    """By rank: boxes of the array, and memory of each that begins with padding."""
+    found = [[] for _ in range(ranks)]
+    if not array.ndim:
+        found[rng.randrange(ranks)].append((Box((), ()), array.reshape(-1).copy(), Strided.contiguous(())))
+        return found
+    dim = rng.randrange(array.ndim)
+    edges = sorted(rng.randint(0, array.shape[dim]) for _ in range(ranks - 1))
+    for rank, (start, stop) in enumerate(zip([0, *edges], [*edges, array.shape[dim]], strict=True)):
+        part = np.take(array, range(start, stop), dim)
+        offsets = tuple(start if axis == dim else 0 for axis in range(array.ndim))
+        memory = np.concatenate([np.full(3, -1), part.reshape(-1)])
+        found[rank].append((Box(offsets, part.shape), memory, Strided.contiguous(part.shape, 3)))
+    return found
+
+
+@given(st.integers(0, 2**32), st.sampled_from([8, 64, 1000]), st.sampled_from([64, 256]), st.booleans())
+def test_what_all_ranks_write_is_the_files(seed, request, staging, is_staged):
+    rng = random.Random(seed)
+    ranks, saved, arrays, held, memories = rng.randint(1, 3), [], {}, [{} for _ in range(3)], {}
+    for number in range(2):
+        grower = Grower(rng)
+        expression, arrays[f"s{number}"] = grower.grow(rng.randint(0, 4))
+        names = {key: f"{number} {key}" for key in grower.leaves}
+        saved.append((f"s{number}", expression, names))
+        for key, leaf in grower.leaves.items():
+            for rank, parts in enumerate(dealt(rng, leaf, ranks)):
+                for box, memory, place in parts:
+                    held[rank].setdefault((number, key), []).append((box, place))
+                    memories[rank, number, key] = memory
+    plan = plan_save(
+        [(key, DType.I64, arrays[key].shape) for key, _, _ in saved], max_shard_bytes=2000, parameters=0, token="t"
+    )
+    files = {file.name: np.zeros(file.nbytes, np.uint8) for file in plan.files}
+    times = {name: np.zeros_like(file) for name, file in files.items()}
+    policy = WritePolicy(
+        has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=request, concurrency=1
+    )
+    for rank in range(ranks):
+        for number, (key, expression, names) in enumerate(saved):
+            mine = {leaf: held[rank][number, leaf] for leaf in names if (number, leaf) in held[rank]}
+            numbers = {leaf: index for index, leaf in enumerate(names)}
+            staged = list(names) if is_staged else []
+            asked = arrange_writes([(plan.entries[key], expression)], mine, numbers, staged, policy, staging)
+            places = [(item.file, item.bytes.start) for item in asked]
+            assert places == sorted(places)
+            for item in asked:
+                at, room = item.bytes.start, 0
+                assert item.bytes.nbytes <= max(request, 8)
+                for segment in item.segments:
+                    assert segment.bytes.start == at  # runs that touch
+                    at, leaf = segment.bytes.stop, list(names)[segment.target]
+                    values = np.ascontiguousarray(view(memories[rank, number, leaf], segment.copy.target))
+                    files[item.file][segment.bytes.start : at] = values.reshape(-1).view(np.uint8)
+                    times[item.file][segment.bytes.start : at] += 1
+                    assert not (segment.is_direct and is_staged)
+                    room += 0 if segment.is_direct else aligned(segment.bytes.nbytes)
+                assert at == item.bytes.stop
+                assert room <= staging
+    for key, entry in plan.entries.items():
+        assert (times[entry.file][entry.start : entry.stop] == 1).all()
+        assert np.array_equal(files[entry.file][entry.start : entry.stop].view(np.int64), arrays[key].reshape(-1))
+    assert sum(int(item.sum()) for item in times.values()) == plan.nbytes
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_what_lies_alike_is_written_as_it_lies_in_requests_of_their_size(is_staged):
+    grower = Grower(random.Random(0))
+    leaf, _ = grower.leaf((6, 4))
+    plan = plan_save([("a", DType.I64, (6, 4))], max_shard_bytes=1000, parameters=0, token="t")
+    start = plan.entries["a"].start
+    policy = WritePolicy(has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=96, concurrency=1)
+    held = {"t0": [(Box((2, 0), (4, 4)), Strided.contiguous((4, 4)))]}
+    found = arrange_writes([(plan.entries["a"], leaf)], held, {"t0": 5}, ["t0"] if is_staged else [], policy, 64)
+    sizes = [64, 64] if is_staged else [96, 32]
+    assert [item.bytes.nbytes for item in found] == sizes
+    assert found[0].bytes.start == start + 2 * 32
+    assert all(
+        segment.target == 5 and segment.is_direct is not is_staged for item in found for segment in item.segments
+    )
