@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
+from shardwise.engines.foreseeing import _plan as plan_of_all_ranks
 from shardwise.engines.outline import config_of, outline
 from shardwise.engines.tuned import made_ready
 from shardwise.execution.line import Patience
@@ -34,7 +35,6 @@ from shardwise.models.view import look_inside, strided_view
 from shardwise.planning.sharing import SharedReads, Weighed
 from shardwise.report import LoadReport
 from shardwise.storage import LocalReader, MemoryReader, StorageReader
-from shardwise.verbs.plan import _plan as plan_of_all_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ from shardwise.checkpoints.modes import Synchronous as Synchronous
 from shardwise.checkpoints.reopened import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState
 from shardwise.engines.load_options import LoadOptions as LoadOptions
+from shardwise.engines.merging_weights import KeepSource as KeepSource
+from shardwise.engines.merging_weights import RemoveSource as RemoveSource
+from shardwise.engines.merging_weights import Safetensors as Safetensors
+from shardwise.engines.merging_weights import TorchFile as TorchFile
 from shardwise.engines.pretrained_options import FromFiles as FromFiles
 from shardwise.engines.pretrained_options import Later as Later
 from shardwise.engines.save_options import CompareWithMemory as CompareWithMemory
@@ -98,10 +102,6 @@ from shardwise.verbs.accelerate_files import save_accelerate_model as save_accel
 from shardwise.verbs.accelerate_files import save_accelerate_optimizer as save_accelerate_optimizer
 from shardwise.verbs.load import load as load
 from shardwise.verbs.merge_adapter import merge_adapter as merge_adapter
-from shardwise.verbs.merge_weights import KeepSource as KeepSource
-from shardwise.verbs.merge_weights import RemoveSource as RemoveSource
-from shardwise.verbs.merge_weights import Safetensors as Safetensors
-from shardwise.verbs.merge_weights import TorchFile as TorchFile
 from shardwise.verbs.merge_weights import merge_weights as merge_weights
 from shardwise.verbs.optimizer_state import optimizer_state as optimizer_state
 from shardwise.verbs.optimizer_state import set_optimizer_state as set_optimizer_state

@@ -17,10 +17,11 @@ from tests.verbs import torch_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
+from shardwise.engines.merging_weights import RemoveSource, TorchFile
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.saving_lock import LOCK_FILE
 from shardwise.storage import LocalWriter
-from shardwise.verbs.merge_weights import RemoveSource, TorchFile, merge_weights
+from shardwise.verbs.merge_weights import merge_weights
 
 _NAMES = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "mixtral", "phi3", "gpt2")
 

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
+from shardwise.engines.foreseeing import sharding_named, wrap_named
 from shardwise.models.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.models.view import raw_bytes
 from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup
 from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.testing.http_store import HttpStore
-from shardwise.verbs.plan import sharding_named, wrap_named
 
 
 @pytest.fixture(scope="module")

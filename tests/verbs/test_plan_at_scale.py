@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.verbs.real_shapes import Shapes, deepseek_v3, qwen3_235b, sixty_layers_of_experts
 
+from shardwise.engines.foreseeing import forecast
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import initialize
@@ -25,7 +26,6 @@ from shardwise.planning.forecast import Homes, forecast_rank
 from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.sharing import InIntervals
 from shardwise.storage import LOCAL
-from shardwise.verbs.plan import forecast
 
 NOWHERE = Path("/nowhere")
 

@@ -62,8 +62,9 @@ def plan_command(
     when the model cannot be loaded so.
     """
     from shardwise.cli.launch import fail
+    from shardwise.engines.foreseeing import PlanOptions, sharding_named
     from shardwise.engines.tuned import tuning_named
-    from shardwise.verbs.plan import PlanOptions, plan, sharding_named
+    from shardwise.verbs.plan import plan
 
     try:
         options: PlanOptions = {

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines import model_states as models
+from shardwise.engines import optimizer_states as optimizers
 from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.errors import ConfigError, FormatError
@@ -57,8 +59,6 @@ from shardwise.planning.forms import DistributedFolder, FileForm, OneFile, RankF
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import FilesReport, StateReport
 from shardwise.storage import LocalReader
-from shardwise.verbs import optimizer_state as optimizers
-from shardwise.verbs import state as models
 
 Place = str | os.PathLike[str]
 

@@ -2,110 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from transformers import PreTrainedConfig
 
-from shardwise.conversion import stored_leaves
-from shardwise.engines.adapters import beside_adapter, of_adapter, open_adapter
 from shardwise.engines.asked import hints_of, require_known, require_meant
 from shardwise.engines.bringing_up import small_files
-from shardwise.engines.load_options import LoadOptions
-from shardwise.engines.load_plan import foresee_initial_values
+from shardwise.engines.foreseeing import PlanOptions, forecast, mesh_of
 from shardwise.engines.opening import at_one_commit
-from shardwise.engines.outline import Outline, config_of, outline, settled
-from shardwise.engines.tuned import TunedOptions, made_ready, resizing
-from shardwise.errors import ConfigError
+from shardwise.engines.outline import config_of, settled
 from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
-from shardwise.models import initialize
-from shardwise.models import transformers_compat as compat
-from shardwise.models.dtypes import from_torch
-from shardwise.models.foresee import foresee
-from shardwise.models.groups import MAX_PADDING
-from shardwise.models.initialize import BufferRules
-from shardwise.models.policies import (
-    Automatic,
-    Classes,
-    MinSize,
-    ModelPlan,
-    ModuleListBlocks,
-    NoSplitModules,
-    WholeModel,
-    WrapPolicy,
-)
-from shardwise.models.view import Held, look_inside
-from shardwise.models.wrap import Sharding
-from shardwise.planning import (
-    Consent,
-    Init,
-    LoadPlan,
-    ModelRules,
-    OnMissing,
-    OnUnexpected,
-    Recompute,
-    Refuse,
-    Tie,
-    plan_load,
-)
-from shardwise.planning.forecast import (
-    Homes,
-    forecast_computed,
-    forecast_groups,
-    forecast_ranks,
-    forecast_training,
-    shared_tensors,
-    uneven_tensors,
-)
-from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.formats import open_checkpoint
 from shardwise.report.forecast import Forecast
-from shardwise.report.sizes import in_bytes
-from shardwise.storage import HubOptions, ReadPolicy, is_url, open_storage, resolve
-from shardwise.storage.hub_files import AdapterFiles, ModelFiles
-from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import Full
-from shardwise.tuning.tuned import Tuned
-
-_SHORT_READ_BYTES = 64 << 10
-"""Reads that are shorter than this on average, and many, are worth a note."""
-
-_MANY_READS = 1000
-
-
-class PlanOptions(TunedOptions, total=False):
-    """Keyword arguments of :func:`plan`, each optional; also those of :class:`TunedOptions`.
-
-    Attributes:
-        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
-        nodes: machines that the ranks are dealt to, in order.
-        device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
-        sharding: wrap policy, mixed precision and offload; its mesh is None, since there are no ranks.
-        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_options.LoadOptions`.
-        read_policy: how the storage is read; by default as the folder of the checkpoint is.
-        shared_reads: as ``shared_reads`` of :class:`~shardwise.engines.load_options.LoadOptions`.
-        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
-    """
-
-    mesh: Mapping[str, int]
-    nodes: int
-    device: str
-    sharding: Sharding
-    budget_bytes: int
-    read_policy: ReadPolicy
-    shared_reads: SharedReads
-    buffers: BufferRules
-    on_missing: OnMissing
-    on_mismatched: OnMissing
-    on_unexpected: OnUnexpected
+from shardwise.storage import HubOptions, is_url, open_storage, resolve
+from shardwise.storage.hub_files import ModelFiles
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:
@@ -130,7 +43,7 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     require_known("plan", options, hints_of(PlanOptions))
     options = settled(options)
     require_meant(hints_of(PlanOptions), options)
-    mesh = _mesh(ranks, options)
+    mesh = mesh_of(ranks, options)
     hub = options.get("hub", HubOptions())
     with ExitStack() as stack:
         if is_url(name_or_path):
@@ -151,215 +64,3 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
         )
         stack.enter_context(torch.device("cpu"))
         return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
-
-
-def forecast(
-    directory: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    policy: ReadPolicy,
-    options: PlanOptions,
-) -> Forecast:
-    """The forecast of a checkpoint whose headers have been read."""
-    built = outline(directory, config, index, options, resizing(options))
-    twice = built.ties_stored_twice()
-    built.equal_ties = frozenset(name for name, _ in twice)
-    sharding = options.get("sharding", Sharding())
-    index, adapters = _with_adapters(index, options)
-    tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
-    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
-    world, load_plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    homes = Homes.of(
-        load_plan,
-        policy,
-        device=options.get("device", "cuda"),
-        budget_bytes=budget_bytes,
-        offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
-    )
-    sharing = options.get("shared_reads", Weighed())
-    shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
-    gathered_as = sharding.mp_policy.param_dtype
-    computed = forecast_computed(load_plan)
-    groups = forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype"))
-    ranks = forecast_ranks(load_plan, world, index, homes, policy, shared, sharing)
-    made = Forecast(
-        checkpoint=index.root,
-        model_class=type(built.model).__name__,
-        dtype=str(config.dtype).removeprefix("torch."),
-        device=homes.device,
-        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-        nodes=options.get("nodes", 1),
-        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
-        checkpoint_bytes=index.nbytes,
-        checkpoint_tensors=len(index.tensors()),
-        checkpoint_files=len(index.files),
-        bytes_per_dtype=_bytes_per_dtype(world.first),
-        groups=groups,
-        ranks=ranks,
-        trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
-        training=forecast_training(world, groups, ranks) if "tuning" in options else (),
-        read_once=tuple(shared),
-        whole=world.whole,
-        tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
-        cast=_casts(load_plan),
-        initialized=load_plan.names(Init),
-        recomputed=load_plan.names(Recompute),
-        ignored_keys=load_plan.ignored_keys,
-        computed=computed,
-    )
-    notes = [*tuned.notes, *(_about_tie(built, name, other) for name, other in twice)]
-    notes += [
-        f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
-        f"{budget_bytes:,} refuses them"
-        for item in computed
-        if item.budget_bytes > budget_bytes
-    ]
-    if made.held_imbalance > MAX_PADDING:
-        notes += uneven_tensors(world, MAX_PADDING)
-    return replace(made, notes=(*notes, *_about_short_reads(made)))
-
-
-def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """How a model is sharded, from words; see :func:`wrap_named`.
-
-    Raises:
-        ConfigError: when a word is unknown.
-    """
-    dtype = None if param_dtype is None else getattr(torch, param_dtype, None)
-    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"param_dtype={param_dtype!r} is not a floating dtype of torch, such as bfloat16")
-    return Sharding(
-        wrap=wrap_named(wrap),
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-    )
-
-
-def wrap_named(text: str) -> WrapPolicy:
-    """The wrap policy of this name.
-
-    These are auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, and min-size=ELEMENTS.
-
-    Raises:
-        ConfigError: when there is none, with the nearest there is.
-    """
-    policies: dict[str, WrapPolicy] = {
-        "auto": Automatic(),
-        "model-plan": ModelPlan(),
-        "no-split": NoSplitModules(),
-        "module-lists": ModuleListBlocks(),
-        "whole": WholeModel(),
-    }
-    word, _, names = text.partition("=")
-    if word == "classes" and all(names.split(",")):
-        return Classes(tuple(names.split(",")))
-    if word == "min-size" and names.isdecimal():
-        return MinSize(int(names))
-    if text in policies:
-        return policies[text]
-    known = [*policies, "classes=NAME,NAME", "min-size=ELEMENTS"]
-    near = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"there is no wrap policy {text!r}; did you mean {near}? There are {', '.join(known)}")
-
-
-def _mesh(ranks: int, options: PlanOptions) -> MeshShape:
-    nodes = options.get("nodes", 1)
-    if ranks < 1:
-        raise ConfigError(f"ranks={ranks}: a model is loaded on one rank at least")
-    if nodes < 1 or ranks % nodes:
-        fitting = [count for count in range(1, ranks + 1) if ranks % count == 0]
-        nearest = min(fitting, key=lambda count: abs(count - nodes))
-        raise ConfigError(
-            f"{ranks} ranks cannot be dealt evenly to {nodes} nodes; take nodes={nearest}, or ranks="
-            f"{max(1, round(ranks / max(nodes, 1))) * max(nodes, 1)}"
-        )
-    if options.get("sharding", Sharding()).mesh is not None:
-        raise ConfigError(
-            "sharding has a mesh of real ranks, and a plan is for any number of them; give its axes as mesh="
-            '{"replicate": 2, "shard": 4}'
-        )
-    axes = options.get("mesh")
-    return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
-
-
-def _with_adapters(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, dict[str, Adapter]]:
-    """The checkpoint, and beside it the adapters that the tuning starts from."""
-    hub = replace(options.get("hub", HubOptions()), local_files_only=True)
-    adapters: dict[str, Adapter] = {}
-    for name, folder in options.get("tuning", Full()).folders().items():
-        opened = open_adapter(resolve(folder, of_adapter(hub), download=False, wanted=AdapterFiles()))
-        with opened.storage.reader as reader:
-            found = open_checkpoint(reader, weights_name=opened.storage.file)
-        index, adapters[name] = beside_adapter(index, found, opened, name)
-    return index, adapters
-
-
-def _is_trained(tensor: TensorLayout) -> bool:
-    return tensor.kind is TensorKind.PARAMETER and tensor.requires_grad
-
-
-def _plan(
-    tuned: Tuned,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    wrap_policy: WrapPolicy,
-    budget_bytes: int,
-    options: PlanOptions,
-) -> tuple[WorldLayout, LoadPlan]:
-    """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
-    model, additions = tuned.model, tuned.additions
-    held = look_inside(model)
-    buffers = initialize.recompute_buffers(model, held, options.get("buffers", {}), seed=0)
-    initial = initialize.initial_origin(model, additions)
-
-    def origin_of(item: Held) -> Origin:
-        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
-
-    world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
-    consent = Consent(
-        options.get("on_missing", Refuse()),
-        options.get("on_mismatched", Refuse()),
-        options.get("on_unexpected", Refuse()),
-    )
-    rules = ModelRules(*compat.ignore_patterns(tuned.base))
-    found = plan_load(index, world.first, tuned.bindings, rules, consent, additions.known_as)
-    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes), additions)
-    return world, found
-
-
-def _bytes_per_dtype(layout: ModelLayout) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for tensor in layout.saved():
-        found[tensor.dtype.label] = found.get(tensor.dtype.label, 0) + tensor.numel * tensor.dtype.bits // 8
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-
-def _casts(plan: LoadPlan) -> dict[str, tuple[str, str]]:
-    """Name to (stored dtype, dtype in the model) where these differ."""
-    kinds = {
-        name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
-        for name, read in plan.reads().items()
-    }
-    return {name: pair for name, pair in kinds.items() if pair[0] != pair[1]}
-
-
-def _about_tie(built: Outline, name: str, other: str) -> str:
-    stored = [leaf for tensor in (name, other) for leaf in stored_leaves(built.bindings.offers[tensor][0])]
-    nbytes = sum(torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in stored)
-    return (
-        f"{name} is tied to {other}, and both are stored: taken to be equal. A load reads and compares both first, "
-        f"{in_bytes(nbytes)} over all ranks together; where they differ, both are kept"
-    )
-
-
-def _about_short_reads(made: Forecast) -> list[str]:
-    most = max(made.ranks, key=lambda rank: rank.reads)
-    mean = most.read_bytes // max(most.reads, 1)
-    if most.reads < _MANY_READS or mean >= _SHORT_READ_BYTES:
-        return []
-    note = (
-        f"rank {most.rank} reads {most.reads:,} ranges of {in_bytes(mean)} on average; fewer ranks on the axis "
-        "that shards, and several replicas (mesh replicate=..., shard=...), make them longer"
-    )
-    return [note]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines import model_states as models
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.errors import CoverageError, FormatError, StorageError
@@ -35,7 +36,6 @@ from shardwise.planning.consent import Refuse
 from shardwise.planning.matching import OnFault, Tolerance
 from shardwise.report import LoadReport, StateReport, TrainerReport
 from shardwise.storage import LocalReader
-from shardwise.verbs import state as models
 from shardwise.verbs.accelerate_files import load_accelerate_model, load_accelerate_optimizer, with_read
 from shardwise.verbs.load import load
 

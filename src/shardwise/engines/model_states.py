@@ -1,0 +1,130 @@
+"""A model's state, set from whatever has its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.engines.clock import Clock
+from shardwise.engines.load_fill import is_dense
+from shardwise.execution.materialize import home_of, managers_of, materialize
+from shardwise.execution.states import (
+    StateOptions,
+    Values,
+)
+from shardwise.execution.supply import require_alike_models
+from shardwise.execution.world import World
+from shardwise.layout import TensorKind
+from shardwise.models.dtypes import in_memory
+from shardwise.models.initialize import recompute_attributes, recompute_buffers
+from shardwise.models.selection import Everything, Selection, names_outside
+from shardwise.models.standing import refuse_subclasses
+from shardwise.models.view import Held, local_tensor, look_inside
+from shardwise.planning.matching import Brought, StateSlot, Tolerance, match
+from shardwise.report import StateReport
+
+
+def set_values(
+    world: World,
+    model: nn.Module,
+    values: Values,
+    *,
+    only: Selection,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> tuple[StateReport, list[dict[str, Brought]]]:
+    """Give a model values from wherever they are; the report, and what there was of them.
+
+    Collective: yes.
+    Memory, errors: as of :func:`set_model_state`.
+    """
+    with clock.phase("agree"):
+        held = world.together(lambda: look_inside(model))
+        require_alike_models(world, held, [])
+        names = world.from_first(lambda: names_outside(model, held, only))
+        told = values.told(world)
+        places = _places(held, names)
+        of = {place.names[0]: item for place, item in places}
+        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+        world.together(lambda: refuse_subclasses([of[item.place.names[0]] for item in matched.taken]))
+        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
+        computed = world.together(lambda: _computed(model, held, only))
+        values.require_ties(world, [item.place.names for item in matched.taken])
+    with clock.phase("exchange"):
+        taking = [of[item.place.names[0]] for item in matched.taken]
+        home = home_among(held, [item.tensor for item in held])
+        awaiting = [*taking, *(item for item, _ in computed)]
+        world.together(lambda: materialize(awaiting, managers_of(model), home)[1].touch_rest())
+        targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
+        traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
+        recomputed = world.together(lambda: _fill(model, computed, home))
+    report = StateReport(
+        rank=world.rank,
+        world_size=world.size,
+        set_names=tuple(targets),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        mismatched=matched.mismatched,
+        cast=matched.cast,
+        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        sent_bytes=traffic.sent_bytes,
+        received_bytes=traffic.received_bytes,
+        kept_bytes=traffic.kept_bytes,
+        seconds=clock.seconds,
+        recomputed=recomputed,
+    )
+    return report, told
+
+
+def buffers_among(held: Iterable[Held]) -> set[str]:
+    """The FQNs of what is no parameter."""
+    return {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
+
+
+def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple[Held, torch.Tensor]]:
+    """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
+    waiting = [item for item in held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    if not waiting or not isinstance(only, Everything):
+        return []
+    found = recompute_buffers(model, held, {}, seed=0)
+    return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
+
+
+def _fill(model: nn.Module, computed: list[tuple[Held, torch.Tensor]], home: torch.device) -> tuple[str, ...]:
+    """Give buffers their values, and attributes that were left on meta; the names of both."""
+    for item, value in computed:
+        if is_dense(item.local):
+            item.local.copy_(value)
+        else:  # an expanded view: its elements share memory
+            item.install(value.to(home))
+    attributes = recompute_attributes(model, home) if computed else ()
+    return (*(item.fqn for item, _ in computed), *attributes)
+
+
+def tensors_named(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of these names, tied ones once."""
+    wanted = set(names)
+    return {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+
+
+def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
+    """Tensors that take values, tied ones once, with all their names outside."""
+    outside: dict[str, list[str]] = {}
+    for name, fqn in names.items():
+        outside.setdefault(fqn, []).append(name)
+    found: list[tuple[StateSlot, Held]] = []
+    for item in held:
+        own = tuple(name for fqn in item.names for name in outside.get(fqn, ()))
+        if own:
+            own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
+            found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
+    return found
+
+
+def home_among(held: list[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
+    live = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    return home_of(held, None if live is None else local_tensor(live).device)
