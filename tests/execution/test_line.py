@@ -71,7 +71,7 @@ def test_nothing_but_signs_of_life_stays_in_the_store():
         for _ in range(2):
             for _ in range(4):
                 ranks.each(lambda line: meet(line, b"hello"))
-            ranks.each(lambda line: line.join())  # what is left to tidy up is behind it
+            ranks.each(lambda line: line.part())
             kept.append(ranks.store.num_keys())
         assert kept[0] == kept[1]
 

@@ -26,7 +26,7 @@ from shardwise.planning.sharing import Alone
 from shardwise.report.forecast import RankForecast
 
 CALM = Patience(beat_s=60, silence_s=600, join_s=600)
-SIZES = [64, 256, pytest.param(1024, marks=pytest.mark.slow)]
+MANY = [pytest.param(size, marks=pytest.mark.slow) for size in (256, 1024)]
 
 CALLS_TO_JOIN = 8
 """Of a rank, on the store: to come to a call, and to leave it."""
@@ -34,8 +34,8 @@ CALLS_TO_JOIN = 8
 CALLS_TO_MEET = 6
 """Of a rank, in a meeting: what it says, that it came, whether there is an answer, the answer, that it has it."""
 
-BYTES_TO_JOIN = 1200
-BYTES_TO_MEET = 700
+BYTES_TO_JOIN = 800
+BYTES_TO_MEET = 300
 """Of a rank: names of keys for the most part. What is said comes on top, and the answer."""
 
 
@@ -62,7 +62,7 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [64, 256, MANY[1]])
 def test_ranks_agree_on_a_load_in_one_meeting_of_a_conclusion(size):
     def agree(rank: int) -> int:
         with World.current(patience=CALM, call="load") as world:
@@ -72,11 +72,11 @@ def test_ranks_agree_on_a_load_in_one_meeting_of_a_conclusion(size):
         assert ranks.each(agree) == [sum(10 + rank for rank in range(size))] * size
         calls, nbytes = spent(ranks)
     assert calls < CALLS_TO_JOIN + CALLS_TO_MEET
-    assert nbytes < BYTES_TO_JOIN + BYTES_TO_MEET + 2 * 1024, "what a rank tells of its load, twice"
+    assert nbytes < 2000, "what a rank tells of its load is in it twice"
     assert not ranks.dist.broadcast_bytes
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [64, *MANY])
 def test_a_meeting_costs_what_was_said(size):
     """What each rank pays for each kind of meeting, beyond coming to the call."""
     ways = {
@@ -101,7 +101,7 @@ def test_a_meeting_costs_what_was_said(size):
     assert nbytes < BYTES_TO_JOIN + 4 * len(ways) * (BYTES_TO_MEET + 2 * 100)
 
 
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, MANY[0]])
 def test_what_every_rank_must_know_of_each_does_not_burden_the_store(size, monkeypatch):
     """The answer, too large to be read from it by all of them, comes by a collective."""
     monkeypatch.setattr(world_module, "_ANSWERED_BYTES", 1 << 18)
@@ -119,31 +119,25 @@ def test_what_every_rank_must_know_of_each_does_not_burden_the_store(size, monke
     assert size * 1000 < ranks.dist.broadcast_bytes < size * 1100
 
 
-@pytest.mark.parametrize("size", [16, 64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [16, 64, *MANY])
 def test_a_whole_load_costs_each_rank_the_same_however_many_they_are(size, tmp_path):
     """``shardwise.load`` of a model that each rank has whole: all of its meetings, through the public interface."""
-    nbytes = loading(size, tmp_path)
-    assert nbytes < 14 * (BYTES_TO_MEET + 200) + 2 * 3000, "twelve meetings, of which each rank tells little"
-
-
-def loading(size: int, folder: Any) -> float:
-    """The bytes that a load of so many ranks costs each of them."""
     torch.manual_seed(0)
     values = nn.Linear(4, 4).state_dict()
-    save_file(values, str(folder / "model.safetensors"))
+    save_file(values, str(tmp_path / "model.safetensors"))
     models = [nn.Linear(4, 4) for _ in range(size)]
     options = shardwise.LoadOptions(shared_reads=Alone(), patience=CALM, progress=False, budget_bytes=1 << 16)
     with counted_ranks(size) as ranks:
-        reports = ranks.each(lambda rank: shardwise.load(models[rank], folder, options=options))
+        reports = ranks.each(lambda rank: shardwise.load(models[rank], tmp_path, options=options))
         assert [getattr(report, "world_size", report) for report in reports] == [size] * size
         calls, nbytes = spent(ranks)
     for model in models:
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert calls < CALLS_TO_JOIN + 14 * CALLS_TO_MEET
-    return nbytes
+    assert calls < 60
+    assert nbytes < 5000
 
 
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, MANY[0]])
 def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
     """Half of the ranks plan otherwise; and one has too little memory."""
 
@@ -165,7 +159,7 @@ def test_ranks_that_differ_tell_details_and_all_raise_the_same(size):
         assert text.startswith("rank 3 needs ")
 
 
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, MANY[0]])
 def test_many_that_fail_or_differ_are_told_in_few_words(size):
     def fail() -> None:
         raise StorageError(f"disk {threading.get_ident()} is gone" + "." * 500)
@@ -198,7 +192,7 @@ def test_many_that_fail_or_differ_are_told_in_few_words(size):
     assert nbytes < BYTES_TO_JOIN + 4 * (BYTES_TO_MEET + 2 * 800)
 
 
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, MANY[0]])
 def test_many_in_another_call_are_told_so_by_one_of_them(size):
     """Whoever finds out asks where all are; the others do not ask again."""
     came = threading.Barrier(size)
@@ -235,7 +229,7 @@ def test_an_answer_larger_than_torch_s_store_takes_comes_through():
 
 
 def test_the_first_rank_beats_while_it_concludes():
-    quick = Patience(beat_s=0.05, silence_s=0.6, join_s=5)
+    quick = Patience(beat_s=0.05, silence_s=0.4, join_s=5)
     concluded = []
 
     def conclude(told: list[int]) -> int:

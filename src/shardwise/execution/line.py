@@ -35,6 +35,11 @@ T = TypeVar("T")
 ANY_CALL = "another call"
 """Of calls that do not say what they are."""
 
+_QUIET_S = 0.005
+"""After a meeting, a rank that does not come to the next one so soon is at work: nobody waits for its line."""
+
+_MOST_UNTIDY = 100
+
 _DEAF = 1.5
 """After so many times the silence without an answer, the store itself is taken for lost."""
 
@@ -203,20 +208,26 @@ class Line:
     def _serve(self) -> None:
         talk: Talk | None = None
         while True:
+            is_untidy = talk is not None and talk.untidy > 0
             try:
-                order = self._orders.get(timeout=self.patience.beat_s)
+                order = self._orders.get(timeout=_QUIET_S if is_untidy else self.patience.beat_s)
             except Empty:
-                if talk is not None:
+                if talk is not None and is_untidy:
+                    self._tidy(talk)
+                elif talk is not None:
                     self._while_working(talk)
                 continue
             if order is None:
+                if talk is not None:
+                    self._tidy(talk)
                 return
             try:
                 if talk is None:
                     talk = Talk(self._keys, self._pulses, self)
                     self.number = talk.number
                 order.answer.set_result(order.carry_out(talk))
-                self._tidy(talk)
+                if talk.untidy > _MOST_UNTIDY:
+                    self._tidy(talk)
             except Exception as error:
                 self._cut.set()
                 is_verdict = isinstance(error, (RankLostError, DisagreementError))

@@ -44,6 +44,7 @@ class Talk:
         self._step = 0
         self._litter: list[str] = []
         self._last_keys: list[str] = []
+        self._step_left: int | None = None
         self._beats = 0
         self._last_beat = -math.inf
         now = time.monotonic()
@@ -104,6 +105,7 @@ class Talk:
         more, answer = int.from_bytes(found[:4]), found[4:]
         if more:
             answer += b"".join(self._keys.get_all([f"{step}/all/{part}" for part in range(1, more + 1)]))
+        self._step_left = step
         self._step += 1
         self._line.note_meeting()
         return answer
@@ -137,17 +139,25 @@ class Talk:
             self._keys.set(name, part)
         self._keys.set(names[0], (len(parts) - 1).to_bytes(4) + parts[0])
         self._litter += self._last_keys  # who has come to this meeting has left the one before
-        self._last_keys = [*names, f"{step}/in", f"{step}/cut"]
+        self._last_keys = [*names, *(f"{step}/{name}" for name in ("in", "out", "cut"))]
+
+    @property
+    def untidy(self) -> int:
+        """How many things there are to :meth:`tidy`."""
+        return len(self._litter) + (self._step_left is not None)
 
     def tidy(self) -> None:
-        """After a meeting, when nobody waits for this rank: remove from the store what nobody needs any more."""
+        """When nobody waits for this rank: tell that it has left the last meeting, and remove what nobody needs."""
+        step, self._step_left = self._step_left, None
+        if step is not None:
+            self._keys.count(f"{step}/out", 1)
         keys, self._litter = self._litter, []
         self._keys.forget(keys)
 
     def part(self) -> None:
         """Leave after the last meeting, the first rank after the others: the store may end with its process.
 
-        Who has left this meeting for another one will miss the first rank there.
+        Who comes to another meeting has left this one, too, and will miss the first rank there.
         """
         line, last = self._line, self._step - 1
 
@@ -155,11 +165,10 @@ class Talk:
             left = self._keys.count(f"{last}/out", 0)
             if left < line.size - 1:
                 left += self._keys.count(f"{self._step}/in", 0) % _SPOKE
-            return left == line.size - 1
+            return left >= line.size - 1
 
-        if line.rank:
-            self._keys.count(f"{last}/out", 1)
-        elif last >= 0:
+        self.tidy()
+        if line.rank == 0 and last >= 0:
             self._wait(have_left)
 
     def cut(self) -> None:
