@@ -49,6 +49,8 @@ def test_one_file_is_renamed_and_several_are_named_by_an_index():
     assert steps(SEVERAL, empty) == [Publish(READY, INDEX)]
     assert commit_of(SEVERAL, empty, can_rename=True).ready == {READY: SEVERAL.index}
     assert steps(SEVERAL, single) == [Publish(READY, INDEX), Rename(SINGLE, f"model.{TOKEN}.older")]
+    assert commit_of(SEVERAL, single, can_rename=True).aside == (Rename(SINGLE, f"model.{TOKEN}.older"),)
+    assert commit_of(ONE, empty, can_rename=True).aside == ()
 
 
 def test_where_nothing_large_is_renamed_a_single_file_is_removed():

@@ -19,6 +19,7 @@ from shardwise.planning import Init, Initialize, Read, Tie, stored_tensors
 from shardwise.planning.consent import Consent
 from shardwise.planning.exchange import WantedBoxes, dealt
 from shardwise.planning.fetching import FetchingPeers, peers_on
+from shardwise.planning.giving import own_share
 from shardwise.planning.intervals import handed_over, intervals
 from shardwise.planning.matching import match
 from shardwise.planning.pages import MeasuredPages, Way
@@ -86,10 +87,18 @@ def test_a_block_is_an_eighth_of_the_budget_at_most() -> None:
     ranks = 3
     wanted = [WantedBoxes(name, 2, ((Box.whole(shape),),) * ranks) for name, shape in shapes.items()]
     made = intervals(reads, index, ranks)
-    budget = 8 * ranks * 2 * 5
+    budget = 8 * ranks * 2 * 7
     found = [handed_over(wanted, made, budget, rank) for rank in range(ranks)]
     blocks = [parcel.block for rounds in found for items in rounds for parcel in items.parcels]
-    assert max(block.numel for block in blocks) == 5
+    assert max(block.numel for block in blocks) == 7
+
+
+@pytest.mark.parametrize(("nbytes", "shares"), [(1 << 16, [1, 0]), ((1 << 16) + 2, [1, 1])])
+def test_what_is_of_64_kib_is_given_whole(nbytes: int, shares: list[int]) -> None:
+    box = Box((0,), (nbytes // 2,))
+    given = [own_share(box, replica, 2, 0, 2) for replica in range(2)]
+    assert [len(parts) for parts in given] == shares
+    assert sum(part.numel for parts in given for part in parts) == box.numel
 
 
 def test_rows_that_are_wanted_alike_are_one_band() -> None:

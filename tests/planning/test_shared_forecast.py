@@ -92,6 +92,7 @@ def test_training_takes_gradients_moments_and_the_largest_group():
 
 def test_every_uneven_tensor_is_named_and_no_other():
     made = Made(MeshShape.flat(4)).add("even", (16, 100)).add("half", (2, 100)).add("third", (3, 900))
+    made.add("whole", (500,), dim=None)
     assert [line.split(":")[0] for line in uneven_tensors(made.world(), 1.0)] == ["third", "half"]
     assert [line.split(":")[0] for line in uneven_tensors(made.world(), 1.5)] == ["half"]
     assert uneven_tensors(made.world(), 2.0) == []  # twice the mean is not more than that
