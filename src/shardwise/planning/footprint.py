@@ -29,7 +29,7 @@ from shardwise.conversion import (
 )
 from shardwise.formats import CheckpointIndex, TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
-from shardwise.planning.schedule import WASTE, aligned, segments_of
+from shardwise.planning.schedule import aligned, firsts_of_requests, segments_of
 from shardwise.planning.staging import ComputingShare, staging_within
 from shardwise.storage import ReadPolicy
 from shardwise.tensors import Box, DType, numel
@@ -343,29 +343,13 @@ def _requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tup
     joined = [(starts[first[whole]], stops[last[whole]])]
     for begin, end in zip(first[~whole].tolist(), last[~whole].tolist(), strict=True):
         part = slice(begin, end + 1)
-        found = _join(starts[part].tolist(), stops[part].tolist(), staged[part].tolist(), policy, staging_bytes)
-        joined.append((np.asarray(found[0], np.int64), np.asarray(found[1], np.int64)))
+        firsts = firsts_of_requests(
+            starts[part].tolist(),
+            stops[part].tolist(),
+            staged[part].tolist(),
+            strided[part].tolist(),
+            policy,
+            staging_bytes=staging_bytes,
+        )
+        joined.append((starts[part][firsts], stops[part][[*(number - 1 for number in firsts[1:]), -1]]))
     return np.concatenate([found[0] for found in joined]), np.concatenate([found[1] for found in joined])
-
-
-def _join(
-    starts: list[int], stops: list[int], staged: list[int], policy: ReadPolicy, staging_bytes: int
-) -> tuple[list[int], list[int]]:
-    """(starts, stops) of requests, of neighbours without overlap whose gaps are within the policy."""
-    firsts, lasts = [starts[0]], [stops[0]]
-    used, gaps = staged[0], 0
-    for start, stop, own in zip(starts[1:], stops[1:], staged[1:], strict=True):
-        gap = start - lasts[-1]
-        more = aligned(gap) + own
-        if (
-            stop - firsts[-1] <= policy.request_bytes
-            and used + more <= staging_bytes
-            and (gaps + gap) * WASTE <= stop - firsts[-1]
-        ):
-            lasts[-1] = stop
-            used, gaps = used + more, gaps + gap
-        else:
-            firsts.append(start)
-            lasts.append(stop)
-            used, gaps = own, 0
-    return firsts, lasts
