@@ -75,15 +75,20 @@ PRELOADED = (
 """What nearly every test needs on its ranks: seconds for each of them, if each imported it."""
 
 
+_MOST_THREADS = 60
+"""Of a rank that is used again. Every process group brings three, of which one looks for work a hundred times a second;
+meshes of tests leave some behind each."""
+
+
 class Worlds:
-    """Worlds of gloo ranks by size, kept for the whole session."""
+    """Worlds of gloo ranks by size, kept from test to test until they have become slow."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, LocalRanks] = {}
 
     def __call__(self, size: int) -> LocalRanks:
         world = self._worlds.get(size)
-        if world is None or not world.is_alive:
+        if world is None or not world.is_alive or _threads_of(world.pid(0)) > _MOST_THREADS:
             if world is not None:
                 world.close()
             world = self._worlds[size] = LocalRanks(size, timeout_s=100, preloaded=PRELOADED)
@@ -93,6 +98,14 @@ class Worlds:
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
+
+
+def _threads_of(process: int) -> int:
+    """0 where the system does not tell."""
+    try:
+        return len(os.listdir(f"/proc/{process}/task"))
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")
