@@ -76,8 +76,8 @@ PRELOADED = (
 
 
 _MOST_THREADS = 60
-"""Of a rank that is used again. Every process group brings three, of which one looks for work a hundred times a second;
-meshes of tests leave some behind each."""
+"""Of a rank that is used again. Every process group brings three, of which one looks for work a hundred times a
+second; meshes of tests leave some behind each."""
 
 
 class Worlds:
