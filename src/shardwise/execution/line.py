@@ -109,6 +109,7 @@ class Line:
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._cut = threading.Event()
         self._heard = time.monotonic()
+        self._verdict: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=f"shardwise-line-{rank}", daemon=True)
         self._thread.start()
 
@@ -230,8 +231,10 @@ class Line:
                     self._tidy(talk)
             except Exception as error:
                 self._cut.set()
-                is_verdict = isinstance(error, (RankLostError, DisagreementError))
-                order.answer.set_exception(error if is_verdict else _store_lost(error))
+                if not isinstance(error, (RankLostError, DisagreementError)):
+                    # What was found out while this rank worked: the store may have ended with the rank that held it.
+                    error = self._verdict or _store_lost(error)
+                order.answer.set_exception(error)
 
     def _tidy(self, talk: Talk) -> None:
         try:
@@ -244,6 +247,8 @@ class Line:
             talk.beat()
         except Exception as error:  # the next meeting says what is wrong
             self._cut.set()
+            if isinstance(error, (RankLostError, DisagreementError)):
+                self._verdict = error
             if isinstance(error, RankLostError):
                 tell, self.on_lost = self.on_lost, None
                 if tell is not None:

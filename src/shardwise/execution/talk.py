@@ -27,6 +27,9 @@ _SPOKE = 1 << 32
 _PART_BYTES = 1 << 22
 """An answer that is larger is put into the store in several values: torch's takes 8 MiB at most."""
 
+_GRACE = 0.25
+"""For what part of the silence the first rank stays when a rank is lost, so that busy ones can read it, too."""
+
 _MISSED_BEATS = 4
 """A process that beats rarely between calls is lost after so many of them at the earliest."""
 
@@ -292,7 +295,7 @@ class Talk:
         """Not before the others have read it, too: the store may end with the first rank's process."""
         line = self._line
         heard = self._keys.count("heard", 1)
-        deadline = time.monotonic() + 2 * line.patience.beat_s
+        deadline = time.monotonic() + max(2 * line.patience.beat_s, _GRACE * line.patience.silence_s)
         while line.rank == 0 and heard < line.size - 1 and time.monotonic() < deadline:
             time.sleep(_LAST_POLL_S)
             heard = self._keys.count("heard", 0)
