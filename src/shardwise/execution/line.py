@@ -232,7 +232,7 @@ class Line:
             except Exception as error:
                 self._cut.set()
                 if not isinstance(error, (RankLostError, DisagreementError)):
-                    # What was found out while this rank worked: the store may have ended with the rank that held it.
+                    # What was found out while this rank worked: the store may have ended with who held it.
                     error = self._verdict or _store_lost(error)
                 order.answer.set_exception(error)
 
