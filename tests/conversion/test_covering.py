@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, random_box, view
 
-from shardwise.conversion import covering_box, needed_boxes, pieces
+from shardwise.conversion import Region, apart, covering_box, pieces
 from shardwise.tensors import Box, Strided, row_blocks
 
 
@@ -23,7 +23,10 @@ def test_a_box_is_made_of_the_boxes_that_it_needs(seed):
     expression, array = grower.grow(rng.randint(0, 5))
     box = random_box(rng, expression.shape)
     made = np.full(box.numel, -7)
-    for key, parts in needed_boxes(expression, box).items():
+    around: dict[str, list[Box]] = {}
+    for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))) if box.numel else ():
+        around.setdefault(leaf.key, []).append(region.bounds)
+    for key, parts in ((key, apart(boxes)) for key, boxes in around.items()):
         assert all(part.is_within(grower.leaves[key].shape) for part in parts)
         times = np.zeros(grower.leaves[key].shape, int)
         for part in parts:

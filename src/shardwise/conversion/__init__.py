@@ -15,7 +15,7 @@ from shardwise.conversion.computed import (
     smallest_block_bytes,
 )
 from shardwise.conversion.copies import Copy, copies, copies_and_computed, pieces
-from shardwise.conversion.covering import apart, covering_box, leaf_boxes, needed_boxes
+from shardwise.conversion.covering import apart, covering_box, leaf_boxes
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -72,7 +72,6 @@ __all__ = [
     "key_of",
     "leaf_boxes",
     "leaves_of",
-    "needed_boxes",
     "permute",
     "pieces",
     "reshape",

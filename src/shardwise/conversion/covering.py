@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.conversion.expression import Expression, Stored
+from shardwise.conversion.expression import Expression
 from shardwise.conversion.region import Region
 from shardwise.tensors import Box, Strided, contiguous_strides
 
 _FEW = 8192
 """Boxes of one expression, which may be a stack of hundreds of experts; interleaved columns would be more."""
-
-
-def needed_boxes(expression: Expression, box: Box) -> dict[str, list[Box]]:
-    """Boxes of the stored leaves, by key, that hold all that is copied into a box of the expression.
-
-    Those of one leaf do not overlap. They may hold more than is needed where elements lie apart.
-    """
-    found: dict[str, list[Box]] = {}
-    if box.numel:
-        for leaf, region in expression.leaves(Region.of(box, Strided.contiguous(box.sizes))):
-            if isinstance(leaf, Stored):
-                found.setdefault(leaf.key, []).append(region.bounds)
-    return {key: apart(boxes) for key, boxes in found.items()}
 
 
 def leaf_boxes(expression: Expression) -> list[Box]:

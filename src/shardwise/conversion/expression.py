@@ -97,8 +97,8 @@ class Stored(Leaf):
 
 
 @dataclass(frozen=True, slots=True)
-class Concat(Expression):
-    """The parts one after the other along ``dim``."""
+class _OfParts(Expression):
+    """Several sources, put together along ``dim``."""
 
     sources: tuple[Expression, ...]
     dim: int
@@ -108,12 +108,17 @@ class Concat(Expression):
     def dtype(self) -> DType:
         return self.sources[0].dtype
 
+    def over(self, sources: Sequence[Expression]) -> Expression:
+        return replace(self, sources=tuple(sources))
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(_OfParts):
+    """The parts one after the other along ``dim``."""
+
     @property
     def form(self) -> Hashable:
         return "concat", self.dim
-
-    def over(self, sources: Sequence[Expression]) -> Expression:
-        return Concat(tuple(sources), self.dim, self.shape)
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         dim = self.dim
@@ -127,23 +132,12 @@ class Concat(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Expression):
+class Stack(_OfParts):
     """The parts, all of one shape, along a new dimension ``dim``."""
-
-    sources: tuple[Expression, ...]
-    dim: int
-    shape: Shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.sources[0].dtype
 
     @property
     def form(self) -> Hashable:
         return "stack", self.dim
-
-    def over(self, sources: Sequence[Expression]) -> Expression:
-        return Stack(tuple(sources), self.dim, self.shape)
 
     def moved(self, region: Region) -> Iterator[tuple[Expression, Region]]:
         along = [axis for axis in region.axes if axis.dim == self.dim]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise.conversion import Expression, Stored, key_of
 from shardwise.engines import offline
+from shardwise.engines.adapters import beside_of
 from shardwise.engines.outline import Outline
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.edited import edited
@@ -28,7 +29,7 @@ from shardwise.storage import StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.tensors import DType, row_blocks
 
-ADAPTER = "(adapter)"
+ADAPTER = beside_of("merged")
 """What the names of the adapter's files and keys begin with, beside those of the base."""
 
 
@@ -69,7 +70,13 @@ def adapter_folder(given: Path, adapter_name: str) -> Path:
     raise FormatError(f"{given}: there is no {ADAPTER_CONFIG}; {remedy}")
 
 
-def open_adapter(folder: Path) -> _OpenedAdapter:
+def open_for_merging(folder: Path) -> _OpenedAdapter:
+    """Read an adapter's config and headers, without PEFT; whoever calls closes it.
+
+    Raises:
+        ConfigError: an adapter of this kind cannot be merged.
+        FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
+    """
     path = folder / ADAPTER_CONFIG
     config = parse_adapter_config(offline.small_file(path), what=str(path))
     names = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]

@@ -144,10 +144,8 @@ class _ByCollective:
     def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        under_way, self._under_way = (
-            self._under_way,
-            [],
-        )  # what has failed is not waited for again: it may never end
+        # What has failed is not waited for again: it may never end.
+        under_way, self._under_way = self._under_way, []
         for work in under_way:
             self._world.wait_for(work)
 

@@ -168,11 +168,6 @@ def release_lock(writer: StorageWriter, token: str) -> None:
         writer.remove(file + _BEAT)
 
 
-def is_of_mark(file: str) -> bool:
-    """Whether this is the name of a mark, or of what lies beside one."""
-    return file == LOCK_FILE or _OWN.fullmatch(file.removesuffix(_BEAT)) is not None
-
-
 def _has_one_name(writer: StorageWriter) -> bool:
     """Only one of several processes can create a file, and renaming it is one step."""
     return writer.policy.has_random_writes

@@ -15,7 +15,7 @@ from shardwise.engines.merging_adapter import (
     adapter_folder,
     merge_targets,
     merged_tensors,
-    open_adapter,
+    open_for_merging,
     pulled_apart,
     require_effect,
     without_effect,
@@ -81,7 +81,7 @@ def merge_adapter(
     max_shard_bytes = in_bytes_of(max_shard_size)
     folder = base_folder if base_folder.is_dir() else base_folder.parent
     with ExitStack() as stack:
-        lora = stack.enter_context(open_adapter(lora_folder))
+        lora = stack.enter_context(open_for_merging(lora_folder))
         config = config_of(folder, options)
         opened = open_storage(base_folder)
         reader = stack.enter_context(opened.reader)
