@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.place import RANKS, commit, machine
 
-from shardwise.execution.local_ranks import LocalRanks
+from shardwise.execution.processes.local_ranks import LocalRanks
 
 ARMS = ("synchronous", "asynchronous", "dcp.save", "dcp.async_save", "the copy alone")
 AIM = 0.15
@@ -86,7 +86,7 @@ def measure_restore(what: str, layers: int, hidden: int, out: str, repeats: int)
     optimizer.step()
     optimizer.zero_grad()
     state = TrainState(model, optimizer)
-    only = shardwise.AdapterOnly() if what == "lora" else shardwise.Everything()
+    only = shardwise.options.AdapterOnly() if what == "lora" else shardwise.options.Everything()
     Checkpointer(f"{out}/compared", only=only).save(1, state)
     if dist.get_rank() == 0:
         _without_fingerprints(Path(out, "compared", "step-1"), Path(out, "not compared", "step-1"))
@@ -188,10 +188,11 @@ def _arms(what: str, model: Any, optimizer: Any, out: str) -> dict[str, Callable
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     import shardwise
-    from shardwise import Asynchronous, Checkpointer, KeepLast, Synchronous, TrainState
+    from shardwise import Checkpointer, TrainState
     from shardwise.models.view import local_tensor
+    from shardwise.options import Asynchronous, KeepLast, Synchronous
 
-    only = shardwise.AdapterOnly() if what == "lora" else shardwise.Everything()
+    only = shardwise.options.AdapterOnly() if what == "lora" else shardwise.options.Everything()
     state = TrainState(model, optimizer)
     ours = {
         mode: Checkpointer(f"{out}/{type(mode).__name__}", mode=mode, keep=KeepLast(1), only=only)

@@ -14,11 +14,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.exchange import exchange
-from shardwise.execution.local_ranks import LocalRanks
-from shardwise.execution.world import World
-from shardwise.planning.exchange import WantedBoxes, from_sources, rounds
-from shardwise.planning.parcels import Parcel
+from shardwise.execution.moving.exchange import exchange
+from shardwise.execution.processes.local_ranks import LocalRanks
+from shardwise.execution.ranks.world import World
+from shardwise.planning.moves.exchange import WantedBoxes, from_sources, rounds
+from shardwise.planning.moves.parcels import Parcel
 from shardwise.tensors import Box
 
 _ROWS, _WIDTH = 2048, 1024  # 8 MiB of float32

@@ -77,7 +77,7 @@ def _shardwise(folder: str, warm_up: str) -> dict[str, float]:
 
     import shardwise
 
-    options = shardwise.LoadOptions(device=torch.device("cuda"), progress=False)
+    options = shardwise.options.LoadOptions(device=torch.device("cuda"), progress=False)
     return {"shardwise s": _timed(lambda path: shardwise.from_pretrained(path, options=options), folder, warm_up)}
 
 

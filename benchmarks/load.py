@@ -24,7 +24,7 @@ from benchmarks.limits import limits_of
 from benchmarks.place import RANKS, SLACK_BYTES, STAGING_BYTES, commit, machine, say
 from benchmarks.tables import render
 
-from shardwise.execution.local_ranks import LocalRanks, RankError
+from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 
 PEERS = ("transformers", "accelerate", "set_model_state_dict", "dcp", "runai")
 AS_IT_IS, BACKED = "as it is", "memory backed"

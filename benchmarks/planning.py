@@ -104,7 +104,9 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.models.rules import bind
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrap import Sharding
-    from shardwise.planning import Consent, ModelRules, Refuse, plan_load, stored_tensors
+    from shardwise.planning.loads.consent import Consent, Refuse
+    from shardwise.planning.loads.load_plan import ModelRules, plan_load
+    from shardwise.planning.loads.stored import stored_tensors
 
     clock = _Clock()
     index = _index(wanted)
@@ -159,7 +161,8 @@ class _Clock:
 
 def _index(wanted: Shape) -> Any:
     """The index of a checkpoint of this shape that nobody has written."""
-    from shardwise.formats import CheckpointIndex, TensorEntry
+    from shardwise.formats.checkpoint_index import CheckpointIndex
+    from shardwise.formats.safetensors import TensorEntry
     from shardwise.tensors.dtypes import dtype_named
 
     bf16 = dtype_named("BF16")

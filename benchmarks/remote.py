@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.execution.local_ranks import LocalRanks
-from shardwise.storage import OBJECT_STORE
+from shardwise.execution.processes.local_ranks import LocalRanks
+from shardwise.storage.reading.policy import OBJECT_STORE
 from shardwise.testing.http_store import HttpStoreProcess
 
 BYTES_PER_S = 200e6

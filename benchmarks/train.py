@@ -47,7 +47,7 @@ from benchmarks.training import (
     train_by_shardwise,
 )
 
-from shardwise.execution.local_ranks import LocalRanks
+from shardwise.execution.processes.local_ranks import LocalRanks
 
 STEP_LIMIT, MEMORY_LIMIT, START_LIMIT = 1.03, 1.03, 0.6
 

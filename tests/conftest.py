@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 from tests.quiet import quieten
 
-from shardwise.execution.local_ranks import LocalRanks
+from shardwise.execution.processes.local_ranks import LocalRanks
 
 # The same examples on every run: a failure comes back when the test is run again. `make sweep` looks further.
 hypothesis.settings.register_profile(

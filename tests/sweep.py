@@ -31,7 +31,7 @@ from tests.conversion.random_expressions import check_expression
 from tests.quiet import quieten
 from tests.ways import Way
 
-from shardwise.execution.local_ranks import LocalRanks, RankError
+from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 from shardwise.testing.http_store import HttpStore
 
 

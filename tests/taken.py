@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 import shardwise
 from shardwise.engines.save_options import CompareWithMemory, SaveOptions
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 
 OPTIONS = SaveOptions(budget_bytes=1 << 20, patience=Patience(silence_s=120))
 

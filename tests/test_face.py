@@ -5,15 +5,33 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import shardwise
 
 
-def test_every_name_that_is_stated_is_there():
-    assert len(shardwise.__all__) > 100
-    for name in shardwise.__all__:
-        found = getattr(shardwise, name)
-        assert getattr(found, "__name__", name) == name or not hasattr(found, "__name__"), name
-    assert dir(shardwise) == shardwise.__all__
+ROOMS = [shardwise, shardwise.options, shardwise.report, shardwise.storage]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_every_name_that_is_stated_is_there(room):
+    for name in room.__all__:
+        found = getattr(room, name)
+        assert getattr(found, "__name__", name).rpartition(".")[2] == name, name
+    assert dir(room) == room.__all__
+
+
+def test_what_every_user_meets_fits_on_a_page():
+    assert len(shardwise.__all__) < 40
+    names = [name for room in ROOMS for name in room.__all__]
+    assert len(names) == len(set(names)), "a name has one home"
+
+
+def test_a_name_that_lives_elsewhere_is_an_error_that_says_where():
+    with pytest.raises(AttributeError, match=r"'LoadOptions'; it is shardwise\.options\.LoadOptions"):
+        shardwise.LoadOptions  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'LoadOption'$"):
+        shardwise.LoadOption  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_importing_the_package_brings_nothing_that_is_slow():

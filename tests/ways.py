@@ -23,18 +23,20 @@ import shardwise
 from shardwise.engines.foreseeing import _plan as plan_of_all_ranks
 from shardwise.engines.outline import config_of, outline
 from shardwise.engines.tuned import made_ready
-from shardwise.execution.line import Patience
-from shardwise.execution.place import Destination, Placer, arrange
-from shardwise.execution.world import World
-from shardwise.formats import open_checkpoint
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.place import Destination, Placer, arrange
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.layout import MeshShape
 from shardwise.models.dtypes import to_torch
 from shardwise.models.groups import group_parameters
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside, strided_view
-from shardwise.planning.sharing import SharedReads, Weighed
-from shardwise.report import LoadReport
-from shardwise.storage import LocalReader, MemoryReader, StorageReader
+from shardwise.planning.moves.sharing import SharedReads, Weighed
+from shardwise.report.load_report import LoadReport
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.memory import MemoryReader
+from shardwise.storage.reading.reader import StorageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def load_and_compare(case: truth.Case, way: Way) -> list[str] | None:
 
 def bring_up(case: truth.Case, way: Way) -> tuple[nn.Module, LoadReport]:
     source = source_of(case, way)
-    options = shardwise.LoadOptions(
+    options = shardwise.options.LoadOptions(
         shared_reads=way.shared_reads,
         budget_bytes=1 << 20,
         patience=Patience(silence_s=120),  # a sweep may share its machine

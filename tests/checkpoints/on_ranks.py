@@ -21,24 +21,23 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise import (
+from shardwise import Checkpointer, TrainState
+from shardwise.checkpoints import write
+from shardwise.errors import StorageError
+from shardwise.execution.writing import saving_lock
+from shardwise.execution.writing.chunk_sources import ChunkStaging
+from shardwise.options import (
     AdapterOnly,
     Asynchronous,
     AtStep,
-    Checkpointer,
     CheckpointerOptions,
     Ignore,
     KeepAll,
     KeepLast,
     Latest,
     Synchronous,
-    TrainState,
 )
-from shardwise.checkpoints import write
-from shardwise.errors import StorageError
-from shardwise.execution import saving_lock
-from shardwise.execution.chunk_sources import ChunkStaging
-from shardwise.storage import open_writer
+from shardwise.storage.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
 MODES = {"sync": Synchronous(), "async": Asynchronous()}
@@ -319,7 +318,7 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     training.step(1)
     state: Any = training.state
     which: Any = Latest()
-    only: Any = shardwise.Everything()
+    only: Any = shardwise.options.Everything()
     if fault == "optimizer of others":
         some = [p for p in training.model.parameters() if p.ndim > 1]
         state = TrainState(training.model, torch.optim.AdamW(some), training.schedule, training.data)
@@ -356,7 +355,7 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
 
 def save_in_small_messages(folder: str) -> list[int]:
     """The sizes of what is told while a checkpoint is written in the background, and that it is whole."""
-    from shardwise.execution.world import World
+    from shardwise.execution.ranks.world import World
 
     sizes: list[int] = []
     original = World.to_first
@@ -432,7 +431,7 @@ def restore_damaged(
 
     def restore() -> dict[str, Any]:
         if base:
-            model = shardwise.from_pretrained(base, weights=shardwise.Later())
+            model = shardwise.from_pretrained(base, weights=shardwise.options.Later())
             state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.5))
         else:
             state = Training(seed=1, way=way).state
@@ -496,7 +495,7 @@ def restore_adapter(folder: str, how: str) -> Any:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
     state = TrainState(model, optimizer)
     if how != "same":
-        only = shardwise.Everything() if how == "full" else AdapterOnly()
+        only = shardwise.options.Everything() if how == "full" else AdapterOnly()
         return attempt(lambda: Checkpointer(folder, only=only).restore(state))
     report = Checkpointer(folder, only=AdapterOnly()).restore(state)
     return {"report": report.to_dict(), "losses": [step_lora(model, optimizer, seed) for seed in (1, 2)]}
@@ -515,7 +514,7 @@ def save_pretrained_run(base: str, folder: str) -> Any:
 
 def resume_pretrained_run(base: str, folder: str) -> Any:
     """From the config alone: there are no weights beside it that could be read."""
-    model = shardwise.from_pretrained(base, weights=shardwise.Later())
+    model = shardwise.from_pretrained(base, weights=shardwise.options.Later())
     is_hollow = all(parameter.is_meta for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     report = Checkpointer(folder).restore(TrainState(model, optimizer))
@@ -540,7 +539,7 @@ def recorded(root: str, log: str | None) -> Any:
 
     with (
         mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.marked.open_writer", opened),
+        mock.patch("shardwise.execution.writing.marked.open_writer", opened),
         mock.patch("shardwise.checkpoints.folder.open_writer", opened),
     ):
         yield
@@ -557,14 +556,14 @@ def save_steps(folder: str, steps: list[int], keep: int, mode: str, log: str | N
 def elsewhere(folder: str, is_renewed: bool) -> tuple[str, str]:
     """A save while another machine's mark is there, which is renewed or not."""
     with (
-        mock.patch("shardwise.execution.saving_lock.RENEWED_S", 0.1),
-        mock.patch("shardwise.execution.saving_lock._LOOK_S", 0.01),
+        mock.patch("shardwise.execution.writing.saving_lock.RENEWED_S", 0.1),
+        mock.patch("shardwise.execution.writing.saving_lock._LOOK_S", 0.01),
     ):
         Path(folder).mkdir(exist_ok=True)
         with open_writer(folder) as writer:
             with (
                 mock.patch("socket.gethostname", return_value="elsewhere"),
-                mock.patch("shardwise.execution.saving_lock.process_space", return_value="elsewhere"),
+                mock.patch("shardwise.execution.writing.saving_lock.process_space", return_value="elsewhere"),
             ):
                 held = saving_lock.take_lock(writer, "theirs")
             if not is_renewed:

@@ -15,8 +15,9 @@ from tests.checkpoints.on_ranks import MODES
 from tests.checkpoints.tiny import Training
 
 import shardwise
-from shardwise import Checkpointer, CheckpointerOptions, KeepLast
+from shardwise import Checkpointer
 from shardwise.checkpoints.facts import Facts
+from shardwise.options import CheckpointerOptions, KeepLast
 
 pytestmark = pytest.mark.distributed
 
@@ -273,7 +274,7 @@ def test_a_pickle_among_the_values_is_not_run(run, tmp_path):
 
 def shardwise_place(step: Path, path: tuple[str, ...]):
     from shardwise.formats.distributed import read_metadata
-    from shardwise.storage import LocalReader
+    from shardwise.storage.reading.local import LocalReader
 
     with LocalReader(step) as reader:
         return read_metadata(reader).objects[path]

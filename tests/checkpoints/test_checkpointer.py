@@ -14,7 +14,8 @@ from tests.checkpoints import on_ranks, tiny
 from tests.checkpoints.tiny import Training, differences
 from torch.optim import lr_scheduler as schedules
 
-from shardwise import AtStep, Checkpointer, Latest, TrainState
+from shardwise import Checkpointer, TrainState
+from shardwise.options import AtStep, Latest
 
 pytestmark = pytest.mark.distributed
 

@@ -15,10 +15,11 @@ from tests.checkpoints.tiny import Training, differences
 from tests.faults.doomed import Doomed, Seat
 
 import shardwise
-from shardwise import Checkpointer, CheckpointerOptions, KeepLast
+from shardwise import Checkpointer
 from shardwise.checkpoints import write
-from shardwise.execution import chunk_sources, chunk_stream, marked, saving_lock
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.writing import chunk_sources, chunk_stream, marked, saving_lock
+from shardwise.options import CheckpointerOptions, KeepLast
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

@@ -10,7 +10,8 @@ from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
 
 import shardwise
-from shardwise import Checkpointer, Ignore
+from shardwise import Checkpointer
+from shardwise.options import Ignore
 
 OPTIMIZERS = torch.optim
 KINDS = [
@@ -154,7 +155,10 @@ def test_what_accelerate_and_the_trainer_wrote_is_told_apart_too(tmp_path):
     saved.step(1)
     shardwise.save_accelerate_optimizer(saved.model, saved.optimizer, tmp_path)
     torch.save(saved.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    for path, order in ((tmp_path, shardwise.ByName()), (tmp_path / "optimizer.pt", shardwise.ByPosition())):
+    for path, order in (
+        (tmp_path, shardwise.options.ByName()),
+        (tmp_path / "optimizer.pt", shardwise.options.ByPosition()),
+    ):
         training = Training(seed=1)
         shardwise.load_accelerate_optimizer(training.model, training.optimizer, path, order=order)
         assert differences(training.taken()["moments"], saved.taken()["moments"]) == []

@@ -13,8 +13,9 @@ from tests.checkpoints.tiny import Training, differences
 from tests.verbs.on_ranks import attempt
 
 import shardwise
-from shardwise import Checkpointer, Ignore, TrainState
+from shardwise import Checkpointer, TrainState
 from shardwise.cli import main
+from shardwise.options import Ignore
 
 pytestmark = pytest.mark.distributed
 

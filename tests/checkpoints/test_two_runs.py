@@ -9,10 +9,11 @@ import pytest
 from tests.checkpoints.tiny import Training, differences
 from tests.verbs.test_two_saves import Before
 
-from shardwise import AtStep, Checkpointer, FormatError, KeepAll, KeepLast, StorageError
+from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution import marked
-from shardwise.storage import open_writer
+from shardwise.execution.writing import marked
+from shardwise.options import AtStep, KeepAll, KeepLast
+from shardwise.storage.opening import open_writer
 
 MARK = "shardwise.saving"
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import EveryRank, FullState, TrainState, model_state, optimizer_state
+from shardwise import TrainState, model_state, optimizer_state
+from shardwise.options import EveryRank, FullState
 
 
 class Tiny(nn.Module):

@@ -13,8 +13,9 @@ from click.testing import CliRunner, Result
 
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
-from shardwise.report import LoadReport, SaveReport
 from shardwise.report.forecast import RankForecast
+from shardwise.report.load_report import LoadReport
+from shardwise.report.save_report import SaveReport
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
 from shardwise.training.rows import Chat, read_rows

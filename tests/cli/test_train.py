@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
 from shardwise.cli.train import STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
-from shardwise.execution import first_touch
-from shardwise.planning.pages import Way
+from shardwise.execution.memory import first_touch
+from shardwise.planning.loads.pages import Way
 from shardwise.training.config import read_config
 from shardwise.training.report import Event, StepFacts
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from tests.execution.exchanging import CPU, through
 
-from shardwise.execution import common_memory
-from shardwise.execution.carriers import open_carrier
-from shardwise.execution.common_memory import Address
-from shardwise.execution.world import World
-from shardwise.planning.parcels import Load, ToAll, ToEach
+from shardwise.execution.memory import common_memory
+from shardwise.execution.memory.common_memory import Address
+from shardwise.execution.moving.carriers import open_carrier
+from shardwise.execution.ranks.world import World
+from shardwise.planning.moves.parcels import Load, ToAll, ToEach
 
 SIZES = [
     [[0, 16, 48], [32, 0, 0], [64, 16, 0]],

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from shardwise.execution import world as world_module
+from shardwise.execution.ranks import world as world_module
 
 LIMIT_S = 100.0
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StorageError
-from shardwise.execution import carriers
-from shardwise.execution.exchange import exchange
-from shardwise.execution.world import World
-from shardwise.planning.exchange import WantedBoxes, dealt, from_sources, rounds
-from shardwise.planning.parcels import Parcel
+from shardwise.execution.moving import carriers
+from shardwise.execution.moving.exchange import exchange
+from shardwise.execution.ranks.world import World
+from shardwise.planning.moves.exchange import WantedBoxes, dealt, from_sources, rounds
+from shardwise.planning.moves.parcels import Parcel
 from shardwise.tensors import Box
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.line import Patience
-from shardwise.execution.world import World
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.world import World
 
 
 def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:

@@ -9,16 +9,17 @@ import torch.distributed as dist
 from tests import zoo
 from tests.verbs.streaming import sharded
 
-from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError, StorageError
-from shardwise.execution.giving import Giver, agree_on_shares
-from shardwise.execution.owners import write_by_owners
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.giving import Giver, agree_on_shares
+from shardwise.execution.writing.owners import write_by_owners
 from shardwise.layout import Origin
 from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning.save_plan import plan_save
-from shardwise.storage import LocalWriter, WritePolicy
+from shardwise.options import TakeFirst
+from shardwise.planning.saves.save_plan import plan_save
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import WritePolicy
 from shardwise.tensors.fingerprint import fingerprint
 
 POLICY = WritePolicy(has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=10_000, concurrency=1)

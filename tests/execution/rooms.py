@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import Sharding, WholeModel
+from shardwise import Sharding
+from shardwise.options import WholeModel
 
 
 class Wide(nn.Module):
@@ -46,7 +47,7 @@ def left_after(count: int | None) -> tuple[int, int]:
     shardwise.shard(model, Sharding(wrap=WholeModel()))
     during = 0
     kept = []
-    tensors = shardwise.iter_hf_tensors(model, names=shardwise.InternalNames())
+    tensors = shardwise.iter_hf_tensors(model, names=shardwise.options.InternalNames())
     for number, (_, tensor) in enumerate(tensors):
         kept.append(tensor)
         during = max(during, len(list(common_memory())))

@@ -8,11 +8,11 @@ from tests import ways
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import TakeFirst
 from shardwise.errors import ShardwiseError
-from shardwise.execution.giving import agree_on_shares
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.giving import agree_on_shares
 from shardwise.models.view import look_inside
+from shardwise.options import TakeFirst
 
 
 class Block(nn.Module):

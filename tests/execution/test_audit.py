@@ -8,11 +8,14 @@ from torch import nn
 
 from shardwise.conversion import Bindings
 from shardwise.errors import CoverageError
-from shardwise.execution.audit import audit
-from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.execution.reading.audit import audit
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import Origin
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning import Consent, ModelRules, plan_load, stored_tensors
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import ModelRules, plan_load
+from shardwise.planning.loads.stored import stored_tensors
 from shardwise.tensors import DType
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.execution import rooms
 
-from shardwise.execution.common_memory import CommonMemory, enter
-from shardwise.execution.common_rooms import _RoomAllocator, lay_out
-from shardwise.planning.parcels import Parcel, Round
+from shardwise.execution.memory.common_memory import CommonMemory, enter
+from shardwise.execution.moving.common_rooms import _RoomAllocator, lay_out
+from shardwise.planning.moves.parcels import Parcel, Round
 from shardwise.tensors import Box
 
 LARGE = (1 << 18) + 1

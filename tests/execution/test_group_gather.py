@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.execution import group_gather
-from shardwise.execution.world import World
+from shardwise.execution.moving import group_gather
+from shardwise.execution.ranks.world import World
 
 
 def trained(replicas: int, half_bytes: int) -> list[torch.Tensor]:

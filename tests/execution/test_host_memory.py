@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.execution import first_touch
-from shardwise.execution.host_memory import HostMemory
+from shardwise.execution.memory import first_touch
+from shardwise.execution.memory.host_memory import HostMemory
 from shardwise.models.view import local_tensor
-from shardwise.storage.local import LocalReader
+from shardwise.storage.reading.local import LocalReader
 
 PORTION = 2 << 20
-ALL = (shardwise.MeasuredPages(), shardwise.HugePages(), shardwise.SmallPages())
+ALL = (shardwise.options.MeasuredPages(), shardwise.options.HugePages(), shardwise.options.SmallPages())
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are chosen on Linux only")
 
@@ -52,7 +52,7 @@ def on_meta(dtype: torch.dtype = torch.float32) -> Matrices:
 def test_pages_are_those_asked_for_and_values_those_stored(stored, pages, dtype) -> None:
     folder, values = stored
     model = on_meta(dtype)
-    report = shardwise.load(model, folder, options=shardwise.LoadOptions(pages=pages, progress=False))
+    report = shardwise.load(model, folder, options=shardwise.options.LoadOptions(pages=pages, progress=False))
     for name, value in values.items():
         assert torch.equal(model.state_dict()[name], value.to(dtype))
     found = report.pages
@@ -61,9 +61,9 @@ def test_pages_are_those_asked_for_and_values_those_stored(stored, pages, dtype)
     whole = report.placed_bytes // PORTION * PORTION
     assert whole - PORTION <= found.huge_bytes + found.small_bytes <= whole
     match pages:
-        case shardwise.HugePages():
+        case shardwise.options.HugePages():
             assert found.small_bytes == 0
-        case shardwise.SmallPages():
+        case shardwise.options.SmallPages():
             assert found.huge_bytes == 0
         case _:
             assert min(found.huge_bytes, found.small_bytes) >= PORTION  # both were looked at
@@ -77,11 +77,11 @@ def test_what_is_cast_comes_straight_from_the_page_cache(stored) -> None:
         if reader.cached("weights.safetensors", 0, 1000) is None:
             pytest.skip("this file system does not tell what is in the page cache")
     with LocalReader(folder) as reader:
-        shardwise.load(on_meta(), reader, options=shardwise.LoadOptions(progress=False))
+        shardwise.load(on_meta(), reader, options=shardwise.options.LoadOptions(progress=False))
         in_calls = reader.reads
     with LocalReader(folder) as reader:
         model = on_meta(torch.float64)
-        shardwise.load(model, reader, options=shardwise.LoadOptions(progress=False))
+        shardwise.load(model, reader, options=shardwise.options.LoadOptions(progress=False))
         assert reader.reads < in_calls
     assert all(torch.equal(model.state_dict()[name], value.double()) for name, value in values.items())
 
@@ -90,7 +90,7 @@ def load_on_ranks(folder: str) -> tuple[dict[str, torch.Tensor], int]:
     model = on_meta()
     for child in model.children():
         fully_shard(child)
-    options = shardwise.LoadOptions(pages=ALL[dist.get_rank() % len(ALL)], progress=False)
+    options = shardwise.options.LoadOptions(pages=ALL[dist.get_rank() % len(ALL)], progress=False)
     report = shardwise.load(fully_shard(model), folder, options=options)
     return {
         name: local_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()
@@ -132,7 +132,7 @@ def test_a_kernel_that_cannot_touch_is_advised_huge_pages(stored, monkeypatch) -
     try:
         folder, values = stored
         model = on_meta()
-        report = shardwise.load(model, folder, options=shardwise.LoadOptions(progress=False))
+        report = shardwise.load(model, folder, options=shardwise.options.LoadOptions(progress=False))
     finally:
         monkeypatch.undo()
         first_touch.can_populate.cache_clear()

@@ -17,12 +17,12 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import DisagreementError, PlacementError, StorageError
-from shardwise.execution import world as world_module
-from shardwise.execution.agreement import agree_on
-from shardwise.execution.line import Patience
-from shardwise.execution.world import World
-from shardwise.planning.forecast import Available, RequireMemory
-from shardwise.planning.sharing import Alone
+from shardwise.execution.ranks import world as world_module
+from shardwise.execution.ranks.agreement import agree_on
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.world import World
+from shardwise.planning.forecasts.forecast import Available, RequireMemory
+from shardwise.planning.moves.sharing import Alone
 from shardwise.report.forecast import RankForecast
 
 CALM = Patience(beat_s=60, silence_s=600, join_s=600)
@@ -126,7 +126,9 @@ def test_a_whole_load_costs_each_rank_the_same_however_many_they_are(size, tmp_p
     values = nn.Linear(4, 4).state_dict()
     save_file(values, str(tmp_path / "model.safetensors"))
     models = [nn.Linear(4, 4) for _ in range(size)]
-    options = shardwise.LoadOptions(shared_reads=Alone(), patience=CALM, progress=False, budget_bytes=1 << 16)
+    options = shardwise.options.LoadOptions(
+        shared_reads=Alone(), patience=CALM, progress=False, budget_bytes=1 << 16
+    )
     with counted_ranks(size) as ranks:
         reports = ranks.each(lambda rank: shardwise.load(models[rank], tmp_path, options=options))
         assert [getattr(report, "world_size", report) for report in reports] == [size] * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.execution.memory import host_pools
+from shardwise.execution.memory.free import host_pools
 
 GIB = 1 << 30
 

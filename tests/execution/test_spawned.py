@@ -11,9 +11,9 @@ import torch
 from tests.execution import faults
 
 from shardwise.errors import PlacementError, RankLostError, StorageError
-from shardwise.execution.local_ranks import ProcessEnded, RankError
-from shardwise.execution.ranks import this_device
-from shardwise.execution.spawned import _meant, at_own_gpu, run_spawned
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.processes.local_ranks import ProcessEnded, RankError
+from shardwise.execution.processes.spawned import _meant, at_own_gpu, run_spawned
 
 
 @pytest.mark.distributed
@@ -27,7 +27,7 @@ def test_values_come_by_rank_and_errors_as_they_are():
 def test_ranks_share_one_import_and_the_parent_needs_none():
     program = (
         "import sys\n"
-        "from shardwise.execution.spawned import run_spawned\n"
+        "from shardwise.execution.processes.spawned import run_spawned\n"
         "from tests.execution.forked import place_of_torch\n"
         "told = run_spawned(3, place_of_torch, preloaded=('torch',))\n"
         "assert 'torch' not in sys.modules\n"

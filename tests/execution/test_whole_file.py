@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.errors import PlacementError
-from shardwise.execution.whole_file import write_whole_file
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.whole_file import write_whole_file
 
 
 def test_names_that_differ_in_their_dots_only_are_refused(tmp_path):

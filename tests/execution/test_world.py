@@ -8,9 +8,9 @@ import pytest
 from tests.execution import faults
 
 from shardwise.errors import StorageError
-from shardwise.execution import local_ranks
-from shardwise.execution.local_ranks import LocalRanks, RankError
-from shardwise.execution.world import World
+from shardwise.execution.processes import local_ranks
+from shardwise.execution.processes.local_ranks import LocalRanks, RankError
+from shardwise.execution.ranks.world import World
 from shardwise.testing import run_world
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise.planning.sharing import SharedReads
+from shardwise.planning.moves.sharing import SharedReads
 
 
 class Wide(nn.Module):
@@ -50,7 +50,7 @@ def differing(model: nn.Module, directory: str) -> list[str]:
 def load_wide(directory: str, dim: int, dtype: torch.dtype, budget_bytes: int) -> list[str]:
     model = on_meta(dtype)
     fully_shard(model, shard_placement_fn=along(dim))
-    shardwise.load(model, directory, options=shardwise.LoadOptions(budget_bytes=budget_bytes))
+    shardwise.load(model, directory, options=shardwise.options.LoadOptions(budget_bytes=budget_bytes))
     return differing(model, directory)
 
 
@@ -59,7 +59,7 @@ def load_wide_replicas(directory: str, dim: int, budget_bytes: int, shared_reads
     model = on_meta(torch.float32)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh, shard_placement_fn=along(dim))
-    options = shardwise.LoadOptions(budget_bytes=budget_bytes, shared_reads=shared_reads)
+    options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, shared_reads=shared_reads)
     shardwise.load(model, directory, options=options)
     return differing(model, directory)
 

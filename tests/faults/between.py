@@ -12,7 +12,7 @@ from tests.faults.doomed import Seat
 from tests.verbs.on_ranks import Plain, angles, shard_plain
 
 import shardwise
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 
 Told = tuple[str, str]
 
@@ -29,8 +29,8 @@ def attempt(call: Any) -> Told:
 def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[Told]:
     """Rank 1 skips a save and comes to a load; all load; it skips a load and comes to another call; all go on."""
     model = shard_plain(Plain())
-    options = shardwise.LoadOptions(patience=patience, progress=False)
-    saving = shardwise.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.LoadOptions(patience=patience, progress=False)
+    saving = shardwise.options.SaveOptions(patience=patience, progress=False)
 
     def load() -> object:
         return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
@@ -39,7 +39,7 @@ def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[T
         return shardwise.save(model, folder, options=saving)
 
     def state() -> object:
-        return shardwise.model_state(model, options=shardwise.StateOptions(patience=patience))
+        return shardwise.model_state(model, options=shardwise.options.StateOptions(patience=patience))
 
     told = [attempt(load)]
     told.append(attempt(load if seat.rank == 1 else save))
@@ -52,7 +52,7 @@ def skip(seat: Seat, checkpoint: str, folder: str, patience: Patience) -> list[T
 def lose(seat: Seat, checkpoint: str, patience: Patience, kind: str, rank: int) -> Told:
     """All load; a rank is lost as it computes; the others go on to another call."""
     model = shard_plain(Plain())
-    options = shardwise.LoadOptions(patience=patience, progress=False)
+    options = shardwise.options.LoadOptions(patience=patience, progress=False)
 
     def load() -> object:
         return shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)

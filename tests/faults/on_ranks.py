@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import shardwise
-from shardwise.execution import carriers
-from shardwise.execution import world as world_module
-from shardwise.execution.line import Patience
-from shardwise.planning.sharing import InIntervals, OncePerGroup, Weighed
-from shardwise.report import LoadReport
-from shardwise.storage import LocalReader
+from shardwise.execution.moving import carriers
+from shardwise.execution.ranks import world as world_module
+from shardwise.execution.ranks.line import Patience
+from shardwise.planning.moves.sharing import InIntervals, OncePerGroup, Weighed
+from shardwise.report.load_report import LoadReport
+from shardwise.storage.reading.local import LocalReader
 
 STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
@@ -34,30 +34,30 @@ STAGES = {
     "wrap": ("shardwise.models.wrap", "wrap"),
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
-    "read": ("shardwise.storage.local", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.sharing", "boxes_of_ranks"),
-    "share": ("shardwise.execution.place", "Placer.values_of"),
-    "interval": ("shardwise.execution.place", "Placer.values_of"),
+    "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
+    "join": ("shardwise.execution.reading.sharing", "boxes_of_ranks"),
+    "share": ("shardwise.execution.reading.place", "Placer.values_of"),
+    "interval": ("shardwise.execution.reading.place", "Placer.values_of"),
     "send": ("torch.distributed", "all_to_all_single"),
     "large": ("torch.distributed", "broadcast"),
     "fill": ("shardwise.engines.load_fill", "fill"),
     "audit": ("shardwise.engines.load_fill", "audit"),
     "look": ("shardwise.verbs.shard", "look_inside"),
-    "give": ("shardwise.execution.distribute", "_Yard.give"),
-    "take": ("shardwise.execution.distribute", "_Yard.take"),
-    "pack": ("shardwise.execution.giving", "Giver.share"),
+    "give": ("shardwise.execution.moving.distribute", "_Yard.give"),
+    "take": ("shardwise.execution.moving.distribute", "_Yard.take"),
+    "pack": ("shardwise.execution.states.giving", "Giver.share"),
     "arrange": ("shardwise.engines.saving", "prepare"),
-    "create": ("shardwise.storage.local_writer", "LocalWriter.create"),
+    "create": ("shardwise.storage.writing.local_writer", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),
-    "write": ("shardwise.execution.write", "Emitter._buffers"),
-    "sync": ("shardwise.storage.local_writer", "LocalWriter.sync"),
-    "compare": ("shardwise.execution.write", "Emitter.require_same"),
+    "write": ("shardwise.execution.writing.write", "Emitter._buffers"),
+    "sync": ("shardwise.storage.writing.local_writer", "LocalWriter.sync"),
+    "compare": ("shardwise.execution.writing.write", "Emitter.require_same"),
     "add up": ("torch.distributed", "all_reduce"),
     "commit": ("shardwise.engines.saving", "commit_save"),
-    "beside": ("shardwise.execution.committing", "fingerprints.to_bytes"),
-    "name": ("shardwise.storage.local_writer", "LocalWriter.rename"),
-    "remove": ("shardwise.storage.local_writer", "LocalWriter.remove"),
-    "tidy": ("shardwise.execution.saving_lock", "release_lock"),
+    "beside": ("shardwise.execution.writing.committing", "fingerprints.to_bytes"),
+    "name": ("shardwise.storage.writing.local_writer", "LocalWriter.rename"),
+    "remove": ("shardwise.storage.writing.local_writer", "LocalWriter.remove"),
+    "tidy": ("shardwise.execution.writing.saving_lock", "release_lock"),
 }
 """By stage, a function that a rank calls in it, as module and name."""
 
@@ -132,15 +132,15 @@ def load(seat: Seat, directory: str, way: str, patience: Patience, blow: Blow | 
         with torch.device("meta"):
             model = Plain()
         shared = OncePerGroup() if way == "whole" else Weighed()
-        options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+        options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
         checkpoint = LocalReader(directory) if way == "reader" else directory
         shardwise.load(model, checkpoint, buffers={"*.angles": angles}, options=options)
     elif way == "shard":  # the model is on rank 0 alone
         model = sharding.live_model() if seat.rank == 0 else sharding.meta_model()
-        shardwise.shard(model, options=shardwise.ShardOptions(patience=patience, budget_bytes=4096))
+        shardwise.shard(model, options=shardwise.options.ShardOptions(patience=patience, budget_bytes=4096))
     elif way == "stream":
         model = sharding.live_model()
-        options = shardwise.StreamOptions(patience=patience, bucket_bytes=4096)
+        options = shardwise.options.StreamOptions(patience=patience, bucket_bytes=4096)
         for _ in shardwise.iter_hf_tensors(model, options=options):
             pass
     else:
@@ -173,7 +173,7 @@ def bring_up(seat: Seat, directory: str, way: str, patience: Patience) -> tuple[
     sizes = (2, seat.size // 2) if way == "hsdp" else (seat.size,)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     shared = {"flat": Weighed(), "hsdp": OncePerGroup(), "intervals": InIntervals()}[way]
-    options = shardwise.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
+    options = shardwise.options.LoadOptions(patience=patience, shared_reads=shared, budget_bytes=1 << 14)
     return shardwise.from_pretrained(
         directory, sharding=shardwise.Sharding(mesh=mesh), options=options, output_loading_info=True
     )

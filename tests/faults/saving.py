@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise.engines.save_options import CompareWithMemory
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 
 ONE_FILE, SEVERAL_FILES = "1GB", "2KB"
 
@@ -52,13 +52,13 @@ def save(
     model = sharded(seed)
     if blow is not None:
         lay(blow, seat)
-    options = shardwise.SaveOptions(budget_bytes=4096, patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(budget_bytes=4096, patience=patience, progress=False)
     return shardwise.save(model, folder, max_shard_size=size, verify=CompareWithMemory(), options=options).files
 
 
 def save_apart(seat: Seat, folder: str, patience: Patience) -> None:
     """Every rank to a folder of its own."""
-    options = shardwise.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(patience=patience, progress=False)
     shardwise.save(sharded(1), f"{folder}/{seat.rank}", options=options)
 
 
@@ -66,7 +66,7 @@ def save_one_after_another(
     seat: Seat, folder: str, seeds: tuple[int, ...], sizes: tuple[str, ...], patience: Patience
 ) -> None:
     """Save for ever, after having told that it begins: to be killed at any moment."""
-    options = shardwise.SaveOptions(patience=patience, progress=False)
+    options = shardwise.options.SaveOptions(patience=patience, progress=False)
     models = [sharded(seed) for seed in seeds]
     seat.tell()
     while True:

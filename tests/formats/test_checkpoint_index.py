@@ -16,8 +16,9 @@ import pytest
 from tests.formats.building import file_of, file_with, index_of, tensor
 
 from shardwise.errors import CheckpointError, FormatError, StorageError
-from shardwise.formats import CheckpointIndex, open_checkpoint, selection
-from shardwise.storage import MemoryReader
+from shardwise.formats import selection
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.storage.reading.memory import MemoryReader
 from shardwise.tensors import DType
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import Status

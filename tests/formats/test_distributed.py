@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats import open_checkpoint
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.formats.composed import Joined, View, Whole, tiling
-from shardwise.storage import LocalReader, MemoryReader, RemoteReader
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.memory import MemoryReader
+from shardwise.storage.reading.remote import RemoteReader
 from shardwise.tensors import Box
 from shardwise.testing import HttpStore
 

@@ -18,15 +18,16 @@ from tests.formats.test_peft_adapter import parsed
 from tests.formats.torch_building import Called, saved, storage, tensor, torch_file
 
 from shardwise.errors import FormatError
-from shardwise.formats import checkpoint_index, open_checkpoint
-from shardwise.formats.checkpoint_index import beside, holds_optimizer, open_state
+from shardwise.formats import checkpoint_index
+from shardwise.formats.checkpoint_index import beside, holds_optimizer, open_checkpoint, open_state
 from shardwise.formats.composed import MAX_DIMS, Joined, View, Whole, tiling
 from shardwise.formats.pickles import read_pickle
 from shardwise.formats.safetensors import read_header
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
 from shardwise.formats.torch_values import TORCH_FILE
 from shardwise.formats.zip_archive import Archive, FileWindow
-from shardwise.storage import MemoryReader, ReadPolicy
+from shardwise.storage.reading.memory import MemoryReader
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import Box
 
 LARGEST = 2**63 - 1

@@ -13,8 +13,10 @@ from tests.formats.torch_building import archive, same, saved, tensor, torch_fil
 from torch import nn
 
 from shardwise.errors import FormatError
-from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.storage import LocalReader, MemoryReader, RemoteReader
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.memory import MemoryReader
+from shardwise.storage.reading.remote import RemoteReader
 from shardwise.testing import HttpStore
 
 

@@ -28,10 +28,10 @@ from tests.formats.torch_building import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats import open_checkpoint
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.formats.pickles import Vocabulary, read_pickle
 from shardwise.formats.torch_file import read_torch_file
-from shardwise.storage import MemoryReader
+from shardwise.storage.reading.memory import MemoryReader
 
 SOUND = saved({"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, 2).t(), "c": torch.zeros(3000), "n": 3})
 

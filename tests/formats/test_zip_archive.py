@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.errors import FormatError
 from shardwise.formats import zip_archive
 from shardwise.formats.zip_archive import Archive, FileWindow
-from shardwise.storage import MemoryReader
+from shardwise.storage.reading.memory import MemoryReader
 from shardwise.tensors import ByteRange
 
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from shardwise.conversion import Stored, copies
-from shardwise.formats import CheckpointIndex
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models.dtypes import to_torch
-from shardwise.planning import stored_tensors
-from shardwise.storage import StorageReader
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import Box
 
 

@@ -10,7 +10,7 @@ from tests.verbs import on_ranks, sharding
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
-from shardwise.execution.checksum import checksums
+from shardwise.execution.states.checksum import checksums
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def test_a_sharded_load_has_the_bits_of_the_cpu(mixtral, one_rank, dtype):
 
 
 def test_an_unsharded_load_goes_to_the_device_asked_for(mixtral):
-    options = shardwise.LoadOptions(device=torch.device("cuda", 0))
+    options = shardwise.options.LoadOptions(device=torch.device("cuda", 0))
     on_gpu = shardwise.from_pretrained(mixtral, options=options)
     assert all(parameter.device.type == "cuda" for parameter in on_gpu.parameters())
     on_host = shardwise.from_pretrained(mixtral)
@@ -64,8 +64,8 @@ def test_it_trains(mixtral, one_rank):
 
 def test_missing_tensors_are_those_of_the_cpu(mixtral, one_rank):
     keywords = {
-        "on_missing": shardwise.Initialize(("score.*",)),
-        "on_unexpected": shardwise.Ignore(),
+        "on_missing": shardwise.options.Initialize(("score.*",)),
+        "on_unexpected": shardwise.options.Ignore(),
         "model_class": AutoModelForSequenceClassification,
     }
     on_gpu = shardwise.from_pretrained(mixtral, **keywords).score.weight
@@ -134,7 +134,7 @@ def side():
 def test_a_load_comes_after_what_was_asked_of_the_device_before(mixtral, side):
     """Weights that are still being written over, in the stream of the caller."""
     device = torch.device("cuda", 0)
-    options = shardwise.LoadOptions(device=device)
+    options = shardwise.options.LoadOptions(device=device)
     model = shardwise.from_pretrained(mixtral, options=options)
     expected = on_cpu(truth.snapshot(model)["values"])
     torch.cuda._sleep(LONG)
@@ -147,7 +147,9 @@ def test_a_load_comes_after_what_was_asked_of_the_device_before(mixtral, side):
 
 
 def test_a_save_has_what_was_asked_of_the_device_before(mixtral, side, tmp_path):
-    model = shardwise.from_pretrained(mixtral, options=shardwise.LoadOptions(device=torch.device("cuda", 0)))
+    model = shardwise.from_pretrained(
+        mixtral, options=shardwise.options.LoadOptions(device=torch.device("cuda", 0))
+    )
     torch.cuda._sleep(LONG)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -159,7 +161,7 @@ def test_a_save_has_what_was_asked_of_the_device_before(mixtral, side, tmp_path)
 
 def test_memory_that_torch_keeps_counts_as_free(mixtral):
     """A load that fits only into what was freed and is kept."""
-    from shardwise.execution.memory import available_memory
+    from shardwise.execution.memory.free import available_memory
 
     device = torch.device("cuda", 0)
     free = torch.cuda.mem_get_info(device)[0]
@@ -170,13 +172,13 @@ def test_memory_that_torch_keeps_counts_as_free(mixtral):
     assert before is not None
     assert after is not None
     assert after - before >= free - (512 << 20)
-    shardwise.from_pretrained(mixtral, options=shardwise.LoadOptions(device=device))
+    shardwise.from_pretrained(mixtral, options=shardwise.options.LoadOptions(device=device))
     torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
 def test_a_checksum_is_that_of_the_host(monkeypatch, numel):
-    monkeypatch.setattr("shardwise.execution.checksum._BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.execution.states.checksum._BLOCK_BYTES", 1 << 20)
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.cuda() for tensor in tensors]) == checksums(tensors)

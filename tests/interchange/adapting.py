@@ -14,7 +14,7 @@ from tests.verbs.stating import local
 from torch import nn
 
 import shardwise
-from shardwise import AdapterOnly, EveryRank, FullState
+from shardwise.options import AdapterOnly, EveryRank, FullState
 
 
 def lora(seed: int) -> nn.Module:

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from shardwise import CoverageError, Ignore, Sharding, StorageError, WholeModel
+from shardwise import CoverageError, Sharding, StorageError
+from shardwise.options import Ignore, WholeModel
 
 
 class Runs:
@@ -62,7 +63,7 @@ def write(folder: str, form: str, steps: int = 2) -> None:
 
 def write_rank_file_without(folder: str, rank: int) -> None:
     """What ranks hold, but a tensor of one of them."""
-    state = shardwise.model_state(sharded("", 1), shardwise.ShardedState())
+    state = shardwise.model_state(sharded("", 1), shardwise.options.ShardedState())
     if dist.get_rank() == rank:
         del state["blocks.1.0.weight"]
     torch.save(state, Path(folder, f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin"))
@@ -71,7 +72,7 @@ def write_rank_file_without(folder: str, rank: int) -> None:
 
 def write_odd_shard(folder: str) -> None:
     """A DTensor on one rank whose local tensor is larger than its placement says."""
-    state = shardwise.model_state(sharded("", 1), shardwise.ShardedState())
+    state = shardwise.model_state(sharded("", 1), shardwise.options.ShardedState())
     if dist.get_rank() == 1:
         weight = state["blocks.1.0.weight"]
         assert isinstance(weight, DTensor)
@@ -224,7 +225,7 @@ def several_optimizers(folder: str, form: str) -> list[str]:
 
 def ignoring(folder: str) -> dict[str, Any]:
     """A state that lacks a name and has another."""
-    state = shardwise.model_state(sharded("", 1), shardwise.FullState(on=shardwise.EveryRank()))
+    state = shardwise.model_state(sharded("", 1), shardwise.options.FullState(on=shardwise.options.EveryRank()))
     state["extra"] = state.pop("gain")
     if is_first():
         torch.save(state, Path(folder, "pytorch_model_fsdp.bin"))
@@ -246,9 +247,9 @@ def fails_to_write(folder: str, form: str, failing: int) -> tuple[tuple[str, str
         raise StorageError("the disk is gone")
 
     what = {
-        "full": "shardwise.execution.torch_out.RoomyFile.write",
-        "sharded": "shardwise.execution.chunk_stream.ChunkStream.write",
-        "ranks": "shardwise.execution.rank_files.torch.save",
+        "full": "shardwise.execution.writing.torch_out.RoomyFile.write",
+        "sharded": "shardwise.execution.writing.chunk_stream.ChunkStream.write",
+        "ranks": "shardwise.execution.writing.rank_files.torch.save",
     }[form]
     with mock.patch(what, broken) if dist.get_rank() == failing else contextlib.nullcontext():
         model = sharded("", 2)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import get_scheduler
 
 import shardwise
-from shardwise import ByPosition, EveryRank, FullState
+from shardwise.options import ByPosition, EveryRank, FullState
 
 
 def optimizer_for(model: nn.Module, lr: float = 1e-3) -> AdamW:
@@ -78,7 +78,7 @@ def resume(folder: str, by_position: bool) -> tuple[list[str], dict[str, Any]]:
     model = sharded(5)
     optimizer = optimizer_for(model, lr=7.0)
     schedule = schedule_for(optimizer)
-    order = ByPosition() if by_position else shardwise.ByName()
+    order = ByPosition() if by_position else shardwise.options.ByName()
     report = shardwise.load_trainer_checkpoint(model, folder, optimizer=optimizer, scheduler=schedule, order=order)
     wanted = load_file(Path(folder, "model.safetensors"))
     state = shardwise.model_state(model, FullState(on=EveryRank()))

@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
-from shardwise.execution import whole_file
+from shardwise.execution.writing import whole_file
+from shardwise.options import DistributedFolder, EveryRank, FullState, OneFile, RankFiles
 
-SMALL = shardwise.StateOptions(budget_bytes=4096)
+SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
 FORMS = {"full": OneFile(), "sharded": DistributedFolder(), "ranks": RankFiles()}
 
@@ -152,8 +152,8 @@ def batches(folder: str) -> tuple[list[int], list[int], int]:
 
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(64, 300, bias=False) for _ in range(4)))
-    shardwise.shard(model, shardwise.Sharding(wrap=shardwise.WholeModel()))
-    options = shardwise.StateOptions(budget_bytes=16384)
+    shardwise.shard(model, shardwise.Sharding(wrap=shardwise.options.WholeModel()))
+    options = shardwise.options.StateOptions(budget_bytes=16384)
     with mock.patch.object(whole_file, "hand_over", counted):
         shardwise.save_accelerate_model(model, folder, OneFile(), options=options)
     saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)

@@ -17,7 +17,7 @@ from tests.quiet import quieten
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from shardwise.errors import ConfigError, CoverageError, FormatError, ShardwiseError, StorageError
-from shardwise.storage import LocalWriter
+from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.verbs.merge_adapter import merge_adapter
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.engines.merging_weights import RemoveSource, TorchFile
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.saving_lock import LOCK_FILE
-from shardwise.storage import LocalWriter
+from shardwise.execution.writing.saving_lock import LOCK_FILE
+from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.verbs.merge_weights import merge_weights
 
 _NAMES = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "mixtral", "phi3", "gpt2")

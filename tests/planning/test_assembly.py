@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
 from shardwise.conversion import Stored, concat, slice_dim
-from shardwise.formats import NewFile
-from shardwise.planning.assembly import WantedTensor, plan_assembly
-from shardwise.planning.giving import shares_by_rank
-from shardwise.planning.owners import choose_owners
-from shardwise.planning.parcels import ALIGNMENT_BYTES, Round, ToAll, ToEach
+from shardwise.formats.safetensors_header import NewFile
+from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
+from shardwise.planning.moves.giving import shares_by_rank
+from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, ToAll, ToEach
+from shardwise.planning.saves.owners import choose_owners
 from shardwise.tensors import Box, DType, numel
 
 ITEMSIZE = 4

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardwise.planning.commit import (
+from shardwise.planning.saves.commit import (
     NOTHING_BOUND,
     Publish,
     Remove,
@@ -17,7 +17,7 @@ from shardwise.planning.commit import (
     look_at_folder,
     obsolete,
 )
-from shardwise.planning.save_plan import plan_save
+from shardwise.planning.saves.save_plan import plan_save
 from shardwise.tensors import DType
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

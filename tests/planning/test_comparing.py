@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.planning import comparing
-from shardwise.planning.comparing import BLOCK_BYTES, ComparedBytes, SampledBlocks, WholeFiles, portions
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.planning.loads import comparing
+from shardwise.planning.loads.comparing import BLOCK_BYTES, ComparedBytes, SampledBlocks, WholeFiles, portions
 from shardwise.tensors import DType
 
 

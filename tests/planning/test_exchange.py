@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.planning import exchange
-from shardwise.planning.exchange import (
+from shardwise.planning.moves import exchange
+from shardwise.planning.moves.exchange import (
     WantedBoxes,
     covers,
     cut,
@@ -20,7 +20,7 @@ from shardwise.planning.exchange import (
     rounds,
     staging_of,
 )
-from shardwise.planning.parcels import Parcel
+from shardwise.planning.moves.parcels import Parcel
 from shardwise.tensors import Box
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)

@@ -23,13 +23,14 @@ from shardwise.conversion import (
     stack,
     stored_leaves,
 )
-from shardwise.execution.landing import landings
-from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.execution.memory.landing import landings
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
-from shardwise.planning.footprint import Footprint, Footprints, Reading
-from shardwise.planning.schedule import schedule, segments_of
-from shardwise.planning.staging import staging_within
-from shardwise.storage import ReadPolicy
+from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading
+from shardwise.planning.loads.schedule import schedule, segments_of
+from shardwise.planning.loads.staging import staging_within
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 F16 = DType.F16

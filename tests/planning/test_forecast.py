@@ -18,7 +18,8 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import (
     GroupLayout,
     LocalBox,
@@ -30,8 +31,7 @@ from shardwise.layout import (
     TensorLayout,
     WorldLayout,
 )
-from shardwise.planning import Consent, ModelRules, plan_load
-from shardwise.planning.forecast import (
+from shardwise.planning.forecasts.forecast import (
     Available,
     Homes,
     RequireMemory,
@@ -43,8 +43,10 @@ from shardwise.planning.forecast import (
     require_fits,
     uneven_tensors,
 )
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
-from shardwise.storage import ReadPolicy
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 BF16, F32 = DType.BF16, DType.F32

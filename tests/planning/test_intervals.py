@@ -23,9 +23,10 @@ from shardwise.conversion import (
     stack,
     stored_leaves,
 )
-from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.planning.exchange import WantedBoxes, staging_of
-from shardwise.planning.intervals import handed_over, intervals, stretch
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.planning.moves.exchange import WantedBoxes, staging_of
+from shardwise.planning.moves.intervals import handed_over, intervals, stretch
 from shardwise.tensors import Box, DType, numel
 
 BF16 = DType.BF16

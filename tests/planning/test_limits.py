@@ -12,20 +12,22 @@ from tests.planning.test_pages import PORTIONS, constant, touch
 
 from shardwise.conversion import Copy, Expression, Stored, copies
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.composed import Composed, Joined, View, Whole
+from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Origin, Spread
-from shardwise.planning import Init, Initialize, Read, Tie, stored_tensors
-from shardwise.planning.consent import Consent
-from shardwise.planning.exchange import WantedBoxes, dealt
-from shardwise.planning.fetching import FetchingPeers, peers_on
-from shardwise.planning.giving import own_share
-from shardwise.planning.intervals import handed_over, intervals
-from shardwise.planning.matching import match
-from shardwise.planning.pages import MeasuredPages, Way
-from shardwise.planning.schedule import schedule, segments_of
-from shardwise.planning.sources import NOBODY, FirstRank, choose_sources, settle_dtypes
-from shardwise.storage import ReadPolicy
+from shardwise.planning.forecasts.fetching import FetchingPeers, peers_on
+from shardwise.planning.loads.consent import Consent, Initialize
+from shardwise.planning.loads.load_plan import Init, Read, Tie
+from shardwise.planning.loads.pages import MeasuredPages, Way
+from shardwise.planning.loads.schedule import schedule, segments_of
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.moves.exchange import WantedBoxes, dealt
+from shardwise.planning.moves.giving import own_share
+from shardwise.planning.moves.intervals import handed_over, intervals
+from shardwise.planning.states.matching import match
+from shardwise.planning.states.sources import NOBODY, FirstRank, choose_sources, settle_dtypes
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.planning.consent import Ignore
-from shardwise.planning.groups import match_groups
-from shardwise.planning.matching import Brought, StateSlot, Tolerance, match
+from shardwise.planning.loads.consent import Ignore
+from shardwise.planning.states.groups import match_groups
+from shardwise.planning.states.matching import Brought, StateSlot, Tolerance, match
 from shardwise.tensors import Box, DType
 
 WHOLE = Brought((4, 2), DType.F32, (Box.whole((4, 2)),))

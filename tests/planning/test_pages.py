@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.planning.pages import HugePages, MeasuredPages, Pages, SmallPages, Way, Weighing
-from shardwise.report import LoadReport
+from shardwise.planning.loads.pages import HugePages, MeasuredPages, Pages, SmallPages, Way, Weighing
+from shardwise.report.load_report import LoadReport
 
 PORTION = 2 << 20
 THERE, BROUGHT, PIECES = 0.0002, 0.0044, 0.0007

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning.parcels import ALIGNMENT_BYTES, Parcel, Piece, Round, ToAll, ToEach
+from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Parcel, Piece, Round, ToAll, ToEach
 from shardwise.tensors import Box, Strided
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])

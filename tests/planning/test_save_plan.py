@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
-from shardwise.planning.save_plan import arrange_writes, plan_save
-from shardwise.planning.schedule import aligned
-from shardwise.storage import WritePolicy
+from shardwise.planning.loads.schedule import aligned
+from shardwise.planning.saves.save_plan import arrange_writes, plan_save
+from shardwise.storage.writing.writer import WritePolicy
 from shardwise.tensors import Box, DType, Strided
 
 DTYPES = (DType.U8, DType.BF16, DType.F32)

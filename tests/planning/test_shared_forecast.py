@@ -7,11 +7,17 @@ from tests.planning.test_forecast import BF16, POLICY, Made
 
 from shardwise.conversion import Computed, Stored, WholeOperation
 from shardwise.layout import MeshShape, TensorKind
-from shardwise.planning.fetching import FetchingPeers
-from shardwise.planning.forecast import Homes, forecast_ranks, forecast_training, shared_tensors, uneven_tensors
-from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
+from shardwise.planning.forecasts.fetching import FetchingPeers
+from shardwise.planning.forecasts.forecast import (
+    Homes,
+    forecast_ranks,
+    forecast_training,
+    shared_tensors,
+    uneven_tensors,
+)
+from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.report.forecast import GroupForecast
-from shardwise.storage import ReadPolicy
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import DType
 
 HYBRID = MeshShape(("replicate", "shard"), (2, 2))

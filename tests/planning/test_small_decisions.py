@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from shardwise.conversion import Stored, permute
 from shardwise.errors import ConfigError
-from shardwise.formats import CheckpointIndex, NewFile, TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.formats.safetensors_header import NewFile
 from shardwise.layout import LocalBox
-from shardwise.planning.consent import Consent, Ignore, Initialize, Refuse
-from shardwise.planning.faults import FaultKind, Faults
-from shardwise.planning.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
-from shardwise.planning.owners import choose_owners, wanted_by_owners
-from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
-from shardwise.planning.staging import staging_within
-from shardwise.storage import ReadPolicy
-from shardwise.storage.policy import LOCAL
+from shardwise.planning.loads.consent import Consent, Ignore, Initialize, Refuse
+from shardwise.planning.loads.faults import FaultKind, Faults
+from shardwise.planning.loads.staging import staging_within
+from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
+from shardwise.planning.saves.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
+from shardwise.planning.saves.owners import choose_owners, wanted_by_owners
+from shardwise.storage.reading.policy import LOCAL, ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
 REMOTE = ReadPolicy(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.report import collapse, shown_ranks
+from shardwise.report.names import collapse, shown_ranks
 
 
 def test_names_that_differ_in_one_number_become_one():

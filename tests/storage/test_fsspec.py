@@ -15,7 +15,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.errors import StorageError
-from shardwise.storage import OBJECT_STORE, RemoteReader, Retries, fsspec_transport
+from shardwise.storage.reading import fsspec_transport
+from shardwise.storage.reading.policy import OBJECT_STORE
+from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.retries import Retries
 
 CONTENT = bytes(range(256)) * 40
 QUICK = Retries(attempts=3, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=0.2)

@@ -14,8 +14,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
-from shardwise.storage import HubOptions, is_local, resolve
-from shardwise.storage.hub import commit_of, note_commit
+from shardwise.storage.hub import HubOptions, commit_of, is_local, note_commit, resolve
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles, WantedFiles
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

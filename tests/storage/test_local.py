@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, LocalReader, ReadPolicy, vectored
+from shardwise.storage import vectored
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import (
+from shardwise.storage import mounts, vectored
+from shardwise.storage.writing import local_writer
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import (
     DISK_WRITES,
     LOCAL_WRITES,
     NETWORK_FILE_SYSTEM_WRITES,
     OBJECT_STORE_WRITES,
-    LocalWriter,
-    local_writer,
-    mounts,
-    vectored,
 )
 
 CONTENT = bytes(range(251)) * 60

@@ -13,7 +13,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage import OBJECT_STORE, RemoteReader, Retries, remote, retries
+from shardwise.storage.reading import remote, retries
+from shardwise.storage.reading.policy import OBJECT_STORE
+from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.retries import Retries
 from shardwise.testing import HttpStore
 from shardwise.testing.http_store import (
     Disturbance,
@@ -194,7 +197,7 @@ def test_one_attempt_is_one_attempt(store: HttpStore) -> None:
 
 def test_bytes_that_trickle_in_are_given_up(store: HttpStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "_SLOWEST_BYTES_PER_S", 1e9)
-    monkeypatch.setattr("shardwise.storage.http_transport._RECEIVE_BYTES", 1000)
+    monkeypatch.setattr("shardwise.storage.reading.http_transport._RECEIVE_BYTES", 1000)
     with (
         HttpStore({"a": CONTENT}, bytes_per_s=100_000) as slow,
         reader_of(slow, quick=replace(IMPATIENT, attempts=2)) as reader,
@@ -379,7 +382,7 @@ def test_a_request_that_fails_ends_its_call_but_not_before_the_others_are_done()
 
 
 def test_a_request_that_fails_ends_the_others_in_their_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.storage.http_transport._RECEIVE_BYTES", 1000)
+    monkeypatch.setattr("shardwise.storage.reading.http_transport._RECEIVE_BYTES", 1000)
     with HttpStore({"a": CONTENT}, bytes_per_s=50_000) as store, reader_of(store, pieces=2) as reader:
         reader.size("a")
         store.inject(Status(400), skip=1, times=1)

@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage import (
-    HubOptions,
-    LocalReader,
-    RemoteReader,
-    is_local,
-    is_url,
-    open_storage,
-    resolve,
-)
-from shardwise.storage.urls import Redactor, split_file, without_secrets
+from shardwise.storage.hub import HubOptions, is_local, resolve
+from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.urls import Redactor, is_url, split_file, without_secrets
 from shardwise.testing import HttpStore
 
 

@@ -21,7 +21,8 @@ from tests.torture.objects import behind
 from tests.torture.verbs import MARK, ONE_FILE, SEVERAL_FILES
 
 import shardwise
-from shardwise import Asynchronous, Checkpointer, KeepLast, StorageError, Synchronous
+from shardwise import Checkpointer, StorageError
+from shardwise.options import Asynchronous, KeepLast, Synchronous
 from shardwise.testing.crashes import BEFORE, Called, EffectLog, Entry, Failed, Killed, Returned, may_be_found
 
 _STATES = "TZX"
@@ -37,7 +38,7 @@ class Kind:
 
 def _saving(*sizes: str) -> Callable[[str, int], None]:
     def save(folder: str, seed: int) -> None:
-        options = shardwise.SaveOptions(progress=False)
+        options = shardwise.options.SaveOptions(progress=False)
         shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed % len(sizes)], options=options)
 
     return save
@@ -46,7 +47,7 @@ def _saving(*sizes: str) -> Callable[[str, int], None]:
 def _model_in(folder: str) -> int:
     """Whole, by values, and by the fingerprints that were recorded of it."""
     model = Blocks(0)
-    shardwise.load(model, folder, options=shardwise.LoadOptions(progress=False))
+    shardwise.load(model, folder, options=shardwise.options.LoadOptions(progress=False))
     found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seed = int(found["steps"])
     wanted = Blocks(seed).state_dict()

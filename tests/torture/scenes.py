@@ -23,7 +23,7 @@ from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
 from shardwise.errors import StorageError
-from shardwise.storage import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
+from shardwise.storage.writing.writer import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
 from shardwise.testing.crashes import (
     BEFORE,
     CrashState,
@@ -284,7 +284,7 @@ def _next(
 @contextmanager
 def marks_are_filled_soon() -> Iterator[None]:
     """Whoever finds a mark that says nothing waits for a moment only: it was torn by a crash."""
-    with mock.patch("shardwise.execution.saving_lock._FILLED_S", 0.05):
+    with mock.patch("shardwise.execution.writing.saving_lock._FILLED_S", 0.05):
         yield
 
 

@@ -20,8 +20,9 @@ from tests.faults.saving import Blocks
 from tests.tuning import reference
 
 import shardwise
-from shardwise import Asynchronous, Checkpointer, KeepLast, Lora, Synchronous
-from shardwise.formats import open_checkpoint
+from shardwise import Checkpointer, Lora
+from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.options import Asynchronous, KeepLast, Synchronous
 from shardwise.testing.crashes import CrashState
 
 OLD, NEW, OTHER, NEXT = 1, 2, 3, 4
@@ -72,7 +73,7 @@ def _contents(tensors: Mapping[str, torch.Tensor]) -> Found:
 
 def _saving(sizes: Mapping[int, str]) -> Act:
     def act(folder: str, seed: int, _: Path) -> None:
-        options = shardwise.SaveOptions(progress=False)
+        options = shardwise.options.SaveOptions(progress=False)
         shardwise.save(Blocks(seed), folder, max_shard_size=sizes[seed], options=options)
 
     return act
@@ -105,13 +106,13 @@ def _put_adapters(inputs: Path) -> None:
 
 def _tuned(base: Path, seed: int, *, alpha: int) -> Any:
     config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alpha, init_lora_weights=False)
-    return shardwise.from_pretrained(base, tuning=Lora(config), options=shardwise.LoadOptions(seed=seed))
+    return shardwise.from_pretrained(base, tuning=Lora(config), options=shardwise.options.LoadOptions(seed=seed))
 
 
 def _saving_adapters(alphas: Mapping[int, int]) -> Act:
     def act(folder: str, seed: int, inputs: Path) -> None:
         model = _tuned(inputs / "base", seed, alpha=alphas[seed])
-        shardwise.save_adapter(model, folder, options=shardwise.SaveOptions(progress=False))
+        shardwise.save_adapter(model, folder, options=shardwise.options.SaveOptions(progress=False))
 
     return act
 
@@ -146,11 +147,13 @@ def _merge(folder: str, seed: int, inputs: Path) -> None:
 
 def _put_models(inputs: Path) -> None:
     for seed in SEEDS:
-        shardwise.save(Blocks(seed), inputs / f"plain-{seed}", options=shardwise.SaveOptions(progress=False))
+        shardwise.save(
+            Blocks(seed), inputs / f"plain-{seed}", options=shardwise.options.SaveOptions(progress=False)
+        )
 
 
 def _merge_into_a_file(folder: str, seed: int, inputs: Path) -> None:
-    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format=shardwise.TorchFile())
+    shardwise.merge_weights(inputs / f"plain-{seed}", folder, file_format=shardwise.options.TorchFile())
 
 
 def _torch_file(name: str) -> Callable[[CrashState], Found]:
@@ -243,7 +246,7 @@ def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
     """Of which no byte is a tensor's."""
     model = Blocks(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
-    shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.OneFile())
+    shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.options.OneFile())
 
 
 VERBS: dict[str, Verb] = {
@@ -259,9 +262,9 @@ VERBS: dict[str, Verb] = {
     "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),
     "checkpoint": Verb(_checkpointing(Synchronous()), _checkpoint_in),
     "checkpoint beside": Verb(_checkpointing(Asynchronous()), _checkpoint_in),
-    "accelerate file": Verb(_accelerate_model(shardwise.OneFile()), _torch_file("pytorch_model_fsdp.bin")),
+    "accelerate file": Verb(_accelerate_model(shardwise.options.OneFile()), _torch_file("pytorch_model_fsdp.bin")),
     "accelerate optimizer": Verb(_save_plain_optimizer, _torch_file("optimizer.bin")),
-    "accelerate folder": Verb(_accelerate_model(shardwise.DistributedFolder()), _accelerate_model_in),
-    "accelerate files": Verb(_accelerate_model(shardwise.RankFiles()), _accelerate_model_in),
+    "accelerate folder": Verb(_accelerate_model(shardwise.options.DistributedFolder()), _accelerate_model_in),
+    "accelerate files": Verb(_accelerate_model(shardwise.options.RankFiles()), _accelerate_model_in),
 }
 """All of them, by name."""

@@ -18,7 +18,7 @@ from tests.training import stepping, tiny
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.cli import train as command
 from shardwise.errors import RankLostError
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.data import Batch, read_data, step_loader
 from shardwise.training.loop import train
@@ -69,8 +69,8 @@ def train_stuck(seat: Seat, folder: str) -> None:
 
     quick = Patience(beat_s=0.1, silence_s=2.0, join_s=60.0)
     with (
-        mock.patch("shardwise.execution.world.Patience", return_value=quick),
-        mock.patch("shardwise.execution.lost_ranks._STUCK_S", 0.5),
+        mock.patch("shardwise.execution.ranks.world.Patience", return_value=quick),
+        mock.patch("shardwise.execution.ranks.lost_ranks._STUCK_S", 0.5),
         struck("nothing", 1, 4, seat.wait_to_be_stopped),
     ):
         train(model, step_loader(data, OPTIONS), OPTIONS, when_stuck=end)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models import wrap
 from shardwise.models.blocks import CompileBlocks, PerBlock
 from shardwise.models.policies import MinSize, ModelPlan

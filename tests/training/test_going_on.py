@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients

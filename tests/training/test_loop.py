@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.training.data import (
     IGNORED,
     BatchLayout,

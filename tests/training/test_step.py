@@ -11,7 +11,7 @@ from tests.training import stepping
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.training.clipping import clip_gradients
 from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.synchronised import require_synchronised

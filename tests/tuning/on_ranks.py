@@ -119,7 +119,7 @@ def save_adapter(
             if parameter.requires_grad and "lora_" not in name:
                 parameter.mul_(1.5)
     name = keywords["tuning"].adapter
-    report = shardwise.save_adapter(model, adapter, adapter=name, verify=shardwise.CompareWithMemory())
+    report = shardwise.save_adapter(model, adapter, adapter=name, verify=shardwise.options.CompareWithMemory())
     assert report.is_verified
     with torch.no_grad():
         answer = model(input_ids=reference.batch(2, seed=5), use_cache=False).logits

@@ -17,9 +17,11 @@ from tests.tuning import on_ranks, reference
 from tests.tuning.test_tune import COPIES, DORA, EXPERTS, GAUSSIAN, NARROW, PATTERNS
 
 import shardwise
-from shardwise import CompareWithMemory, ConfigError, CoverageError, ExistingLora, FormatError, Lora, Replicated
+from shardwise import ConfigError, CoverageError, ExistingLora, FormatError, Lora
 from shardwise.errors import StorageError
-from shardwise.storage import LocalWriter, open_writer
+from shardwise.options import CompareWithMemory, Replicated
+from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")
@@ -180,9 +182,9 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tied: Path, ada
             shardwise.from_pretrained(
                 folder,
                 tuning=ExistingLora(adapter),
-                on_missing=shardwise.Initialize(only=("*",)),
-                on_mismatched=shardwise.Initialize(only=("*",)),
-                on_unexpected=shardwise.Ignore(),
+                on_missing=shardwise.options.Initialize(only=("*",)),
+                on_mismatched=shardwise.options.Initialize(only=("*",)),
+                on_unexpected=shardwise.options.Ignore(),
             )
         return str(caught.value)
 
@@ -234,7 +236,7 @@ def test_an_adapter_that_is_not_whole_is_refused(tied: Path, adapter: Path, tmp_
 def _other_scaling(folder: Path, **settings: Any) -> Any:
     """A model with an adapter of the same shapes as the fixture's, and other values."""
     other = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=30, **settings)
-    return shardwise.from_pretrained(folder, tuning=Lora(other), options=shardwise.LoadOptions(seed=9))
+    return shardwise.from_pretrained(folder, tuning=Lora(other), options=shardwise.options.LoadOptions(seed=9))
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -278,7 +280,7 @@ def test_a_crash_leaves_no_weights_beside_the_config_of_others(
 def test_an_adapter_with_the_same_config_takes_its_place_in_one_step(
     tied: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = shardwise.from_pretrained(tied, tuning=Lora(NARROW), options=shardwise.LoadOptions(seed=9))
+    model = shardwise.from_pretrained(tied, tuning=Lora(NARROW), options=shardwise.options.LoadOptions(seed=9))
     log = EffectLog(str(tmp_path / "log"))
     monkeypatch.setattr(
         "shardwise.engines.saving.open_writer", lambda target: RecordingWriter(open_writer(target), log, writer=0)

@@ -16,7 +16,8 @@ from tests.conftest import Worlds
 from tests.tuning import on_ranks, reference
 
 import shardwise
-from shardwise import Freeze, Full, Lora, Replicated
+from shardwise import Freeze, Full, Lora
+from shardwise.options import Replicated
 
 STEPS, ROWS = 50, 4
 ADAPTER = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

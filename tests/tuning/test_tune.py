@@ -15,7 +15,8 @@ from tests.tuning import on_ranks, reference
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForSequenceClassification
 
 import shardwise
-from shardwise import AsItIs, ConfigError, Freeze, Full, Lora, Replicated
+from shardwise import ConfigError, Freeze, Full, Lora
+from shardwise.options import AsItIs, Replicated
 
 ALL_LINEAR = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NARROW = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=3, use_rslora=True)
@@ -97,7 +98,7 @@ def test_experts_begin_alike_and_are_loaded_as_peft_loads_them(experts: Path, wo
 
 def test_seeds_and_names_tell_adapters_apart(tied: Path) -> None:
     def first(seed: int) -> dict[str, torch.Tensor]:
-        options = shardwise.LoadOptions(seed=seed)
+        options = shardwise.options.LoadOptions(seed=seed)
         return on_ranks.values_after_load(str(tied), {"tuning": Lora(ALL_LINEAR), "options": options})
 
     one, other = first(0), first(1)
@@ -200,7 +201,7 @@ def test_training_is_that_of_one_process(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("adapters", [shardwise.InBlocks(), Replicated()])
+@pytest.mark.parametrize("adapters", [shardwise.options.InBlocks(), Replicated()])
 def test_replicas_of_shards_stay_equal(adapters: Any, tied: Path, worlds: Worlds) -> None:
     keywords = {"tuning": Lora(ALL_LINEAR, adapters=adapters)}
     mesh = {"replicate": 2, "shard": 2}
@@ -373,7 +374,7 @@ def test_float32_masters_compute_in_bfloat16(tuning: Any, half: Path, experts: P
 
 @pytest.mark.distributed
 def test_accumulated_gradients_are_those_of_one_batch(tied: Path, worlds: Worlds) -> None:
-    for adapters in (shardwise.InBlocks(), Replicated()):
+    for adapters in (shardwise.options.InBlocks(), Replicated()):
         keywords = {"tuning": Lora(NARROW, adapters=adapters)}
         (whole, parts), *_ = worlds(2).run(on_ranks.accumulated, str(tied), keywords)
         assert whole.keys() == parts.keys()
@@ -388,12 +389,12 @@ def test_a_new_head_and_its_copy_begin_alike(tied: Path, worlds: Worlds) -> None
     keywords = {
         "tuning": Lora(config),
         "model_class": Qwen3ForSequenceClassification,
-        "on_unexpected": shardwise.Ignore(("lm_head.*",)),
+        "on_unexpected": shardwise.options.Ignore(("lm_head.*",)),
         "config_overrides": {"pad_token_id": 0},
     }
     with pytest.raises(shardwise.CoverageError, match="score"):
         shardwise.from_pretrained(tied, **keywords)
-    keywords["on_missing"] = shardwise.Initialize(only=("score.*",))
+    keywords["on_missing"] = shardwise.options.Initialize(only=("score.*",))
     alone = on_ranks.values_after_load(str(tied), keywords)
     copy, original = (
         f"base_model.model.score.{part}.weight" for part in ("modules_to_save.default", "original_module")
@@ -416,8 +417,8 @@ def test_a_new_head_that_is_drawn_whole_is_copied_too(tied: Path) -> None:
         tied,
         tuning=Lora(LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")),
         model_class=OrthogonalHead,
-        on_unexpected=shardwise.Ignore(("lm_head.*",)),
-        on_missing=shardwise.Initialize(only=("score.*",)),
+        on_unexpected=shardwise.options.Ignore(("lm_head.*",)),
+        on_missing=shardwise.options.Initialize(only=("score.*",)),
         config_overrides={"pad_token_id": 0},
     )
     head: Any = model.get_submodule("base_model.model.score")

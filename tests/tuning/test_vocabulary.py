@@ -15,7 +15,8 @@ from tests.tuning import on_ranks, reference
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise import ConfigError, Drawn, ExistingLora, Lora, MeanOfRows, ResizeVocab
+from shardwise import ConfigError, ExistingLora, Lora
+from shardwise.options import Drawn, MeanOfRows, ResizeVocab
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COPIES = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
@@ -109,7 +110,7 @@ def test_a_grown_vocabulary_goes_with_an_adapter_of_other_layers(tied: Path, tmp
         tied,
         resize_vocab=70,
         tuning=Lora(LoraConfig(r=2, target_modules=["q_proj"])),
-        options=shardwise.LoadOptions(seed=3),
+        options=shardwise.options.LoadOptions(seed=3),
     )
     shardwise.save_adapter(model, tmp_path)
     again = on_ranks.values_after_load(str(tied), {"tuning": ExistingLora(tmp_path), "resize_vocab": 70})

@@ -23,7 +23,7 @@ def one_rank_asks_otherwise(directory: str, asked: list[tuple[dict[str, Any], di
 
 
 def one_rank_shards_with_nonsense(directory: str) -> tuple[str, str]:
-    policy: Any = ("Block",) if dist.get_rank() == 1 else shardwise.WholeModel()
+    policy: Any = ("Block",) if dist.get_rank() == 1 else shardwise.options.WholeModel()
     return attempt(lambda: shardwise.shard(nn.Linear(4, 4), shardwise.Sharding(wrap=policy)))
 
 
@@ -36,10 +36,10 @@ def one_rank_loads_otherwise(directory: str) -> list[tuple[str, str]]:
             model = nn.Linear(4, 4)
         shardwise.load(model, checkpoint, options=options)
 
-    budget = shardwise.LoadOptions(budget_bytes=1 << (20 + rank))
-    plain: Any = shardwise.LoadOptions() if rank else {"budget_bytes": 5000}
+    budget = shardwise.options.LoadOptions(budget_bytes=1 << (20 + rank))
+    plain: Any = shardwise.options.LoadOptions() if rank else {"budget_bytes": 5000}
     return [
         attempt(load, directory, budget),
-        attempt(load, directory if rank else "hf://org/name", shardwise.LoadOptions()),
+        attempt(load, directory if rank else "hf://org/name", shardwise.options.LoadOptions()),
         attempt(load, directory, plain),
     ]

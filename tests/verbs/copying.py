@@ -18,7 +18,7 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.storage import MemoryReader
+from shardwise.storage.reading.memory import MemoryReader
 from shardwise.verbs import accelerate_files
 
 FSDP_FILE = "pytorch_model_fsdp.bin"
@@ -89,9 +89,11 @@ def whole_files(one: str, other: str) -> list[tuple[str, str]]:
     def load(compare: Any) -> None:
         with torch.device("meta"):
             model = nn.Linear(256, 256, bias=False)
-        shardwise.load(model, mine, options=shardwise.LoadOptions(copies=compare))
+        shardwise.load(model, mine, options=shardwise.options.LoadOptions(copies=compare))
 
-    return [attempt(load, compare) for compare in (shardwise.SampledBlocks(), shardwise.WholeFiles())]
+    return [
+        attempt(load, compare) for compare in (shardwise.options.SampledBlocks(), shardwise.options.WholeFiles())
+    ]
 
 
 def in_memory(folder: str) -> list[tuple[str, str]]:
@@ -159,7 +161,7 @@ def hub_cache(place: Path, snapshots: dict[str, str], main: str) -> str:
 
 def from_the_hub(caches: list[str]) -> Any:
     """Whole values of org/name, of which every rank has a cache of its own."""
-    hub = shardwise.HubOptions(cache_dir=caches[dist.get_rank()])
+    hub = shardwise.options.HubOptions(cache_dir=caches[dist.get_rank()])
     try:
         model = shardwise.from_pretrained("org/name", hub=hub)
     except shardwise.ShardwiseError as error:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import EveryRank, FullState, Refuse, ShardedState, TakeFirst
+from shardwise.options import EveryRank, FullState, Refuse, ShardedState, TakeFirst
 
-QUIET = shardwise.SaveOptions(progress=False)
+QUIET = shardwise.options.SaveOptions(progress=False)
 
 
 class Norms(nn.Module):
@@ -82,7 +82,7 @@ def buffers_that_are_not_the_firsts(folder: str) -> dict[str, list[str]]:
         if sorted(differing) != sorted(STATISTICS):
             found[way].append(f"the report names {differing}")
 
-    report = shardwise.save(model, root / "saved", verify=shardwise.CompareWithMemory(), options=QUIET)
+    report = shardwise.save(model, root / "saved", verify=shardwise.options.CompareWithMemory(), options=QUIET)
     assert "those of the first rank were taken" in str(report)
     with safe_open(root / "saved/model.safetensors", "pt") as file:
         note("save", {name: file.get_tensor(name) for name in file.keys()}, report.differing_buffers)  # noqa: SIM118
@@ -93,7 +93,7 @@ def buffers_that_are_not_the_firsts(folder: str) -> dict[str, list[str]]:
     note("model_state, shards", sharded)
     assert sharded["table"].data_ptr() == model.table.data_ptr()  # what is equal is not copied
 
-    for mode in (shardwise.Synchronous(), shardwise.Asynchronous()):
+    for mode in (shardwise.options.Synchronous(), shardwise.options.Asynchronous()):
         way = type(mode).__name__
         with shardwise.Checkpointer(root / way, mode=mode) as checkpointer:
             reports = [checkpointer.save(1, shardwise.TrainState(model, optimizer))]
@@ -105,7 +105,7 @@ def buffers_that_are_not_the_firsts(folder: str) -> dict[str, list[str]]:
             for report in reports:
                 note(f"Checkpointer, {way}", dict(other.named_buffers()), report.differing_buffers)
 
-    for form in (shardwise.OneFile(), shardwise.DistributedFolder(), shardwise.RankFiles()):
+    for form in (shardwise.options.OneFile(), shardwise.options.DistributedFolder(), shardwise.options.RankFiles()):
         way = type(form).__name__
         report = shardwise.save_accelerate_model(model, root / f"accelerate {way}", form)
         other, _ = trained(steps=0)
@@ -126,15 +126,17 @@ def ways_out(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path, **h
 
     ways: dict[str, Way] = {
         "save": lambda: shardwise.save(
-            model, root / "saved", names=shardwise.InternalNames(), options=QUIET, **how
+            model, root / "saved", names=shardwise.options.InternalNames(), options=QUIET, **how
         ),
-        "iter_hf_tensors": lambda: list(shardwise.iter_hf_tensors(model, names=shardwise.InternalNames(), **how)),
-        "synchronous": lambda: checkpointed(shardwise.Synchronous()),
-        "asynchronous": lambda: checkpointed(shardwise.Asynchronous()),
+        "iter_hf_tensors": lambda: list(
+            shardwise.iter_hf_tensors(model, names=shardwise.options.InternalNames(), **how)
+        ),
+        "synchronous": lambda: checkpointed(shardwise.options.Synchronous()),
+        "asynchronous": lambda: checkpointed(shardwise.options.Asynchronous()),
     }
     for form in (FullState(), FullState(on=EveryRank()), ShardedState()):
         ways[f"model_state {form}"] = lambda form=form: shardwise.model_state(model, form, **how)
-    for form in (shardwise.OneFile(), shardwise.DistributedFolder(), shardwise.RankFiles()):
+    for form in (shardwise.options.OneFile(), shardwise.options.DistributedFolder(), shardwise.options.RankFiles()):
         ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_model(model, root, form, **how)
     return ways
 
@@ -180,7 +182,7 @@ def state_of_an_optimizer(folder: str) -> dict[str, str]:
     ways = {name: ways[name] for name in ("synchronous", "asynchronous")}
     for form in (FullState(), FullState(on=EveryRank()), ShardedState()):
         ways[f"optimizer_state {form}"] = lambda form=form: shardwise.optimizer_state(model, optimizer, form)
-    for form in (shardwise.OneFile(), shardwise.DistributedFolder(), shardwise.RankFiles()):
+    for form in (shardwise.options.OneFile(), shardwise.options.DistributedFolder(), shardwise.options.RankFiles()):
         ways[f"accelerate {form}"] = lambda form=form: shardwise.save_accelerate_optimizer(
             model, optimizer, root, form
         )
@@ -206,7 +208,7 @@ def counts_of_steps(folder: str) -> dict[str, str]:
 def drifted_between_checkpoints(folder: str) -> dict[str, str]:
     """Equal at the first checkpoint, not at the second, which is written by the same plan; and mended again."""
     found: dict[str, str] = {}
-    for mode in (shardwise.Synchronous(), shardwise.Asynchronous()):
+    for mode in (shardwise.options.Synchronous(), shardwise.options.Asynchronous()):
         model, _ = trained(steps=0)
         model.added = nn.Parameter(torch.zeros(5))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -251,7 +253,7 @@ def adapter_added_after_sharding(folder: str) -> dict[str, str]:
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))
     ways = ways_out(model, optimizer, root)
     ways["save_adapter"] = lambda: shardwise.save_adapter(model, root / "adapter", options=QUIET)
-    only = shardwise.AdapterOnly()
+    only = shardwise.options.AdapterOnly()
     ways["adapter streamed"] = lambda: list(shardwise.iter_hf_tensors(model, only=only))
     ways["adapter's state"] = lambda: shardwise.model_state(model, only=only)
     ways["adapter checkpointed"] = lambda: shardwise.Checkpointer(root / "only", only=only).save(
@@ -267,7 +269,7 @@ def adapter_of_an_uneven_base(folder: str) -> list[str]:
     with torch.no_grad():
         model.model.embed_tokens.weight += dist.get_rank()
     shardwise.save_adapter(model, Path(folder, "adapter"), options=QUIET)
-    only = shardwise.AdapterOnly()
+    only = shardwise.options.AdapterOnly()
     return [key for key, _ in shardwise.iter_hf_tensors(model, only=only)] + list(
         shardwise.model_state(model, FullState(on=EveryRank()), only=only)
     )

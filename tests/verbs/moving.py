@@ -14,11 +14,13 @@ from tests.verbs.streaming import through
 from torch import nn
 
 import shardwise
-from shardwise import Sharding, WholeModel
+from shardwise import Sharding
 from shardwise.engines import saving
-from shardwise.execution.exchange import Exchange
-from shardwise.execution.sink import Sink
-from shardwise.storage import LocalWriter, WritePolicy
+from shardwise.execution.moving.exchange import Exchange
+from shardwise.execution.writing.sink import Sink
+from shardwise.options import WholeModel
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import WritePolicy
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 16, concurrency=1
@@ -42,8 +44,8 @@ def counted(owner: type, name: str) -> Iterator[list[int]]:
 def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
     """By call: the rounds that the exchange has gone through, and the runs that the sink has written."""
     out = Path(folder)
-    small = shardwise.StateOptions(budget_bytes=1 << 16)
-    streamed = shardwise.StreamOptions(bucket_bytes=1 << 15)
+    small = shardwise.options.StateOptions(budget_bytes=1 << 16)
+    streamed = shardwise.options.StreamOptions(bucket_bytes=1 << 15)
     model = shardwise.from_pretrained(checkpoint)
     state: dict[str, torch.Tensor] = {}
 
@@ -58,7 +60,7 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
 
     calls: dict[str, Callable[[], object]] = {
         "load, in intervals": lambda: shardwise.from_pretrained(
-            checkpoint, options=shardwise.LoadOptions(shared_reads=shardwise.InIntervals())
+            checkpoint, options=shardwise.options.LoadOptions(shared_reads=shardwise.options.InIntervals())
         ),
         "gather": lambda: state.update(shardwise.model_state(model, options=small)),
         "set": lambda: shardwise.set_model_state(model, state, options=small),
@@ -67,10 +69,10 @@ def moves(checkpoint: str, folder: str) -> dict[str, tuple[int, int]]:
         "iterate, by collectives": lambda: stream("collectives"),
         "save, as streams": save_as_streams,
         "save one file": lambda: shardwise.save_accelerate_model(
-            model, str(out / "one"), shardwise.OneFile(), options=small
+            model, str(out / "one"), shardwise.options.OneFile(), options=small
         ),
         "save a folder": lambda: shardwise.save_accelerate_model(
-            model, str(out / "folder"), shardwise.DistributedFolder(), options=small
+            model, str(out / "folder"), shardwise.options.DistributedFolder(), options=small
         ),
     }
     found: dict[str, tuple[int, int]] = {}
@@ -93,6 +95,6 @@ def mean_of_all() -> list[float]:
     shardwise.shard(model, Sharding(wrap=WholeModel()))
     mean = model.get_buffer("0.running_mean")
     mean.fill_(float(dist.get_rank() + 1))
-    state = shardwise.model_state(model, shardwise.FullState(on=shardwise.EveryRank()))
+    state = shardwise.model_state(model, shardwise.options.FullState(on=shardwise.options.EveryRank()))
     assert mean.tolist() == [dist.get_rank() + 1] * 4
     return state["0.running_mean"].tolist()

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.wrap import wrap
-from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup, Weighed
-from shardwise.storage import LocalReader
+from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed
+from shardwise.storage.reading.local import LocalReader
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
@@ -147,7 +147,7 @@ def fail_half_way(directory: str, failing: int) -> tuple[str, str]:
 
 def another_model_on_one_rank(directory: str) -> tuple[str, str]:
     """One rank has been told to ignore more than the others."""
-    consent = {"on_missing": shardwise.Initialize(("score*",))} if dist.get_rank() == 1 else {}
+    consent = {"on_missing": shardwise.options.Initialize(("score*",))} if dist.get_rank() == 1 else {}
     return error_of(directory, consent)
 
 
@@ -245,7 +245,7 @@ def downloads(folder: str) -> tuple[bool, str]:
 
     asked: list[bool] = []
 
-    def resolve(name: str, hub: shardwise.HubOptions, *, download: bool = True, wanted: Any) -> Path:
+    def resolve(name: str, hub: shardwise.options.HubOptions, *, download: bool = True, wanted: Any) -> Path:
         assert hub.revision == "a" * 40
         asked.append(download)
         return Path(folder)
@@ -255,17 +255,17 @@ def downloads(folder: str) -> tuple[bool, str]:
         mock.patch.object(verb, "note_commit"),
         mock.patch.object(verb, "resolve", resolve),
     ):
-        path = verb.resolve_everywhere(World.current(), "somebody/something", shardwise.HubOptions())
+        path = verb.resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())
     return asked == [True], str(path)
 
 
 def another_seed_on_each_rank(directory: str) -> tuple[str, str]:
-    return error_of(directory, {"options": shardwise.LoadOptions(seed=dist.get_rank())})
+    return error_of(directory, {"options": shardwise.options.LoadOptions(seed=dist.get_rank())})
 
 
 def another_config_on_each_rank(directory: str) -> tuple[str, str]:
     """One rank's norms are declared another size of vocabulary, so that its plan differs."""
-    consent = shardwise.Initialize(("lm_head.*", "model.embed_tokens.*"))
+    consent = shardwise.options.Initialize(("lm_head.*", "model.embed_tokens.*"))
     return error_of(
         directory,
         {"config_overrides": {"vocab_size": 97 + dist.get_rank()}, "on_mismatched": consent},
@@ -282,7 +282,7 @@ def in_a_subgroup(directory: str) -> dict[str, Any] | None:
     if dist.get_rank() == 2:
         return None
     model, report = shardwise.from_pretrained(
-        directory, options=shardwise.LoadOptions(process_group=group), output_loading_info=True
+        directory, options=shardwise.options.LoadOptions(process_group=group), output_loading_info=True
     )
     assert report.world_size == 2
     assert model.lm_head.weight.device_mesh.mesh.tolist() == [0, 1]
@@ -294,7 +294,7 @@ def mesh_of_others(directory: str) -> tuple[str, str]:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return "", ""
-    options = shardwise.LoadOptions(process_group=group)
+    options = shardwise.options.LoadOptions(process_group=group)
     return error_of(directory, {"options": options, "sharding": shardwise.Sharding(mesh=mesh)})
 
 
@@ -376,7 +376,7 @@ def column_shards(directory: str, way: str) -> list[str]:
     LocalReader._is_cached = is_cached  # type: ignore[method-assign]
     try:
         budget = 4096 if way == "tiny budget" else 1 << 20
-        shardwise.load(model, directory, options=shardwise.LoadOptions(budget_bytes=budget))
+        shardwise.load(model, directory, options=shardwise.options.LoadOptions(budget_bytes=budget))
     finally:
         LocalReader._is_cached = original  # type: ignore[method-assign]
     assert asked
@@ -395,7 +395,7 @@ def shared_load(
     model, report = shardwise.from_pretrained(
         directory,
         sharding=shardwise.Sharding(mesh=mesh),
-        options=shardwise.LoadOptions(shared_reads=modes[mode], budget_bytes=budget_bytes),
+        options=shardwise.options.LoadOptions(shared_reads=modes[mode], budget_bytes=budget_bytes),
         output_loading_info=True,
     )
     return truth.snapshot(model)["values"], report.to_dict()
@@ -412,7 +412,7 @@ def shared_as_told(directory: str, modes: tuple[str, ...]) -> tuple[str, str]:
 
 def recomputing(directory: str) -> tuple[dict[str, set[int]], list[str]]:
     """How often each block's last part is run for one step, after both ways of sharding; the parameters' names."""
-    sharding = shardwise.Sharding(activation_checkpointing=shardwise.PerBlock())
+    sharding = shardwise.Sharding(activation_checkpointing=shardwise.options.PerBlock())
     models = {"from_pretrained": bring_up(directory, sharding=sharding), "shard": small_model(directory)}
     shardwise.shard(models["shard"], sharding)
     runs: dict[str, set[int]] = {}

@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
-from shardwise import EveryRank, FirstRank, FullState, Ignore, ShardedState, Sharding
+from shardwise import Sharding
 from shardwise.models.rebind import state_like
 from shardwise.models.view import local_boxes, look_inside, raw_bytes, strided_view
+from shardwise.options import EveryRank, FirstRank, FullState, Ignore, ShardedState
 
-SMALL = shardwise.StateOptions(budget_bytes=4096)
+SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
 
 class Tied(nn.Module):

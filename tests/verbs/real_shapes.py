@@ -15,7 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from shardwise.formats import CheckpointIndex, TensorEntry
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 
-OPTIONS = shardwise.SaveOptions(budget_bytes=4096, progress=False)
+OPTIONS = shardwise.options.SaveOptions(budget_bytes=4096, progress=False)
 
 
 class Odd(nn.Module):

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
 from shardwise.conversion import Expression
-from shardwise.formats import CheckpointIndex
-from shardwise.planning.stored import stored_tensors
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.planning.loads.stored import stored_tensors
 
 SCALES = "scales.safetensors"
 
@@ -73,7 +73,7 @@ def go_through(folder: str, plain: str, mesh: str, budget_bytes: int, out: str) 
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if dist.is_initialized():
         ways.MESHES[mesh](model)
-    options = shardwise.LoadOptions(budget_bytes=budget_bytes, progress=False)
+    options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
     with understood():
         report = shardwise.load(model, folder, options=options)
     wanted = {key: value for file in Path(plain).glob("*.safetensors") for key, value in load_file(file).items()}

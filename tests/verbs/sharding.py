@@ -163,7 +163,7 @@ def shard_from(state: str, mesh: str, folder: str, values_from: Any) -> tuple[li
         given,
         Sharding(mesh=mesh_of(mesh)),
         values_from=values_from,
-        options=shardwise.ShardOptions(nodes=NODES if state == "nodes" else None, budget_bytes=4096),
+        options=shardwise.options.ShardOptions(nodes=NODES if state == "nodes" else None, budget_bytes=4096),
     )
     if state in ("meta", "buffers"):
         assert {f"blocks.{n}.linear.weight" for n in (0, 1)} <= set(report.on_meta)
@@ -219,7 +219,7 @@ def other_dtypes() -> tuple[list[str], dict[str, Any]]:
 
 def upcast(state: str) -> tuple[list[str], dict[str, Any]]:
     model = live_model() if is_live(state) else meta_model()
-    report = shardwise.shard(model, trained_dtype=shardwise.Upcast())
+    report = shardwise.shard(model, trained_dtype=shardwise.options.Upcast())
     expected = live_model()
     for parameter in expected.parameters():
         if parameter.requires_grad:
@@ -250,7 +250,7 @@ def in_a_subgroup() -> list[str]:
     if dist.get_rank() == 1:
         return []
     model = live_model() if dist.get_rank() == 2 else meta_model()
-    report = shardwise.shard(model, options=shardwise.ShardOptions(process_group=group))
+    report = shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
     return differences(model, live_model()) + ["whole"] * (report.sent_bytes + report.received_bytes == 0)
 
 
@@ -338,7 +338,7 @@ def refused(fault: str, keywords: dict[str, Any]) -> tuple[str, str, bool]:
 
 
 def other_arguments() -> tuple[str, str]:
-    options = shardwise.ShardOptions(budget_bytes=4096 << dist.get_rank())
+    options = shardwise.options.ShardOptions(budget_bytes=4096 << dist.get_rank())
     return attempt(lambda: shardwise.shard(live_model(), options=options))
 
 
@@ -362,7 +362,7 @@ def a_function_in_the_policy() -> tuple[bool, bool]:
 
 def fail_in_the_middle(failing: int) -> tuple[str, str]:
     """One rank cannot make memory for its shards."""
-    from shardwise.execution import arrivals
+    from shardwise.execution.states import arrivals
 
     original, calls = arrivals.materialize, 0
 
@@ -376,7 +376,7 @@ def fail_in_the_middle(failing: int) -> tuple[str, str]:
     arrivals.materialize = spoil
     try:
         model = live_model() if dist.get_rank() == 0 else meta_model()
-        return attempt(lambda: shardwise.shard(model, options=shardwise.ShardOptions(budget_bytes=4096)))
+        return attempt(lambda: shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=4096)))
     finally:
         arrivals.materialize = original
 
@@ -598,7 +598,7 @@ def memory(budget: int) -> dict[str, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    report = shardwise.shard(model, options=shardwise.ShardOptions(budget_bytes=budget))
+    report = shardwise.shard(model, options=shardwise.options.ShardOptions(budget_bytes=budget))
     done.set()
     watcher.join()
     after = _rss_anon()

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import EveryRank, FirstRank, FullState, Ignore, ShardedState, Sharding
+from shardwise import Sharding
 from shardwise.errors import StorageError
-from shardwise.execution import exchange
+from shardwise.execution.moving import exchange
 from shardwise.models.view import raw_bytes
+from shardwise.options import EveryRank, FirstRank, FullState, Ignore, ShardedState
 
-SMALL = shardwise.StateOptions(budget_bytes=4096)
+SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
 
 class Attention(nn.Module):
@@ -132,9 +133,9 @@ def in_a_subgroup() -> list[str]:
     group = dist.new_group([2, 0])
     if dist.get_rank() == 1:
         return []
-    options = shardwise.StateOptions(process_group=group)
+    options = shardwise.options.StateOptions(process_group=group)
     model = sharding.live_model(1)
-    shardwise.shard(model, options=shardwise.ShardOptions(process_group=group))
+    shardwise.shard(model, options=shardwise.options.ShardOptions(process_group=group))
     state = shardwise.model_state(model, options=options)
     expected = plain("", 1).state_dict()
     faults = state_differences(state, expected if dist.get_rank(group) == 0 else {})
@@ -285,7 +286,7 @@ def staged(budget: int) -> int:
         return carrier
 
     with mock.patch.object(exchange, "open_carrier", watch):
-        shardwise.model_state(model, options=shardwise.StateOptions(budget_bytes=budget))
+        shardwise.model_state(model, options=shardwise.options.StateOptions(budget_bytes=budget))
     return most
 
 
@@ -322,7 +323,7 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
         for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter).items()
     }
     shardwise.shard(model)
-    only = shardwise.AdapterOnly(adapter)
+    only = shardwise.options.AdapterOnly(adapter)
     state = shardwise.model_state(model, FullState(on=EveryRank()), only=only)
     faults = state_differences(state, expected)
     target = lora(2, adapters)
@@ -341,8 +342,8 @@ def adapter_state(adapter: str, adapters: tuple[str, ...]) -> tuple[list[str], l
 def adapter_faults() -> list[tuple[str, str]]:
     model = lora(1, ("default",))
     calls: list[Callable[[], Any]] = [
-        lambda: shardwise.model_state(model, only=shardwise.AdapterOnly("other")),
-        lambda: shardwise.model_state(sharding.Net(), only=shardwise.AdapterOnly()),
+        lambda: shardwise.model_state(model, only=shardwise.options.AdapterOnly("other")),
+        lambda: shardwise.model_state(sharding.Net(), only=shardwise.options.AdapterOnly()),
     ]
     return [attempt(call) for call in calls]
 

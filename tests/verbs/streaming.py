@@ -19,12 +19,12 @@ import shardwise
 from shardwise.engines import streaming as stream
 from shardwise.engines.save_options import InternalNames
 from shardwise.engines.streaming import StreamOptions
-from shardwise.execution import carriers, common_rooms
-from shardwise.execution.giving import Giver
-from shardwise.execution.line import Patience
+from shardwise.execution.moving import carriers, common_rooms
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.states.giving import Giver
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes
-from shardwise.planning.sources import FirstRank
+from shardwise.planning.states.sources import FirstRank
 from shardwise.verbs.stream import iter_hf_tensors
 
 
@@ -59,7 +59,7 @@ def compare(name: str, folder: str, mesh: str, bucket_bytes: int, to: str, way: 
     except ways.NotApplicable:
         return None
     options = StreamOptions(bucket_bytes=bucket_bytes)
-    target = FirstRank() if to == "first" else shardwise.EveryRank()
+    target = FirstRank() if to == "first" else shardwise.options.EveryRank()
     keys: list[str] = []
     faults: list[str] = []
     is_target = to == "every" or not dist.is_initialized() or dist.get_rank() == 0
@@ -221,7 +221,7 @@ def adapter(what: str) -> list[str]:
         ways.shard(model, ways._mesh("cpu", (dist.get_world_size(),)), ways.by_rows)
     options = StreamOptions(bucket_bytes=1 << 14)
     if what == "adapter":
-        found = dict(iter_hf_tensors(model, only=shardwise.AdapterOnly(), options=options))
+        found = dict(iter_hf_tensors(model, only=shardwise.options.AdapterOnly(), options=options))
     elif what == "internal":
         found = dict(iter_hf_tensors(model, names=InternalNames(), options=options))
     elif what in ("merged", "rslora"):
@@ -233,7 +233,7 @@ def adapter(what: str) -> list[str]:
                 found[key] = wanted[key]
     else:
         try:
-            list(iter_hf_tensors(model, only=shardwise.Everything() if what == "hub" else MergedAdapter()))
+            list(iter_hf_tensors(model, only=shardwise.options.Everything() if what == "hub" else MergedAdapter()))
         except shardwise.ConfigError as error:
             return [str(error)]
         return []

@@ -26,7 +26,8 @@ from transformers import (
 )
 
 import shardwise
-from shardwise import ConfigError, Ignore
+from shardwise import ConfigError
+from shardwise.options import Ignore
 
 
 def _without_dtype(folder):

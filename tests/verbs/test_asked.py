@@ -12,7 +12,8 @@ from tests.verbs.conftest import small_qwen3
 from torch import nn
 
 import shardwise
-from shardwise import ConfigError, HubOptions, LoadOptions, Sharding
+from shardwise import ConfigError, Sharding
+from shardwise.options import HubOptions, LoadOptions
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,10 @@ def _policy(module, recurse, nonwrapped_numel):
             {"sharding": Sharding(wrap=functools.partial(_policy, 3))},
             "sharding.wrap is a functools.partial of _policy",
         ),
-        ({"sharding": Sharding(wrap=shardwise.MinSize)}, "sharding.wrap is the class MinSize; pass an object"),
+        (
+            {"sharding": Sharding(wrap=shardwise.options.MinSize)},
+            "sharding.wrap is the class MinSize; pass an object",
+        ),
         ({"sharding": Sharding(wrap=nn.Linear)}, "sharding.wrap is the class Linear"),
         ({"sharding": Sharding(mesh=4)}, "sharding.mesh is 4, an int; what is meant is DeviceMesh"),
         ({"sharding": Sharding(mp_policy=torch.bfloat16)}, "sharding.mp_policy is .* MixedPrecisionPolicy"),
@@ -119,7 +123,7 @@ def _policy(module, recurse, nonwrapped_numel):
         ({"on_missing": ("score.*",)}, "on_missing is .*, a tuple; what is meant is Refuse or Initialize"),
         ({"hub": {"revision": "v1"}}, "hub is .*, a dict; what is meant is HubOptions"),
         ({"options": {"seed": 1}}, "options is .*, a dict; what is meant is LoadOptions"),
-        ({"options": LoadOptions(shared_reads=shardwise.Alone)}, "options.shared_reads is the class Alone"),
+        ({"options": LoadOptions(shared_reads=shardwise.options.Alone)}, "options.shared_reads is the class Alone"),
         ({"options": LoadOptions(device="cuda")}, "options.device is 'cuda', a str; what is meant is device"),
         ({"weights": False}, "weights is False"),
     ],
@@ -136,10 +140,16 @@ def test_so_for_the_other_verbs(qwen3, tmp_path):
     model = nn.Linear(4, 4)
     asked = [
         (lambda: shardwise.shard(model, ("Block",)), "sharding is .*, a tuple"),
-        (lambda: shardwise.shard(model, values_from=shardwise.FirstRank), "values_from is the class FirstRank"),
+        (
+            lambda: shardwise.shard(model, values_from=shardwise.options.FirstRank),
+            "values_from is the class FirstRank",
+        ),
         (lambda: shardwise.shard(model, options=LoadOptions()), "options is a LoadOptions; what is meant is Shard"),
         (lambda: shardwise.shard("model"), "model is 'model', a str; what is meant is Module"),
-        (lambda: shardwise.load(model, qwen3, options=shardwise.ShardOptions()), "options is a ShardOptions"),
+        (
+            lambda: shardwise.load(model, qwen3, options=shardwise.options.ShardOptions()),
+            "options is a ShardOptions",
+        ),
         (lambda: shardwise.load(model, 5), "checkpoint is 5, an int"),
         (lambda: shardwise.save(model, tmp_path / "out", options=LoadOptions()), "options is a LoadOptions"),
         (lambda: shardwise.from_pretrained(nn.Linear(1, 1)), "name_or_path is a Linear"),
@@ -155,19 +165,19 @@ def test_a_token_is_not_shown():
 
 @pytest.mark.distributed
 def test_ranks_that_ask_otherwise_are_told_which_argument(worlds, qwen3):
-    whole = {"sharding": Sharding(wrap=shardwise.WholeModel())}
+    whole = {"sharding": Sharding(wrap=shardwise.options.WholeModel())}
     asked = [
         (
             whole,
-            {"sharding": Sharding(wrap=shardwise.Automatic())},
+            {"sharding": Sharding(wrap=shardwise.options.Automatic())},
             "sharding.wrap on rank 1 is not that of rank 0",
         ),
         ({}, {"options": LoadOptions(budget_bytes=1 << 20)}, "options.budget_bytes on rank 1"),
-        ({}, {"options": LoadOptions(shared_reads=shardwise.Alone())}, "options.shared_reads on rank 1"),
-        ({}, {"options": LoadOptions(copies=shardwise.WholeFiles())}, "options.copies on rank 1"),
+        ({}, {"options": LoadOptions(shared_reads=shardwise.options.Alone())}, "options.shared_reads on rank 1"),
+        ({}, {"options": LoadOptions(copies=shardwise.options.WholeFiles())}, "options.copies on rank 1"),
         ({}, {"dtype": "bfloat16"}, "dtype on rank 1 is not that of rank 0 ('bfloat16' against left out)"),
-        ({}, {"on_missing": shardwise.Initialize(("x",))}, "on_missing on rank 1"),
-        ({}, {"weights": shardwise.Later()}, "weights on rank 1"),
+        ({}, {"on_missing": shardwise.options.Initialize(("x",))}, "on_missing on rank 1"),
+        ({}, {"weights": shardwise.options.Later()}, "weights on rank 1"),
         ({}, {"tuning": shardwise.ExistingLora("/nowhere")}, "tuning on rank 1"),
         ({}, {"key_mapping": {"a": "b"}}, "key_mapping on rank 1"),
         ({}, {"attn_implementation": "eager"}, "attn_implementation on rank 1"),

@@ -68,7 +68,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
     with pytest.raises(CoverageError, match=r"total is computed by Sum from 2 tensors.*raise budget_bytes"):
-        shardwise.load(model, tmp_path, options=shardwise.LoadOptions(budget_bytes=4096))
+        shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
 
 
 def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monkeypatch):

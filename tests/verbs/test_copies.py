@@ -13,8 +13,9 @@ from tests import truth
 from tests.verbs import copying
 from tests.verbs.conftest import small_qwen3
 
-from shardwise.formats import CheckpointIndex, TensorEntry
-from shardwise.planning.comparing import BLOCK_BYTES, SampledBlocks, WholeFiles, portions
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.planning.loads.comparing import BLOCK_BYTES, SampledBlocks, WholeFiles, portions
 from shardwise.tensors.dtypes import dtype_named
 
 

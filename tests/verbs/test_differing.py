@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel
 from tests.verbs import differing
 
 import shardwise
-from shardwise import AdapterOnly
+from shardwise.options import AdapterOnly
 
 pytestmark = pytest.mark.distributed
 

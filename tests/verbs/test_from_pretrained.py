@@ -21,7 +21,8 @@ from transformers import (
 )
 
 import shardwise
-from shardwise import ConfigError, CoverageError, Ignore, Initialize, StorageError
+from shardwise import ConfigError, CoverageError, StorageError
+from shardwise.options import Ignore, Initialize
 
 
 @pytest.mark.distributed
@@ -113,7 +114,7 @@ def test_another_seed_initialises_otherwise(qwen3):
             model_class=AutoModelForSequenceClassification,
             on_missing=Initialize(("score.*",)),
             on_unexpected=Ignore(),
-            options=shardwise.LoadOptions(seed=seed),
+            options=shardwise.options.LoadOptions(seed=seed),
         ).score.weight
 
     assert torch.equal(score(1), score(1))
@@ -319,11 +320,11 @@ def test_the_user_s_default_device_changes_nothing(qwen3):
 
 
 @pytest.mark.parametrize("init", [True, "orthogonal"])
-@pytest.mark.parametrize("resized", [shardwise.MeanOfRows(), shardwise.Drawn()])
+@pytest.mark.parametrize("resized", [shardwise.options.MeanOfRows(), shardwise.options.Drawn()])
 def test_nor_does_it_change_what_is_begun(qwen3, init, resized):
     options = {
         "tuning": shardwise.Lora(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=init)),
-        "resize_vocab": shardwise.ResizeVocab(200, resized),
+        "resize_vocab": shardwise.options.ResizeVocab(200, resized),
     }
     plainly = shardwise.from_pretrained(qwen3, **options)
     with torch.device("meta"):
@@ -380,7 +381,7 @@ def test_missing_tensors_that_nothing_initialises_are_told_before_reading(qwen3)
 
 def test_a_hub_id_that_is_not_cached_is_refused_offline(tmp_path):
     with pytest.raises(StorageError, match="nobody/nothing"):
-        shardwise.from_pretrained("nobody/nothing", hub=shardwise.HubOptions(cache_dir=str(tmp_path)))
+        shardwise.from_pretrained("nobody/nothing", hub=shardwise.options.HubOptions(cache_dir=str(tmp_path)))
 
 
 def test_a_hub_id_is_found_in_the_cache(qwen3, tmp_path):
@@ -390,7 +391,7 @@ def test_a_hub_id_is_found_in_the_cache(qwen3, tmp_path):
     (tmp_path / "models--somebody--qwen3" / "refs" / "main").write_text("0" * 40)
     for file in qwen3.iterdir():
         (snapshot / file.name).symlink_to(file)
-    model = shardwise.from_pretrained("somebody/qwen3", hub=shardwise.HubOptions(cache_dir=str(tmp_path)))
+    model = shardwise.from_pretrained("somebody/qwen3", hub=shardwise.options.HubOptions(cache_dir=str(tmp_path)))
     assert truth.differences(truth.snapshot(model), truth.snapshot(small_qwen3())) == []
 
 
@@ -436,7 +437,7 @@ def test_one_rank_of_a_machine_downloads(worlds, tmp_path):
 
 def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monkeypatch):
     from shardwise.engines import load_plan, loading
-    from shardwise.planning.forecast import Available
+    from shardwise.planning.forecasts.forecast import Available
 
     def read(*_):
         raise AssertionError("a tensor was read")
@@ -447,7 +448,7 @@ def test_a_load_that_does_not_fit_is_refused_before_anything_is_read(qwen3, monk
         told = r"rank 0 needs .* of host memory, of which 97.66 KiB is free"
         with pytest.raises(shardwise.PlacementError, match=told):
             shardwise.from_pretrained(qwen3)
-    options = shardwise.LoadOptions(memory_check=shardwise.TryAnyway())
+    options = shardwise.options.LoadOptions(memory_check=shardwise.options.TryAnyway())
     _, report = shardwise.from_pretrained(qwen3, options=options, output_loading_info=True)
     assert report.forecast.host_bytes > 100_000
     assert report.forecast.shard_bytes == report.placed_bytes

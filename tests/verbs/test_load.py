@@ -17,8 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import Qwen3ForCausalLM
 
 import shardwise
-from shardwise import CheckpointError, CoverageError, FormatError, Initialize, PlacementError, StorageError
-from shardwise.storage import MemoryReader
+from shardwise import CheckpointError, CoverageError, FormatError, PlacementError, StorageError
+from shardwise.options import Initialize
+from shardwise.storage.reading.memory import MemoryReader
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_missing_tensors_of_a_plain_module_are_reset(plain):
     model = nn.Module()
     model.scale = nn.Parameter(torch.zeros(4, 3, device="meta"))
     model.head = on_meta(lambda: nn.Linear(4, 6))
-    ignore = shardwise.Ignore(("blocks.*",))
+    ignore = shardwise.options.Ignore(("blocks.*",))
     with pytest.raises(CoverageError, match="missing 2"):
         shardwise.load(model, directory, on_unexpected=ignore)
     report = shardwise.load(model, directory, on_missing=Initialize(("head.*",)), on_unexpected=ignore)
@@ -180,7 +181,7 @@ def test_a_small_budget_is_enough(tmp_path):
     save_file({"w": wide.to(torch.int32)}, tmp_path / "model.safetensors")
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(100, 400, dtype=torch.int64, device="meta"), requires_grad=False)
-    shardwise.load(model, tmp_path, options=shardwise.LoadOptions(budget_bytes=4096))
+    shardwise.load(model, tmp_path, options=shardwise.options.LoadOptions(budget_bytes=4096))
     assert torch.equal(model.w, wide)
 
 

@@ -18,9 +18,9 @@ def load_in_a_group(checkpoint: str, is_shared: bool) -> str:
 
     import shardwise
     from shardwise.engines import load_plan
-    from shardwise.planning.forecast import Available
+    from shardwise.planning.forecasts.forecast import Available
 
-    options = shardwise.LoadOptions(budget_bytes=1 << 16)
+    options = shardwise.options.LoadOptions(budget_bytes=1 << 16)
     _, report = shardwise.from_pretrained(checkpoint, options=options, output_loading_info=True)
     room = report.forecast.host_bytes * 3 // 2
     group = "/group" if is_shared else f"/group{dist.get_rank()}"

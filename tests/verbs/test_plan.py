@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import shardwise
-from shardwise import Classes, ConfigError, CoverageError, Ignore, Initialize, PlacementError, Sharding, WholeModel
+from shardwise import ConfigError, CoverageError, PlacementError, Sharding
 from shardwise.engines.foreseeing import sharding_named, wrap_named
 from shardwise.models.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.models.view import raw_bytes
-from shardwise.planning.sharing import Alone, InIntervals, OncePerGroup
-from shardwise.storage import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.options import Classes, Ignore, Initialize, WholeModel
+from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup
+from shardwise.storage.reading.policy import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.testing.http_store import HttpStore
 
 
@@ -184,7 +185,7 @@ def test_a_mesh_of_real_ranks_is_refused(qwen3):
 
 def test_a_repository_that_is_not_in_the_cache_is_not_downloaded(tmp_path):
     with pytest.raises(shardwise.ShardwiseError, match="no/such-model"):
-        shardwise.plan("no/such-model", ranks=2, hub=shardwise.HubOptions(cache_dir=tmp_path))
+        shardwise.plan("no/such-model", ranks=2, hub=shardwise.options.HubOptions(cache_dir=tmp_path))
 
 
 def test_a_checkpoint_at_a_url_is_planned_by_its_headers(qwen3):

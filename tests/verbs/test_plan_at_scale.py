@@ -19,13 +19,14 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models.foresee import foresee
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
-from shardwise.planning import Consent, ModelRules, plan_load
-from shardwise.planning.exchange import WantedBoxes
-from shardwise.planning.footprint import Footprints, Reading
-from shardwise.planning.forecast import Homes, forecast_rank
-from shardwise.planning.intervals import handed_over, intervals
-from shardwise.planning.sharing import InIntervals
-from shardwise.storage import LOCAL
+from shardwise.planning.forecasts.footprint import Footprints, Reading
+from shardwise.planning.forecasts.forecast import Homes, forecast_rank
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import ModelRules, plan_load
+from shardwise.planning.moves.exchange import WantedBoxes
+from shardwise.planning.moves.intervals import handed_over, intervals
+from shardwise.planning.moves.sharing import InIntervals
+from shardwise.storage.reading.policy import LOCAL
 
 NOWHERE = Path("/nowhere")
 

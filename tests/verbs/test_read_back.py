@@ -14,12 +14,14 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 import shardwise.engines.saving
-import shardwise.execution.write
-from shardwise import CompareWithMemory, Trust
+import shardwise.execution.writing.write
 from shardwise.engines.save_options import Verification
-from shardwise.storage import LocalWriter, WritePolicy, open_writer
+from shardwise.options import CompareWithMemory, Trust
+from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import WritePolicy
 
-OPTIONS = shardwise.SaveOptions(progress=False)
+OPTIONS = shardwise.options.SaveOptions(progress=False)
 
 NUMEL = 3000
 """Of each tensor: 12,000 bytes, which are read back 5,000 at a time."""
@@ -76,14 +78,17 @@ def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tu
     with torch.no_grad():
         model.first.add_(1)
     shardwise.engines.saving.open_writer = by
-    block_bytes, shardwise.execution.write._READ_BACK_BYTES = shardwise.execution.write._READ_BACK_BYTES, 5000
+    block_bytes, shardwise.execution.writing.write._READ_BACK_BYTES = (
+        shardwise.execution.writing.write._READ_BACK_BYTES,
+        5000,
+    )
     Damaging.damage = damage if rank == 0 else ""
     try:
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))
     finally:
         Damaging.damage = ""
         shardwise.engines.saving.open_writer = open_writer
-        shardwise.execution.write._READ_BACK_BYTES = block_bytes
+        shardwise.execution.writing.write._READ_BACK_BYTES = block_bytes
 
 
 def require_found(end: tuple[str, str], folder: Path, words: str) -> None:
@@ -131,9 +136,9 @@ def save_at_odds(folder: str, changed: dict) -> tuple[str, str]:
     "changed",
     [
         {"verify": CompareWithMemory()},
-        {"on_differing_buffers": shardwise.Refuse()},
-        {"names": shardwise.InternalNames()},
-        {"options": shardwise.SaveOptions(budget_bytes=1 << 20)},
+        {"on_differing_buffers": shardwise.options.Refuse()},
+        {"names": shardwise.options.InternalNames()},
+        {"options": shardwise.options.SaveOptions(budget_bytes=1 << 20)},
     ],
 )
 def test_ranks_that_are_called_differently_are_told(worlds, tmp_path, changed):

@@ -9,8 +9,8 @@ import torch
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.formats import open_checkpoint
-from shardwise.storage import open_writer
+from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.storage.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 
 SIZES = {"one file": "1GB", "several files": "40KB"}
@@ -46,7 +46,7 @@ def look(reader) -> dict[str, bytes] | None:
 
 
 def seen(files: dict[str, bytes]) -> dict[str, bytes] | None:
-    from shardwise.storage import MemoryReader
+    from shardwise.storage.reading.memory import MemoryReader
 
     with MemoryReader(files) as reader:
         return look(reader)

@@ -22,9 +22,9 @@ from torch import nn
 import shardwise
 import shardwise.engines.saving
 from shardwise.errors import StorageError
-from shardwise.execution import saving_lock
-from shardwise.planning import fingerprints
-from shardwise.storage import LocalWriter
+from shardwise.execution.writing import saving_lock
+from shardwise.planning.saves import fingerprints
+from shardwise.storage.writing.local_writer import LocalWriter
 
 MARK = "shardwise.saving"
 

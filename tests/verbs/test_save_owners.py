@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.storage import LocalWriter, WritePolicy, open_writer
+from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import WritePolicy
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 20, concurrency=1
@@ -43,8 +45,8 @@ def save_on_rank(checkpoint: str, folder: str, max_shard_size: str) -> tuple[lis
             folder,
             max_shard_size=max_shard_size,
             dtype="bfloat16",
-            verify=shardwise.CompareWithMemory(),
-            options=shardwise.SaveOptions(budget_bytes=1 << 17),
+            verify=shardwise.options.CompareWithMemory(),
+            options=shardwise.options.SaveOptions(budget_bytes=1 << 17),
         )
     finally:
         shardwise.engines.saving.open_writer = open_writer

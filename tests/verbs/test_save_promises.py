@@ -13,9 +13,9 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.execution.write import Emitter
+from shardwise.execution.writing.write import Emitter
 
-OPTIONS = shardwise.SaveOptions(progress=False)
+OPTIONS = shardwise.options.SaveOptions(progress=False)
 
 
 class Words:
@@ -40,11 +40,13 @@ def save_in_groups(folder: str) -> list[str]:
     own = linear()
     with torch.no_grad():
         own.bias.fill_(rank)
-    options = shardwise.SaveOptions(progress=False, process_group=groups[rank])
+    options = shardwise.options.SaveOptions(progress=False, process_group=groups[rank])
     shardwise.save(own, Path(folder, str(rank)), options=options, tokenizer=Words(f"of rank {rank}"))
     report = shardwise.save(linear(), Path(folder, "both"), options=OPTIONS, tokenizer=Words(f"of rank {rank}"))
     again = linear()
-    shardwise.load(again, Path(folder, str(rank)), options=shardwise.LoadOptions(process_group=groups[rank]))
+    shardwise.load(
+        again, Path(folder, str(rank)), options=shardwise.options.LoadOptions(process_group=groups[rank])
+    )
     return [Path(folder, where, "words.txt").read_text() for where in (str(rank), "both")] + [
         str(again.bias.tolist()),
         f"{report.rank} of {report.world_size}",

@@ -13,7 +13,7 @@ from shardwise.models.policies import Classes
 
 pytestmark = pytest.mark.distributed
 
-ANYONE = shardwise.Anyone()
+ANYONE = shardwise.options.Anyone()
 
 
 @pytest.fixture(scope="session")
@@ -36,17 +36,17 @@ def net_checkpoint(tmp_path_factory):
         (1, "everywhere", "", ANYONE),
         (1, "meta", "", ANYONE),
         (2, "everywhere", "", ANYONE),
-        (2, "compiled", "", shardwise.EveryRank()),
+        (2, "compiled", "", shardwise.options.EveryRank()),
         (2, "first", "", ANYONE),
         (2, "meta", "", ANYONE),
         (3, "buffers", "", ANYONE),
-        (3, "everywhere", "", shardwise.FirstRank()),
-        (3, "first", "", shardwise.FirstRank()),
+        (3, "everywhere", "", shardwise.options.FirstRank()),
+        (3, "first", "", shardwise.options.FirstRank()),
         (3, "last", "", ANYONE),
         (4, "everywhere", "hsdp", ANYONE),
         (4, "first", "hsdp", ANYONE),
         (4, "nodes", "hsdp", ANYONE),
-        (4, "nodes", "", shardwise.OneRankPerNode()),
+        (4, "nodes", "", shardwise.options.OneRankPerNode()),
         (4, "buffers", "hsdp", ANYONE),
     ],
 )
@@ -59,7 +59,7 @@ def test_every_state_ends_in_the_same_bits(worlds, checkpoint, size, state, mesh
         names = ("scale", "registers") if SHARDS_INTEGERS else ("scale", "registers", "codes")
         whole = {f"blocks.{block}.{name}" for block in (0, 1) for name in names}
         assert set(report["replicated"]) == (whole if report["mesh"] else set())
-        if state in ("everywhere", "compiled") and values_from != shardwise.FirstRank():
+        if state in ("everywhere", "compiled") and values_from != shardwise.options.FirstRank():
             assert report["sent_bytes"] == 0
 
 
@@ -73,7 +73,7 @@ def test_what_differs_between_ranks_is_rank_0_s_and_told(worlds):
     for faults, report in worlds(3).run(sharding.other_values, ANYONE):
         assert faults == []
         assert report["differed"] == {"embed.weight": 0, "blocks.0.table.angles": 0}
-    for kind, text in worlds(3).run(sharding.other_values, shardwise.EveryRank()):
+    for kind, text in worlds(3).run(sharding.other_values, shardwise.options.EveryRank()):
         assert kind == "DisagreementError"
         assert "embed.weight, blocks.0.table.angles" in text
 
@@ -103,7 +103,7 @@ def test_only_what_is_trained_is_upcast_and_each_is_told(worlds, state):
 
 def test_upcast_takes_a_dtype_to_train_in():
     with pytest.raises(shardwise.ConfigError, match="nothing to train in"):
-        shardwise.Upcast(torch.float8_e4m3fn)
+        shardwise.options.Upcast(torch.float8_e4m3fn)
 
 
 def test_offloaded_shards_arrive_too(worlds):
@@ -161,13 +161,13 @@ def test_a_model_that_cannot_be_sharded_is_told_by_name_and_left_alone(worlds, f
 @pytest.mark.parametrize(
     ("keywords", "kind", "words"),
     [
-        ({"values_from": shardwise.EveryRank()}, "DisagreementError", "rank 1: embed.weight"),
+        ({"values_from": shardwise.options.EveryRank()}, "DisagreementError", "rank 1: embed.weight"),
         (
             {"sharding": shardwise.Sharding(wrap=Classes(("Nothing",)))},
             "PlacementError",
             "matches nothing in Model",
         ),
-        ({"options": shardwise.ShardOptions(nodes=("a",))}, "ConfigError", "the machines of 1 ranks"),
+        ({"options": shardwise.options.ShardOptions(nodes=("a",))}, "ConfigError", "the machines of 1 ranks"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_leave_the_model_alone(worlds, keywords, kind, words):
@@ -194,7 +194,7 @@ def test_a_rank_that_fails_in_the_middle_leaves_nobody_waiting(worlds, failing):
 
 def test_a_budget_has_a_page():
     with pytest.raises(shardwise.ConfigError, match="less than a page"):
-        shardwise.ShardOptions(budget_bytes=100)
+        shardwise.options.ShardOptions(budget_bytes=100)
 
 
 # Optimizers

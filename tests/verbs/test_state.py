@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.verbs import stating
 
-from shardwise import ConfigError, EveryRank, FirstRank, FullState
+from shardwise import ConfigError
+from shardwise.options import EveryRank, FirstRank, FullState
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,8 @@ from tests.verbs import on_ranks
 from tests.verbs.conftest import small_qwen3
 
 import shardwise
-from shardwise.storage import LocalReader, MemoryReader
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.memory import MemoryReader
 from shardwise.testing.http_store import HttpStore, Status
 
 pytestmark = pytest.mark.distributed

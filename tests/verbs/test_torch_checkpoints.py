@@ -120,7 +120,10 @@ def test_of_two_models_one_is_named_by_key_mapping(tmp_path):
     with pytest.raises(CoverageError, match=r"unexpected 4 +\*\.|ema\.weight"):
         shardwise.load(found, tmp_path / "all.pt")
     shardwise.load(
-        found, tmp_path / "all.pt", key_mapping={r"^ema\.": ""}, on_unexpected=shardwise.Ignore(("model.*",))
+        found,
+        tmp_path / "all.pt",
+        key_mapping={r"^ema\.": ""},
+        on_unexpected=shardwise.options.Ignore(("model.*",)),
     )
     assert torch.equal(found.weight, other.weight)
 

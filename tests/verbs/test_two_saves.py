@@ -18,8 +18,9 @@ from torch import nn
 import shardwise
 import shardwise.engines.saving
 from shardwise.errors import StorageError
-from shardwise.execution import saving_lock
-from shardwise.storage import fsspec_writer, open_writer
+from shardwise.execution.writing import saving_lock
+from shardwise.storage.opening import open_writer
+from shardwise.storage.writing import fsspec_writer
 
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"
@@ -182,6 +183,28 @@ def test_what_was_set_aside_was_the_other_s_and_is_put_back(tmp_path, theirs, mo
     assert shardwise.verify(tmp_path).compared
     save(4, tmp_path, ONE)
     assert sorted(names(tmp_path)) == ["model.fingerprints.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_of_weights_that_were_set_aside_at_most_one_is_ever_there(tmp_path, counts, monkeypatch):
+    """A save that died after its last step leaves older weights aside. They go before the next sets others aside:
+    nobody could tell which are the newer. Where nothing counts, those aside are kept until something does.
+    """
+    save(1, tmp_path, ONE)
+    aside = tmp_path / "model.0123abcd.older"
+    shutil.copy(tmp_path / "model.safetensors", aside)
+    if not counts:
+        (tmp_path / "model.safetensors").unlink()
+    found = []
+
+    def look():
+        found.extend(name for name in names(tmp_path) if name.endswith(".older"))
+
+    with meanwhile(monkeypatch, lambda name, *_: name == "sync" and MARK not in str(_[0]), look):
+        save(2, tmp_path, SEVERAL)
+    assert found == ([] if counts else [aside.name])
+    assert seed_in(tmp_path) == 2
+    assert not [name for name in names(tmp_path) if name.endswith(".older")]
 
 
 @pytest.mark.parametrize("size", [ONE, SEVERAL])

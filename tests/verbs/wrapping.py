@@ -39,7 +39,11 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     """All that reports, states and errors say, and what is in the files, by what was done."""
     root = Path(folder)
     said: dict[str, object] = {}
-    for policy in (shardwise.Classes(("Qwen3DecoderLayer",)), shardwise.MinSize(1000), shardwise.Automatic()):
+    for policy in (
+        shardwise.options.Classes(("Qwen3DecoderLayer",)),
+        shardwise.options.MinSize(1000),
+        shardwise.options.Automatic(),
+    ):
         model = wrapped()
         said[f"shard, {policy}"] = shardwise.shard(model, shardwise.Sharding(wrap=policy))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -48,14 +52,16 @@ def shown(checkpoint: str, folder: str) -> dict[str, str]:
     optimizer.step()
 
     said["save"] = shardwise.save(
-        model, root / "saved", dtype="bfloat16", options=shardwise.SaveOptions(progress=False)
+        model, root / "saved", dtype="bfloat16", options=shardwise.options.SaveOptions(progress=False)
     )
     said["files of save"] = [path.read_bytes() for path in sorted((root / "saved").iterdir())]
     said["stream"] = [key for key, _ in shardwise.iter_hf_tensors(model)]
-    state = shardwise.model_state(model, shardwise.FullState(on=shardwise.EveryRank()))
+    state = shardwise.model_state(model, shardwise.options.FullState(on=shardwise.options.EveryRank()))
     said["state"] = list(state)
     said["set state"] = shardwise.set_model_state(model, {name: value.half() for name, value in state.items()})
-    moments = shardwise.optimizer_state(model, optimizer, shardwise.FullState(on=shardwise.EveryRank()))
+    moments = shardwise.optimizer_state(
+        model, optimizer, shardwise.options.FullState(on=shardwise.options.EveryRank())
+    )
     said["optimizer"] = [moments["param_groups"], list(moments["state"])]
     said["set optimizer"] = shardwise.set_optimizer_state(model, optimizer, moments)
     said["load"] = shardwise.load(model, checkpoint)

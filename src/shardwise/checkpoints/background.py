@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.checkpoints import write
-from shardwise.execution.world import World
-from shardwise.report import CheckpointReport
+from shardwise.execution.ranks.world import World
+from shardwise.report.checkpoint_report import CheckpointReport
 
 _T = TypeVar("_T")
 

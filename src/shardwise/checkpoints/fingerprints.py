@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.execution.chunks import ArchivedChunk
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.chunks import ArchivedChunk
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
 MAX_FINGERPRINTS_BYTES: Final = 256 << 20

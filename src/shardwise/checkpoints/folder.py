@@ -18,10 +18,11 @@ from pathlib import Path
 
 from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Facts
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.committing import remove_unnamed
+from shardwise.execution.writing.committing import remove_unnamed
 from shardwise.formats.distributed import METADATA
-from shardwise.storage import StorageWriter, is_url, open_writer
-from shardwise.storage.writer import INCOMPLETE
+from shardwise.storage.opening import open_writer
+from shardwise.storage.urls import is_url
+from shardwise.storage.writing.writer import INCOMPLETE, StorageWriter
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")

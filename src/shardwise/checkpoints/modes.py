@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,12 @@ from shardwise.checkpoints.modes import AtStep, Which
 from shardwise.checkpoints.state import KeyPath
 from shardwise.conversion import Expression
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.torch_out import loaded
-from shardwise.formats import CheckpointIndex
-from shardwise.formats.checkpoint_index import open_state
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.writing.torch_out import loaded
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_state
 from shardwise.formats.distributed import METADATA, ChunkPlace, parse_metadata
-from shardwise.planning import stored_tensors
-from shardwise.storage import LocalReader
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.reading.local import LocalReader
 
 
 @dataclass(frozen=True)

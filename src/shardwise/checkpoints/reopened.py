@@ -14,10 +14,10 @@ from shardwise.checkpoints.modes import AtStep
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
 from shardwise.checkpoints.witness import BLOCK_BYTES, Witness, mark_of
 from shardwise.errors import FormatError
-from shardwise.execution.workers import Workers
+from shardwise.execution.reading.workers import Workers
 from shardwise.formats.distributed import METADATA
-from shardwise.report import ReopenReport
-from shardwise.storage import is_url
+from shardwise.report.reopen_report import ReopenReport
+from shardwise.storage.urls import is_url
 from shardwise.verbs import reopen
 
 

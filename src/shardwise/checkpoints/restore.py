@@ -24,23 +24,23 @@ from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource
 from shardwise.engines.optimizer_fitting import Fitting, Ours, fit
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution.copies import require_one_checkpoint
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.place import Destination, Placer, arrange
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.copies import require_one_checkpoint
+from shardwise.execution.reading.place import Destination, Placer, arrange
+from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.dtypes import in_memory, to_torch
 from shardwise.models.optimizer_state import Given, read
 from shardwise.models.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside
-from shardwise.planning import Consent
-from shardwise.planning.comparing import SampledBlocks
-from shardwise.planning.matching import Brought, Tolerance
-from shardwise.report import RestoreReport
-from shardwise.storage import LocalReader
+from shardwise.planning.loads.comparing import SampledBlocks
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.states.matching import Brought, Tolerance
+from shardwise.report.checkpoint_report import RestoreReport
+from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import Box
 
 

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 from shardwise.checkpoints.fingerprints import FingerprintedRun, FingerprintsByFile, hexadecimal
 from shardwise.errors import FormatError
-from shardwise.execution.world import World
-from shardwise.storage import LocalReader
+from shardwise.execution.ranks.world import World
+from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
 BLOCK_BYTES = 4 << 20

@@ -21,7 +21,8 @@ from shardwise.training.options import Ratio, Steps, TrainOptions
 from shardwise.training.report import StepFacts
 
 if TYPE_CHECKING:
-    from shardwise.report import LoadReport, SaveReport
+    from shardwise.report.load_report import LoadReport
+    from shardwise.report.save_report import SaveReport
     from shardwise.training.example import Comparison
     from shardwise.training.lesson import Learned
     from shardwise.training.report import Event, TrainReport

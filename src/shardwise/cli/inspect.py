@@ -15,9 +15,9 @@ from typing import NoReturn
 import click
 
 from shardwise.errors import FormatError, ShardwiseError
-from shardwise.formats import CheckpointIndex, StoredTensor, open_checkpoint
-from shardwise.report import collapse
-from shardwise.storage import HubOptions, resolve
+from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
+from shardwise.report.names import collapse
+from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")

@@ -103,25 +103,25 @@ def run_ranks(
         ConfigError: as :func:`read_launch`.
         ShardwiseError: as raised by the function.
     """
-    from shardwise.execution.garbage import import_all
+    from shardwise.execution.memory.garbage import import_all
 
     launch = read_launch(os.environ, nproc_per_node)
     with _defaults(_huge_pages(os.environ)):
         match launch:
             case InThisProcess():
                 import_all(preloaded)
-                from shardwise.execution.ranks import run_alone
+                from shardwise.execution.processes.launched import run_alone
 
                 return run_alone(function, *args)
             case Spawned(size):
-                from shardwise.execution.spawned import AskFirst, EndAtOnce, run_spawned
+                from shardwise.execution.processes.spawned import AskFirst, EndAtOnce, run_spawned
 
                 ending = AskFirst() if asks_first else EndAtOnce()
                 with _defaults(_CUDA_FROM_AFAR):
                     return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
             case Launched(rank, size, local_rank):
                 import_all(preloaded)
-                from shardwise.execution.ranks import Seat, run_seated
+                from shardwise.execution.processes.launched import Seat, run_seated
 
                 return run_seated(Seat(rank, size, local_rank), function, *args)
             case _:
@@ -130,7 +130,7 @@ def run_ranks(
 
 def _huge_pages(environment: Mapping[str, str]) -> Mapping[str, str]:
     """What is set for torch's allocator: huge pages, where the user has not decided and they cost less here."""
-    from shardwise.execution.first_touch import huge_pages_pay
+    from shardwise.execution.memory.first_touch import huge_pages_pay
 
     is_decided = not _HUGE_PAGES.keys().isdisjoint(environment)
     return _HUGE_PAGES if not is_decided and huge_pages_pay() else {}
@@ -150,9 +150,9 @@ def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
 
 def this_place() -> tuple[int, int]:
     """This rank, and how many there are."""
-    from shardwise.execution import ranks
+    from shardwise.execution.processes import launched
 
-    return ranks.this_place()
+    return launched.this_place()
 
 
 def fail(error: ShardwiseError) -> NoReturn:

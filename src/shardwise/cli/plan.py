@@ -7,7 +7,7 @@ import json
 import click
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.storage import HubOptions
+from shardwise.storage.hub import HubOptions
 
 
 @click.command("plan")

@@ -17,7 +17,8 @@ from shardwise.errors import ConfigError, RankLostError, ShardwiseError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
-    from shardwise.report import LoadReport, SaveReport
+    from shardwise.report.load_report import LoadReport
+    from shardwise.report.save_report import SaveReport
     from shardwise.training.config import TrainConfig
     from shardwise.training.data import TrainData
     from shardwise.training.report import Event, TrainReport

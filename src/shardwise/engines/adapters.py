@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import FormatError
-from shardwise.formats import CheckpointIndex
-from shardwise.formats.checkpoint_index import beside
+from shardwise.formats.checkpoint_index import CheckpointIndex, beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from shardwise.planning import stored_tensors
-from shardwise.storage import HubOptions, LocalReader, OpenStorage
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.hub import HubOptions
+from shardwise.storage.opening import OpenStorage
+from shardwise.storage.reading.local import LocalReader
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution.messages import OddRanks, digest_of
-from shardwise.execution.world import World
-from shardwise.report import shown_ranks
+from shardwise.execution.ranks.messages import OddRanks, digest_of
+from shardwise.execution.ranks.world import World
+from shardwise.report.names import shown_ranks
 
 T = TypeVar("T")
 

@@ -20,21 +20,23 @@ from shardwise.engines.outline import Outline, class_of, config_of, model_words,
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions
 from shardwise.engines.tuned import resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
-from shardwise.execution.messages import OddRanks
-from shardwise.execution.place import Placer
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.twins import are_equal
-from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex
+from shardwise.execution.ranks.messages import OddRanks
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.place import Placer
+from shardwise.execution.reading.twins import are_equal
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models import wrap
 from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrap import Sharding
-from shardwise.planning import Consent, Refuse
-from shardwise.storage import HubOptions, OpenStorage, StorageReader, is_url, open_storage
-from shardwise.storage.beside import Beside
+from shardwise.planning.loads.consent import Consent, Refuse
+from shardwise.storage.hub import HubOptions
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.machine import file_space
-from shardwise.storage.urls import without_secrets
+from shardwise.storage.opening import OpenStorage, open_storage
+from shardwise.storage.reading.beside import Beside
+from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned

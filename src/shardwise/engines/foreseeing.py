@@ -18,7 +18,7 @@ from shardwise.engines.load_plan import foresee_initial_values
 from shardwise.engines.outline import Outline, outline
 from shardwise.engines.tuned import TunedOptions, made_ready, resizing
 from shardwise.errors import ConfigError
-from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
@@ -38,19 +38,7 @@ from shardwise.models.policies import (
 )
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrap import Sharding
-from shardwise.planning import (
-    Consent,
-    Init,
-    LoadPlan,
-    ModelRules,
-    OnMissing,
-    OnUnexpected,
-    Recompute,
-    Refuse,
-    Tie,
-    plan_load,
-)
-from shardwise.planning.forecast import (
+from shardwise.planning.forecasts.forecast import (
     Homes,
     forecast_computed,
     forecast_groups,
@@ -59,11 +47,14 @@ from shardwise.planning.forecast import (
     shared_tensors,
     uneven_tensors,
 )
-from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
+from shardwise.planning.moves.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
-from shardwise.storage import HubOptions, ReadPolicy, resolve
+from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.hub_files import AdapterFiles
+from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned

@@ -14,10 +14,10 @@ from shardwise.conversion import (
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_plan import PreparedLoad
 from shardwise.errors import PlacementError
-from shardwise.execution.audit import audit
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.place import Placer
-from shardwise.execution.world import World
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.audit import audit
+from shardwise.execution.reading.place import Placer
 from shardwise.layout import LocalBox, TensorKind, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models import initialize
@@ -26,11 +26,7 @@ from shardwise.models.additions import RowNorms
 from shardwise.models.programs import fill_from_program, program_of
 from shardwise.models.view import Held, strided_view
 from shardwise.models.vocabulary import MeanOfRows
-from shardwise.planning import (
-    Init,
-    LoadPlan,
-    Read,
-)
+from shardwise.planning.loads.load_plan import Init, LoadPlan, Read
 from shardwise.tensors import Box
 
 _NORM_BLOCK_NUMEL = 1 << 22

@@ -8,18 +8,16 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 from shardwise.models.initialize import BufferRules
-from shardwise.planning import (
-    Consent,
-)
-from shardwise.planning.comparing import CompareCopies, SampledBlocks
-from shardwise.planning.forecast import (
+from shardwise.planning.forecasts.forecast import (
     MemoryCheck,
     RequireMemory,
 )
-from shardwise.planning.pages import MeasuredPages, Pages
-from shardwise.planning.sharing import SharedReads, Weighed
+from shardwise.planning.loads.comparing import CompareCopies, SampledBlocks
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.pages import MeasuredPages, Pages
+from shardwise.planning.moves.sharing import SharedReads, Weighed
 
 
 @dataclass(frozen=True, slots=True)

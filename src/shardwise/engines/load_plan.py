@@ -19,13 +19,13 @@ from shardwise.conversion import (
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError, PlacementError
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.materialize import Managers, devices_of, home_of, managers_of, offloads_shards
-from shardwise.execution.memory import available_memory
-from shardwise.execution.place import Arrangement, Destination, arrange
-from shardwise.execution.sharing import SharingPeers, peers_in
-from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex
+from shardwise.execution.memory.free import available_memory
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.memory.materialize import Managers, devices_of, home_of, managers_of, offloads_shards
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.place import Arrangement, Destination, arrange
+from shardwise.execution.reading.sharing import SharingPeers, peers_in
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
@@ -36,18 +36,13 @@ from shardwise.models.programs import Program
 from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.models.vocabulary import Drawn
-from shardwise.planning import (
-    Consent,
-    Init,
-    LoadPlan,
-    ModelRules,
-    plan_load,
-)
-from shardwise.planning.forecast import (
+from shardwise.planning.forecasts.forecast import (
     Available,
     Homes,
     forecast_rank,
 )
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, plan_load
 from shardwise.report.forecast import RankForecast
 
 
@@ -102,7 +97,7 @@ class PreparedLoad:
         items: what is read into which tensors.
         peers: with whom a tensor's bytes could be shared, for those that have somebody.
         own: how the others are read.
-        start_at: see :func:`~shardwise.execution.place.arrange`.
+        start_at: see :func:`~shardwise.execution.reading.place.arrange`.
         settings: what the model's config says.
     """
 

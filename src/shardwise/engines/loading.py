@@ -18,25 +18,18 @@ from shardwise.engines.load_fill import average_rows, finish
 from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError
-from shardwise.execution.agreement import agree_on
-from shardwise.execution.audit import require_equal_buffers
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.materialize import materialize
-from shardwise.execution.place import Placer
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sharing import SharePlan, plan_sharing, read_shared
-from shardwise.execution.twins import unequal_twins
-from shardwise.execution.world import World
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.memory.materialize import materialize
+from shardwise.execution.ranks.agreement import agree_on
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.audit import require_equal_buffers
+from shardwise.execution.reading.place import Placer
+from shardwise.execution.reading.sharing import SharePlan, plan_sharing, read_shared
+from shardwise.execution.reading.twins import unequal_twins
 from shardwise.layout import TensorKind
-from shardwise.planning import (
-    Init,
-    Keep,
-    LoadPlan,
-    Recompute,
-    Tie,
-)
-from shardwise.report import LoadReport
-from shardwise.report.load_report import TouchedPages
+from shardwise.planning.loads.load_plan import Init, Keep, LoadPlan, Recompute, Tie
+from shardwise.report.load_report import LoadReport, TouchedPages
 
 
 def carry_out(

@@ -13,20 +13,20 @@ from shardwise.engines import offline
 from shardwise.engines.adapters import beside_of
 from shardwise.engines.outline import Outline
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.edited import edited
-from shardwise.execution.place import Placer
-from shardwise.execution.twins import are_equal
-from shardwise.formats import CheckpointIndex
+from shardwise.execution.reading.edited import edited
+from shardwise.execution.reading.place import Placer
+from shardwise.execution.reading.twins import are_equal
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Output
 from shardwise.models.rules import assign_keys
-from shardwise.planning import stored_tensors
-from shardwise.planning.merge_plan import Edit, LowRank, MergePlan, MergeTargets, tensors_trained_whole
-from shardwise.storage import StorageReader
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.saves.merge_plan import Edit, LowRank, MergePlan, MergeTargets, tensors_trained_whole
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import DType, row_blocks
 
 ADAPTER = beside_of("merged")

@@ -14,31 +14,28 @@ from transformers import PreTrainedConfig
 from shardwise.engines import offline
 from shardwise.engines.outline import ModelOptions, class_of, config_of
 from shardwise.errors import ConfigError, FormatError, StorageError
-from shardwise.execution.outgoing import Outgoing
-from shardwise.execution.place import Placer
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sink import WrittenTensors
-from shardwise.execution.torch_out import Levels, loaded, stream_torch_file
-from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.outgoing import Outgoing
+from shardwise.execution.reading.place import Placer
+from shardwise.execution.writing.sink import WrittenTensors
+from shardwise.execution.writing.torch_out import Levels, loaded, stream_torch_file
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
 from shardwise.models.rules import assign_keys
-from shardwise.planning import stored_tensors
-from shardwise.planning.commit import look_at_folder
-from shardwise.planning.save_plan import INDEX_FILE, Saved
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.saves.commit import look_at_folder
+from shardwise.planning.saves.save_plan import INDEX_FILE, Saved
 from shardwise.report.sizes import in_bytes
-from shardwise.storage import (
-    HubOptions,
-    LocalReader,
-    LocalWriter,
-    OpenStorage,
-    StorageReader,
-    resolve,
-)
+from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown
+from shardwise.storage.opening import OpenStorage
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.tensors import numel
 
 

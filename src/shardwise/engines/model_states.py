@@ -9,21 +9,21 @@ from torch import nn
 
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import is_dense
-from shardwise.execution.materialize import home_of, managers_of, materialize
-from shardwise.execution.states import (
+from shardwise.execution.memory.materialize import home_of, managers_of, materialize
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import (
     StateOptions,
     Values,
 )
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind
 from shardwise.models.dtypes import in_memory
 from shardwise.models.initialize import recompute_attributes, recompute_buffers
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, local_tensor, look_inside
-from shardwise.planning.matching import Brought, StateSlot, Tolerance, match
-from shardwise.report import StateReport
+from shardwise.planning.states.matching import Brought, StateSlot, Tolerance, match
+from shardwise.report.state_report import StateReport
 
 
 def set_values(

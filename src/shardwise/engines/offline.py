@@ -24,23 +24,29 @@ from shardwise.conversion import (
 )
 from shardwise.engines.outline import ModelOptions, Outline, outline
 from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
-from shardwise.execution.outgoing import COMPUTED_BYTES, Outgoing
-from shardwise.execution.place import Placer
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.sink import WrittenTensors
-from shardwise.execution.stream_out import stream_out
-from shardwise.execution.twins import are_equal
-from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex, open_checkpoint
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
+from shardwise.execution.reading.place import Placer
+from shardwise.execution.reading.twins import are_equal
+from shardwise.execution.writing.sink import WrittenTensors
+from shardwise.execution.writing.stream_out import stream_out
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
-from shardwise.planning import Consent, Ignore, LoadPlan, ModelRules, Refuse, Tie, plan_load, stored_tensors
-from shardwise.planning.save_plan import plan_save
-from shardwise.storage import LocalReader, LocalWriter, OpenStorage, StorageReader, StorageWriter
+from shardwise.planning.loads.consent import Consent, Ignore, Refuse
+from shardwise.planning.loads.load_plan import LoadPlan, ModelRules, Tie, plan_load
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.saves.save_plan import plan_save
 from shardwise.storage.names import shown
+from shardwise.storage.opening import OpenStorage
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import StorageWriter
 from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20

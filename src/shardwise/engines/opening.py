@@ -10,24 +10,18 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from shardwise.errors import StorageError
-from shardwise.execution.copies import Copies, require_one_checkpoint
-from shardwise.execution.place import identities_of
-from shardwise.execution.world import World
-from shardwise.formats import CheckpointIndex, open_checkpoint
-from shardwise.planning.comparing import CompareCopies
-from shardwise.report import shown_ranks
-from shardwise.storage import (
-    HubOptions,
-    OpenStorage,
-    StorageReader,
-    is_local,
-    is_url,
-    open_storage,
-    resolve,
-)
-from shardwise.storage.hub import commit_of, note_commit, place_of_cache
+from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.copies import Copies, require_one_checkpoint
+from shardwise.execution.reading.place import identities_of
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.planning.loads.comparing import CompareCopies
+from shardwise.report.names import shown_ranks
+from shardwise.storage.hub import HubOptions, commit_of, is_local, note_commit, place_of_cache, resolve
 from shardwise.storage.hub_files import ModelFiles, WantedFiles
 from shardwise.storage.machine import file_space
+from shardwise.storage.opening import OpenStorage, open_storage
+from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.urls import is_url
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
@@ -93,8 +87,8 @@ def read_index(
 ) -> OpenSource:
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/copies.py``. One that is
-    refused is closed, unless it is the user's (``is_own`` False).
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/reading/copies.py``. One
+    that is refused is closed, unless it is the user's (``is_own`` False).
     """
     reader = opened.reader
 
@@ -159,6 +153,6 @@ def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOpti
     if not url.lower().startswith("hf://"):
         return url, hub
     # Imported here: what is local needs no network code.
-    from shardwise.storage.hub_transport import named_commit
+    from shardwise.storage.reading.hub_transport import named_commit
 
     return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)

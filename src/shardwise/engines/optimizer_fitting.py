@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from shardwise.errors import CoverageError, DisagreementError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.dtypes import in_memory, to_torch
 from shardwise.models.optimizer_kind import by_parameter, entries_of, unlike
 from shardwise.models.optimizer_state import Given, labelled, set_group
 from shardwise.models.rebind import Bound, Key, Scalar, label, state_like
 from shardwise.models.view import Held
-from shardwise.planning.groups import GroupMatch, match_groups
-from shardwise.planning.matching import Brought, Match, StateSlot, Tolerance, few, match
+from shardwise.planning.states.groups import GroupMatch, match_groups
+from shardwise.planning.states.matching import Brought, Match, StateSlot, Tolerance, few, match
 from shardwise.tensors import Box, DType
 
 

@@ -10,18 +10,18 @@ from torch.optim import Optimizer
 
 from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours, fit
-from shardwise.execution.materialize import home_of
-from shardwise.execution.replicas import as_bytes, equal_on_all
-from shardwise.execution.states import StateOptions, Values
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.memory.materialize import home_of
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import StateOptions, Values
+from shardwise.execution.states.replicas import as_bytes, equal_on_all
+from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizer_state import Given
 from shardwise.models.rebind import Bound, Scalar, look_at
 from shardwise.models.view import Held, local_tensor, look_inside
-from shardwise.planning.consent import Refuse
-from shardwise.planning.matching import Tolerance
-from shardwise.planning.sources import digest
-from shardwise.report import StateReport
+from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.states.matching import Tolerance
+from shardwise.planning.states.sources import digest
+from shardwise.report.state_report import StateReport
 
 
 def set_values(

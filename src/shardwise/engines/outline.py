@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 from shardwise.conversion import Bindings
 from shardwise.engines.asked import in_words
 from shardwise.errors import ConfigError
-from shardwise.execution.garbage import collected_later
-from shardwise.formats import CheckpointIndex
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build
 from shardwise.models import transformers_compat as compat
@@ -24,8 +24,8 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
-from shardwise.planning import stored_tensors
-from shardwise.storage import HubOptions
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.hub import HubOptions
 from shardwise.tensors.dtypes import DType
 
 

@@ -9,7 +9,7 @@ from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.tuned import TunedOptions
 from shardwise.models.initialize import BufferRules
 from shardwise.models.wrap import Sharding
-from shardwise.planning import OnMissing, OnUnexpected
+from shardwise.planning.loads.consent import OnMissing, OnUnexpected
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.execution.line import Patience
+from shardwise.execution.ranks.line import Patience
 
 
 @dataclass(frozen=True, slots=True)

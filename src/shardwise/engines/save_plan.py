@@ -19,18 +19,18 @@ from shardwise.engines.save_options import (
     WrittenNames,
 )
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.garbage import collected_later
-from shardwise.execution.giving import Shares
-from shardwise.execution.world import World
+from shardwise.execution.memory.garbage import collected_later
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.giving import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.dtypes import from_torch, saved_dtype
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
-from shardwise.planning.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
-from shardwise.planning.schedule import ReadRequest
-from shardwise.planning.staging import Staging, staging_within
-from shardwise.storage import WritePolicy
+from shardwise.planning.loads.schedule import ReadRequest
+from shardwise.planning.loads.staging import Staging, staging_within
+from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
+from shardwise.storage.writing.writer import WritePolicy
 
 
 @dataclass(frozen=True, slots=True)

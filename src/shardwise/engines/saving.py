@@ -21,21 +21,24 @@ from shardwise.engines.save_options import (
 )
 from shardwise.engines.save_plan import PreparedSave, SaveRequest, chosen, prepare, tied_names
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.committing import Begun, begin_save, commit_save, undo_save
-from shardwise.execution.giving import Giver, agree_on_shares
-from shardwise.execution.materialize import home_of
-from shardwise.execution.owners import write_by_owners
-from shardwise.execution.progress import ProgressBar
-from shardwise.execution.saving_lock import new_token, require_lock, take_lock
-from shardwise.execution.world import World
-from shardwise.execution.write import Emitter
+from shardwise.execution.memory.materialize import home_of
+from shardwise.execution.ranks.progress import ProgressBar
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.giving import Giver, agree_on_shares
+from shardwise.execution.writing.committing import Begun, begin_save, commit_save, undo_save
+from shardwise.execution.writing.owners import write_by_owners
+from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
+from shardwise.execution.writing.write import Emitter
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import to_torch
-from shardwise.planning.consent import OnDiffering
-from shardwise.planning.save_plan import SavePlan
-from shardwise.report import SaveReport
-from shardwise.storage import StorageWriter, is_url, machine, open_storage, open_writer
+from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.saves.save_plan import SavePlan
+from shardwise.report.save_report import SaveReport
+from shardwise.storage import machine
+from shardwise.storage.opening import open_storage, open_writer
+from shardwise.storage.urls import is_url
+from shardwise.storage.writing.writer import StorageWriter
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
 

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
-from shardwise.execution.garbage import collected_later
+from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab

@@ -20,7 +20,7 @@ from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA
 from shardwise.formats.wrappers import MAX_DEPTH, Path, WrapperChoice, choose_model
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reader import StorageReader
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import Box, ByteRange, DType
 
 METADATA = ".metadata"

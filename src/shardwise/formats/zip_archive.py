@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from shardwise.errors import FormatError
 from shardwise.storage.names import shown
-from shardwise.storage.reader import StorageReader
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import ByteRange
 
 MAX_DIRECTORY_BYTES = 100_000_000

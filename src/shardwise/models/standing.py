@@ -13,7 +13,7 @@ from shardwise.errors import PlacementError
 from shardwise.layout import TensorKind
 from shardwise.models._torch_private import modules_in, walk
 from shardwise.models.view import Held, canonical
-from shardwise.report import collapse
+from shardwise.report.names import collapse
 
 _SHOWN = 8
 

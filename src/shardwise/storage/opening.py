@@ -9,12 +9,12 @@ from typing import Any
 
 from shardwise.errors import StorageError
 from shardwise.storage.hub import HubOptions, resolve
-from shardwise.storage.local import LocalReader
-from shardwise.storage.local_writer import LocalWriter
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reader import StorageReader
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.storage.urls import is_url, scheme_of, split_file, without_secrets
-from shardwise.storage.writer import StorageWriter
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.writer import StorageWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def open_storage(
 
     URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
     ``hub.subfolder`` holds for all of them, ``hub.token`` and ``hub.revision`` for hf:// as for hub ids.
-    ``storage_options`` are those of :class:`~shardwise.storage.remote.RemoteReader`, for URLs only.
+    ``storage_options`` are those of :class:`~shardwise.storage.reading.remote.RemoteReader`, for URLs only.
 
     Raises:
         StorageError: for what is not there, or cannot be opened.
@@ -61,7 +61,7 @@ def open_writer(
     """Open a folder, which need not be there, or a URL for writing; whoever calls closes the writer.
 
     Nothing is made before the first file is. ``storage_options`` are those of
-    :class:`~shardwise.storage.fsspec_writer.FsspecWriter`, for URLs only.
+    :class:`~shardwise.storage.writing.fsspec_writer.FsspecWriter`, for URLs only.
 
     Raises:
         StorageError: for what cannot be written to: the hub, an HTTP server, a path that is a file.
@@ -86,14 +86,14 @@ def open_writer(
             f"{where}: {scheme}:// cannot be written to; save into a local folder or a bucket (s3://)"
         )
     # Imported here: what is local needs no network code.
-    from shardwise.storage.fsspec_writer import FsspecWriter
+    from shardwise.storage.writing.fsspec_writer import FsspecWriter
 
     return FsspecWriter(url, storage_options=storage_options)
 
 
 def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
     # Imported here: what is local needs no network code.
-    from shardwise.storage.remote import RemoteReader
+    from shardwise.storage.reading.remote import RemoteReader
 
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":

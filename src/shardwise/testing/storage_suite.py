@@ -12,8 +12,8 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.policy import ReadPolicy
-from shardwise.storage.reader import CannotListError, StorageReader
+from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.reading.reader import CannotListError, StorageReader
 
 MakeReader: TypeAlias = Callable[[Mapping[str, bytes]], StorageReader]
 """Puts files where a reader finds them, in place of those of an earlier call, and opens a reader of them."""
@@ -23,7 +23,7 @@ _NBYTES = len(_CONTENT)
 
 
 class StorageReaderSuite:
-    """Tests of a :class:`~shardwise.storage.reader.StorageReader`; subclass it and say how a reader is made.
+    """Tests of a :class:`~shardwise.storage.StorageReader`; subclass it and say how a reader is made.
 
     ::
 

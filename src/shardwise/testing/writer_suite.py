@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.writer import StorageWriter, WritePolicy
+from shardwise.storage.writing.writer import StorageWriter, WritePolicy
 
 _CONTENT = bytes(range(251)) * 80
 _NBYTES = len(_CONTENT)
@@ -42,7 +42,7 @@ def _views(parts: Sequence[bytes]) -> list[memoryview]:
 
 
 class StorageWriterSuite:
-    """Tests of a :class:`~shardwise.storage.writer.StorageWriter`; subclass it and say how a writer is made.
+    """Tests of a :class:`~shardwise.storage.StorageWriter`; subclass it and say how a writer is made.
 
     ::
 

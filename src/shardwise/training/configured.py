@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardwise.errors import ConfigError
-from shardwise.execution.ranks import this_device
-from shardwise.execution.world import World
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import accelerator
 from shardwise.models.blocks import CompileBlocks, Off, PerBlock
 from shardwise.models.policies import (

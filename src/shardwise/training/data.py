@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.training.masking import Example, encode, has_generation_marks
 from shardwise.training.options import Epochs, TrainOptions
 from shardwise.training.packing import pack_rows

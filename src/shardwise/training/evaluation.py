@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.transformers_compat import is_pretrained
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.training.rows import Chat, read_rows
 
 CHAT_TEMPLATE = """\

@@ -12,7 +12,7 @@ from pathlib import Path
 from peft import LoraConfig
 
 from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.selection import AdapterOnly
 from shardwise.training import example
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders

@@ -19,8 +19,8 @@ from transformers import get_scheduler
 
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, RankLostError, ShardwiseError, TrainingError
-from shardwise.execution.lost_ranks import naming_the_lost
-from shardwise.execution.world import World
+from shardwise.execution.ranks.lost_ranks import naming_the_lost
+from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import module_of
 from shardwise.models.standing import computing_device
 from shardwise.training.accumulation import Accumulation, WholeGradients

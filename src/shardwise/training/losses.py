@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.data import IGNORED, Batch

@@ -17,13 +17,16 @@ from shardwise.engines.pretrained_options import Later, PretrainedOptions
 from shardwise.engines.save_options import CompareWithMemory, SaveOptions
 from shardwise.engines.saving import require_writable
 from shardwise.errors import ConfigError, StorageError
-from shardwise.execution.ranks import this_device
-from shardwise.execution.world import World
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.world import World
 from shardwise.models.dtypes import to_torch
 from shardwise.models.selection import has_adapters
 from shardwise.models.wrap import Sharding
-from shardwise.report import LoadReport, SaveReport
-from shardwise.storage import HubOptions, is_url, open_storage
+from shardwise.report.load_report import LoadReport
+from shardwise.report.save_report import SaveReport
+from shardwise.storage.hub import HubOptions
+from shardwise.storage.opening import open_storage
+from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data import BatchLayout, Flattened, Padded, TrainData, flatten, pack
 from shardwise.training.evaluation import evaluating

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.standing import computing_device
 from shardwise.training.data import IGNORED, Batch
 from shardwise.training.evaluation import evaluating

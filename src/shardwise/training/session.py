@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
 from shardwise.errors import ConfigError, RankLostError, StorageError
-from shardwise.execution.group_gather import gather_in_windows
-from shardwise.execution.ranks import this_device
-from shardwise.execution.world import World
+from shardwise.execution.moving.group_gather import gather_in_windows
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.world import World
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.transformers_compat import attention_of
-from shardwise.report import LoadReport, SaveReport
+from shardwise.report.load_report import LoadReport
+from shardwise.report.save_report import SaveReport
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config import TrainConfig
 from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of

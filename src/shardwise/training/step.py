@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import TrainingError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models import _torch_private
 from shardwise.models.standing import computing_device, root_of
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients

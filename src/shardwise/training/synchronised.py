@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ConfigError
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.models.replicated import is_averaged
 from shardwise.models.view import canonical
 from shardwise.report.names import collapse

@@ -19,12 +19,9 @@ from shardwise.engines import optimizer_states as optimizers
 from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.errors import ConfigError, FormatError
-from shardwise.execution.distributed_folder import write_distributed_folder
-from shardwise.execution.materialize import home_of
-from shardwise.execution.rank_files import finish_renames, read_rank_file, write_rank_files
-from shardwise.execution.replicas import equal_on_all
-from shardwise.execution.saved_tree import SavedTree, read_distributed_tree, read_file_tree
-from shardwise.execution.states import (
+from shardwise.execution.memory.materialize import home_of
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import (
     BroughtValues,
     StateOptions,
     Values,
@@ -32,12 +29,14 @@ from shardwise.execution.states import (
     refuse_meta,
     require_same_call,
 )
-from shardwise.execution.stored_values import StoredValues
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.torch_out import Levels
-from shardwise.execution.whole_file import write_whole_file
-from shardwise.execution.world import World
-from shardwise.formats import open_checkpoint
+from shardwise.execution.states.replicas import equal_on_all
+from shardwise.execution.states.stored_values import StoredValues
+from shardwise.execution.states.supply import require_alike_models
+from shardwise.execution.writing.distributed_folder import write_distributed_folder
+from shardwise.execution.writing.rank_files import finish_renames, read_rank_file, write_rank_files
+from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
+from shardwise.execution.writing.torch_out import Levels
+from shardwise.execution.writing.whole_file import write_whole_file
 from shardwise.formats.accelerate_names import (
     MODEL,
     OPTIMIZER,
@@ -48,17 +47,19 @@ from shardwise.formats.accelerate_names import (
     WholeFile,
     find,
 )
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.formats.distributed import METADATA
 from shardwise.models.optimizer_state import ByName, Given, ParameterOrder, read, with_names, written_out
 from shardwise.models.rebind import label
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.view import Held, canonical, local_tensor, look_inside, without_compile
-from shardwise.planning import stored_tensors
-from shardwise.planning.consent import Ignore, OnDiffering, Refuse, TakeFirst
-from shardwise.planning.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
-from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.report import FilesReport, StateReport
-from shardwise.storage import LocalReader
+from shardwise.planning.loads.consent import Ignore, OnDiffering, Refuse, TakeFirst
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
+from shardwise.planning.states.matching import OnFault, Tolerance
+from shardwise.report.files_report import FilesReport
+from shardwise.report.state_report import StateReport
+from shardwise.storage.reading.local import LocalReader
 
 Place = str | os.PathLike[str]
 

@@ -18,15 +18,12 @@ from shardwise.models import transformers_compat as compat
 from shardwise.models.initialize import BufferRules
 from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside, without_compile
-from shardwise.planning import (
-    Consent,
-    OnMissing,
-    OnUnexpected,
-    Refuse,
-    stored_tensors,
-)
-from shardwise.report import LoadReport
-from shardwise.storage import HubOptions, StorageReader, is_url
+from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.report.load_report import LoadReport
+from shardwise.storage.hub import HubOptions
+from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.urls import is_url
 
 
 def load(

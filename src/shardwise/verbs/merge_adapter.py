@@ -22,16 +22,17 @@ from shardwise.engines.merging_adapter import (
 )
 from shardwise.engines.outline import ModelOptions, config_of
 from shardwise.engines.save_options import in_bytes_of
-from shardwise.execution.outgoing import Outgoing
-from shardwise.execution.sink import WrittenTensors
+from shardwise.execution.reading.outgoing import Outgoing
+from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.formats.checkpoint_index import beside
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
-from shardwise.planning import stored_tensors
-from shardwise.planning.merge_plan import plan_merge
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.saves.merge_plan import plan_merge
 from shardwise.report.merge_report import MergeAdapterReport
-from shardwise.storage import HubOptions, open_storage, resolve
-from shardwise.storage.beside import Beside
+from shardwise.storage.hub import HubOptions, resolve
+from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.beside import Beside
 
 DEFAULT_ADAPTER_NAME = "default"
 

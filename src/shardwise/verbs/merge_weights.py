@@ -28,14 +28,12 @@ from shardwise.engines.merging_weights import (
 )
 from shardwise.engines.save_options import in_bytes_of
 from shardwise.errors import FormatError, StorageError
-from shardwise.execution.sink import WrittenTensors
-from shardwise.execution.torch_out import fingerprints_in
-from shardwise.formats import holds_optimizer, open_checkpoint, open_state
+from shardwise.execution.writing.sink import WrittenTensors
+from shardwise.execution.writing.torch_out import fingerprints_in
+from shardwise.formats.checkpoint_index import holds_optimizer, open_checkpoint, open_state
 from shardwise.report.merge_report import MergeWeightsReport
-from shardwise.storage import (
-    open_storage,
-)
 from shardwise.storage.names import shown
+from shardwise.storage.opening import open_storage
 from shardwise.verbs.reopen import verify
 
 MAX_SHARD_SIZE = "50GB"

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_fitting import Ours
 from shardwise.engines.optimizer_states import held_by, home_among, looked_at, require_equal_state, set_values
-from shardwise.execution.handover import gather
-from shardwise.execution.states import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
-from shardwise.execution.world import World
+from shardwise.execution.moving.handover import gather
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
 from shardwise.models.optimizer_state import Given, copied, read, written_out
 from shardwise.models.view import without_compile
-from shardwise.planning.consent import Refuse
-from shardwise.planning.forms import FullState, StateForm, require_form
-from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.report import StateReport
+from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.states.forms import FullState, StateForm, require_form
+from shardwise.planning.states.matching import OnFault, Tolerance
+from shardwise.report.state_report import StateReport
 
 
 @torch.no_grad()

@@ -14,11 +14,13 @@ from shardwise.engines.bringing_up import small_files
 from shardwise.engines.foreseeing import PlanOptions, forecast, mesh_of
 from shardwise.engines.opening import at_one_commit
 from shardwise.engines.outline import config_of, settled
-from shardwise.execution.world import World
-from shardwise.formats import open_checkpoint
+from shardwise.execution.ranks.world import World
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.report.forecast import Forecast
-from shardwise.storage import HubOptions, is_url, open_storage, resolve
+from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.hub_files import ModelFiles
+from shardwise.storage.opening import open_storage
+from shardwise.storage.urls import is_url
 
 
 def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[PlanOptions]) -> Forecast:

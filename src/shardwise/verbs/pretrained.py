@@ -16,12 +16,12 @@ from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions
 from shardwise.engines.tuned import alike, made_ready
-from shardwise.execution.agreement import require_same_settings
+from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.models import transformers_compat as compat
 from shardwise.models import wrap
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.wrap import Sharding
-from shardwise.report import LoadReport
+from shardwise.report.load_report import LoadReport
 
 
 @overload

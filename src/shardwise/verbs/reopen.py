@@ -9,14 +9,16 @@ import time
 from dataclasses import dataclass
 
 from shardwise.errors import FormatError
-from shardwise.execution.workers import Workers
-from shardwise.formats import CheckpointIndex, TensorEntry, open_checkpoint
+from shardwise.execution.reading.workers import Workers
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
-from shardwise.planning import fingerprints
-from shardwise.planning.fingerprints import RecordedSave
-from shardwise.planning.save_plan import ADAPTER, MODEL
-from shardwise.report import ReopenReport
-from shardwise.storage import StorageReader, open_storage
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.planning.saves import fingerprints
+from shardwise.planning.saves.fingerprints import RecordedSave
+from shardwise.planning.saves.save_plan import ADAPTER, MODEL
+from shardwise.report.reopen_report import ReopenReport
+from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 from shardwise.verbs.plan import plan
 

@@ -23,8 +23,8 @@ from shardwise.engines.save_options import (
 from shardwise.engines.save_plan import SaveRequest
 from shardwise.engines.saving import carry_out_save
 from shardwise.models.view import without_compile
-from shardwise.planning.consent import OnDiffering, TakeFirst
-from shardwise.report import SaveReport
+from shardwise.planning.loads.consent import OnDiffering, TakeFirst
+from shardwise.report.save_report import SaveReport
 
 
 def save(

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from shardwise.engines.asked import hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError
-from shardwise.execution.arrivals import Arrivals, wrap_without_values
-from shardwise.execution.distribute import distribute
-from shardwise.execution.exchange import Traffic
-from shardwise.execution.line import Patience
-from shardwise.execution.supply import compare, require_alike_models, survey
-from shardwise.execution.world import World
+from shardwise.execution.moving.distribute import distribute
+from shardwise.execution.moving.exchange import Traffic
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
+from shardwise.execution.states.supply import compare, require_alike_models, survey
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.groups import group_parameters
@@ -29,8 +29,8 @@ from shardwise.models.standing import is_sharded, refuse_unmovable
 from shardwise.models.trained import AsItIs, TrainedDtype
 from shardwise.models.view import Held, look_inside, without_compile
 from shardwise.models.wrap import Sharding
-from shardwise.planning.sources import Anyone, ValuesFrom
-from shardwise.report import ShardReport
+from shardwise.planning.states.sources import Anyone, ValuesFrom
+from shardwise.report.shard_report import ShardReport
 
 
 @dataclass(frozen=True, slots=True)

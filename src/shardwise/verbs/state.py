@@ -10,23 +10,23 @@ from torch import nn
 
 from shardwise.engines.clock import Clock
 from shardwise.engines.model_states import buffers_among, home_among, set_values, tensors_named
-from shardwise.execution.handover import gather
-from shardwise.execution.replicas import equal_on_all
-from shardwise.execution.states import (
+from shardwise.execution.moving.handover import gather
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import (
     BroughtValues,
     StateOptions,
     by_canonical_names,
     refuse_meta,
     require_same_call,
 )
-from shardwise.execution.supply import require_alike_models
-from shardwise.execution.world import World
+from shardwise.execution.states.replicas import equal_on_all
+from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import look_inside, without_compile
-from shardwise.planning.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.forms import FullState, StateForm, require_form
-from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.report import StateReport
+from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
+from shardwise.planning.states.forms import FullState, StateForm, require_form
+from shardwise.planning.states.matching import OnFault, Tolerance
+from shardwise.report.state_report import StateReport
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from shardwise.errors import ConfigError
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
-from shardwise.planning.consent import OnDiffering, TakeFirst
-from shardwise.planning.sources import EveryRank
+from shardwise.planning.loads.consent import OnDiffering, TakeFirst
+from shardwise.planning.states.sources import EveryRank
 
 
 def iter_hf_tensors(

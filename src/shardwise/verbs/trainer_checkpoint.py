@@ -22,20 +22,22 @@ from shardwise.engines import model_states as models
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.errors import CoverageError, FormatError, StorageError
-from shardwise.execution.rank_files import load_plain
-from shardwise.execution.states import StateOptions, require_same_call
-from shardwise.execution.stored_values import StoredValues
-from shardwise.execution.world import World
-from shardwise.formats import open_checkpoint
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import StateOptions, require_same_call
+from shardwise.execution.states.stored_values import StoredValues
+from shardwise.execution.writing.rank_files import load_plain
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
+from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.models.optimizer_state import ByName, ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
 from shardwise.models.view import without_compile
-from shardwise.planning import stored_tensors
-from shardwise.planning.consent import Refuse
-from shardwise.planning.matching import OnFault, Tolerance
-from shardwise.report import LoadReport, StateReport, TrainerReport
-from shardwise.storage import LocalReader
+from shardwise.planning.loads.consent import Refuse
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.states.matching import OnFault, Tolerance
+from shardwise.report.load_report import LoadReport
+from shardwise.report.state_report import StateReport
+from shardwise.report.trainer_report import TrainerReport
+from shardwise.storage.reading.local import LocalReader
 from shardwise.verbs.accelerate_files import load_accelerate_model, load_accelerate_optimizer, with_read
 from shardwise.verbs.load import load
 

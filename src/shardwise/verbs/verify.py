@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.pretrained_options import PretrainedOptions
-from shardwise.execution.world import World
+from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import original_class
 from shardwise.models.reference import reference_buffers, reference_values
 from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
-from shardwise.report import LoadReport, VerifyReport
+from shardwise.report.load_report import LoadReport
+from shardwise.report.verify_report import VerifyReport
 from shardwise.verbs.pretrained import from_pretrained
 
 

@@ -1,0 +1,46 @@
+"""Names of a package that are stated in its ``__init__.pyi``, and loaded when they are first used.
+
+Type checkers read the same file, so there is one list of what users see. Loading late keeps ``import shardwise``
+quick, and ``shardwise inspect`` free of torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def face_of(
+    package: str, init_file: str, elsewhere: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are stated beside ``init_file``.
+
+    A name that is not there, but in a package of ``elsewhere``, is an error that says so.
+    """
+    homes = homes_of(init_file)
+
+    def get(name: str) -> Any:
+        if name in homes:
+            home = homes[name]
+            module = importlib.import_module(f"{package}.{name}" if home == package else home)
+            value = module if home == package else getattr(module, name)
+            setattr(sys.modules[package], name, value)
+            return value
+        for other in elsewhere:
+            if not name.startswith("_") and name in importlib.import_module(other).__all__:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}; it is {other}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    names = sorted(homes)
+    return get, lambda: names, names
+
+
+def homes_of(init_file: str) -> dict[str, str]:
+    """By name, the module it is imported from, as the stub beside ``init_file`` states it."""
+    stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))
+    found = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in found for alias in node.names}

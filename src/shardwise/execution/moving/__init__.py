@@ -1,0 +1,1 @@
+"""Tensors between ranks: parcels packed, sent and unpacked, round by round."""

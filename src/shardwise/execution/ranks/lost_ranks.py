@@ -1,0 +1,86 @@
+"""Ranks that compute by collectives of torch's own, and what becomes of those when one of them is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from shardwise.errors import RankLostError, ShardwiseError
+from shardwise.execution.ranks.breakages import is_of_a_collective, is_out_of_memory
+from shardwise.execution.ranks.line import Line
+from shardwise.execution.ranks.world import World
+
+WhenStuck: TypeAlias = Callable[[RankLostError], object]
+
+_STUCK_S = 15.0
+"""A rank that is still in a collective so long after another was lost will not come out of it in time."""
+
+
+@contextmanager
+def naming_the_lost(
+    world: World, where: Callable[[], str], when_stuck: WhenStuck = lambda error: None
+) -> Iterator[None]:
+    """In this block ranks compute by collectives of torch's own, which break when one of them is gone.
+
+    What a collective raises then becomes an error that names the rank that was lost. A rank that runs out of
+    memory, or raises anything else, tells the others. ``where`` says what is being done, the same on all ranks. The
+    ranks have met before.
+
+    A collective may also wait for a lost rank for as long as its backend does, and cannot be called back. Where it
+    has for a quarter of a minute, ``when_stuck`` is called, on another thread.
+
+    Raises:
+        RankLostError: a rank is lost, has left the block, or has run out of memory; the same on every rank.
+    """
+    line = world.line
+    try:
+        with _watched(line, where, when_stuck):
+            yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        is_out, is_broken = is_out_of_memory(error), is_of_a_collective(error)
+        cause = _out_of_memory(error) if is_out else f"{type(error).__name__}: {error}"
+        if line is None:
+            if is_out:
+                raise RankLostError(f"{where()}: {cause}") from error
+            raise
+        if is_out or not is_broken:
+            line.leave(cause)
+        try:
+            line.find_lost()
+        except RankLostError as lost:
+            if is_out or is_broken:
+                raise RankLostError(f"{where()}: {lost}") from error
+        else:
+            line.leave(cause)
+        raise
+
+
+@contextmanager
+def _watched(line: Line | None, where: Callable[[], str], when_stuck: WhenStuck) -> Iterator[None]:
+    if line is None:
+        yield
+        return
+    has_left = threading.Event()
+
+    def wait(lost: RankLostError) -> None:
+        if not has_left.wait(_STUCK_S):
+            when_stuck(RankLostError(f"{where()}: {lost}"))
+
+    def watch(lost: RankLostError) -> None:
+        threading.Thread(target=wait, args=(lost,), name="shardwise-stuck", daemon=True).start()
+
+    line.on_lost = watch
+    try:
+        yield
+    finally:
+        has_left.set()
+        line.on_lost = None
+
+
+def _out_of_memory(error: BaseException) -> str:
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    return f"out of memory ({detail}); smaller batches, activation checkpointing or more ranks take less"

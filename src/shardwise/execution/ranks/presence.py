@@ -1,0 +1,158 @@
+"""Where a rank's process is, and its signs of life between two calls.
+
+[Note: A pulse] While a rank is in a call its line beats (:mod:`~shardwise.execution.ranks.line`). Between calls
+nobody waits for it, and it may be busy for hours; but it may also be killed then, and the others would find out
+only by its not coming. So each process that has been in a call has a pulse until it ends: one thread that counts in
+the store, over a connection of its own, since the store's may be held by whoever waits for a key. Who waits for a
+rank that has not come looks at its pulse, and, where both run on one machine, at its process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import weakref
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from shardwise.execution.ranks.keys import KeyStore
+from shardwise.storage import machine
+
+_ENDED = b"ended"
+
+_AT_LEAST_EVERY_S = 1.0
+
+_LAST_WORDS_S = 1.0
+"""How long a process that ends waits for its pulse to say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a rank's process is. Host names are for people: containers may share one."""
+
+    host: str
+    process: int
+    born: str
+    space: str
+
+    @classmethod
+    def here(cls) -> Self:
+        """Of this process."""
+        process = os.getpid()
+        return cls(socket.gethostname(), process, machine.born(process), machine.process_space())
+
+    @classmethod
+    def of(cls, told: bytes) -> Self:
+        """As it was encoded."""
+        return cls(**json.loads(told))
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to be gone, which can be seen from where its number means the same."""
+        return self.space == machine.process_space() and machine.born(self.process) != self.born
+
+    def is_running(self) -> bool:
+        """Whether the process is known to be there, and not stopped."""
+        if self.space != machine.process_space() or machine.born(self.process) != self.born:
+            return False
+        return not machine.is_stopped(self.process)
+
+    def __str__(self) -> str:
+        return f"host {self.host}, process {self.process}"
+
+
+class _Beating:
+    """The signs of life of this process in one store, from now until the process or the store ends."""
+
+    def __init__(self, store: Any, rank: int, beat_s: float) -> None:
+        self.process = os.getpid()
+        self.beat_s = beat_s
+        self._rank = rank
+        self._store = weakref.ref(store)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="shardwise-pulse", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Say that this process ends, where there is still somebody to say it to."""
+        if self.process == os.getpid():
+            self._ended.set()
+            self._thread.join(timeout=_LAST_WORDS_S)
+
+    def _own_keys(self) -> KeyStore:
+        store: Any = self._store()
+        return _keys(store.clone() if hasattr(store, "clone") else store)
+
+    def _beat(self) -> None:
+        try:
+            keys, beats = self._own_keys(), 0
+            keys.set(f"place/{self._rank}", ProcessPlace.here().encode())
+            while self._store() is not None:
+                beats += 1
+                keys.set(f"pulse/{self._rank}", f"{beats} {self.beat_s}".encode())
+                if self._ended.wait(min(self.beat_s, _AT_LEAST_EVERY_S)):
+                    keys.set(f"pulse/{self._rank}", _ENDED)
+                    return
+        except Exception:  # the store is gone: there is nobody to beat for
+            return
+
+
+_pulses: weakref.WeakKeyDictionary[Any, _Beating] = weakref.WeakKeyDictionary()
+
+
+def keep_beating(store: Any, rank: int, beat_s: float) -> None:
+    """Let this process have a pulse in a store, as often as this at least; ``rank`` is among all that use it."""
+    pulse = _pulses.get(store)
+    if pulse is None or pulse.process != os.getpid():
+        pulse = _pulses[store] = _Beating(store, rank, beat_s)
+    pulse.beat_s = min(pulse.beat_s, beat_s)
+
+
+@atexit.register
+def _end_all() -> None:
+    for pulse in list(_pulses.values()):
+        pulse.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """A rank's pulse as it was found; it has changed when another one is found later."""
+
+    told: bytes
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has said that it ends."""
+        return self.told == _ENDED
+
+    @property
+    def beat_s(self) -> float:
+        return 0.0 if self.has_ended else float(self.told.split()[1])
+
+
+class Pulses:
+    """The pulses of other ranks, by their numbers among all that use the store."""
+
+    def __init__(self, store: Any) -> None:
+        self._keys = _keys(store)
+        self._known: set[int] = set()
+
+    def find(self, ranks: list[int]) -> dict[int, Pulse]:
+        """Of those that have been in a call before."""
+        self._known.update(rank for rank in ranks if rank not in self._known and self._keys.has(f"pulse/{rank}"))
+        found = [rank for rank in ranks if rank in self._known]
+        told = self._keys.get_all([f"pulse/{rank}" for rank in found]) if found else []
+        return {rank: Pulse(value) for rank, value in zip(found, told, strict=True)}
+
+    def place(self, rank: int) -> ProcessPlace:
+        """Of a rank that has a pulse."""
+        return ProcessPlace.of(self._keys.get_all([f"place/{rank}"])[0])
+
+
+def _keys(store: Any) -> KeyStore:
+    return KeyStore(store, "shardwise/alive")

@@ -1,0 +1,59 @@
+"""One progress bar, on the first rank, for what all ranks do."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from tqdm import tqdm
+
+from shardwise.execution.ranks.world import World
+from shardwise.models import transformers_compat as compat
+
+
+class Progress(Protocol):
+    """Told of bytes as they arrive."""
+
+    def advance(self, nbytes: int) -> None: ...
+
+
+class ProgressBar:
+    """A bar of bytes with rate and time left; silent where there is no terminal or transformers' bars are off.
+
+    Every rank has one and tells it what it has done itself; the first rank's shows what all have done, as far as it
+    has heard.
+    """
+
+    def __init__(self, label: str, world: World, total_bytes: int, *, enabled: bool) -> None:
+        shown = enabled and world.rank == 0 and compat.progress_bars_enabled()
+        self._world = world
+        self._own = 0
+        self._bar = tqdm(
+            total=total_bytes,
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=None if shown else True,  # None: only when stderr is a terminal
+            leave=False,
+            mininterval=0.2,
+        )
+
+    def advance(self, nbytes: int) -> None:
+        self._own += nbytes
+        self._world.tell_progress(self._own)
+        self._show()
+
+    def _show(self) -> None:
+        self._bar.update(max(0, self._world.heard_progress(self._own) - self._bar.n))
+
+    def __enter__(self) -> Self:
+        self._world.while_waiting = self._show
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._world.while_waiting = None
+        self._world.tell_progress(0)
+        self._bar.close()

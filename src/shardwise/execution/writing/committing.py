@@ -1,0 +1,299 @@
+"""Beginning a save, letting it count, and giving it up: what one process does for all; see [Note: One commit].
+
+[Note: Asked again] Everything that is saved, in whatever format, comes to count in the same way:
+
+1. The folder is marked. What was left on its way to another name is removed, and only then is looked what counts.
+2. Files are written and synced, those too that the last step will rename.
+3. Asked again: is the mark this save's, and are all files there, as large as they were written?
+4. The steps after which it counts. One of them gives a file that is this save's alone its name. Whoever has taken
+   the folder over has removed that file in 1: the step fails then, and what is theirs stays. Whoever takes it over
+   after the step sees this save as what counts.
+5. Asked again: does this save count, and nobody else's in its place?
+6. Only then, and under this save's own mark, the older one is removed.
+
+Where one of these questions has the wrong answer, nothing of the older save has been removed, and what was set
+aside or replaced is put back as far as it is this save's: a StorageError says what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardwise.errors import StorageError
+from shardwise.execution.writing.saving_lock import HeldMark, Whose, take_lock
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.planning.saves import fingerprints
+from shardwise.planning.saves.commit import (
+    OLDER,
+    Commit,
+    CommitStep,
+    FolderState,
+    Publish,
+    Remove,
+    Rename,
+    Replace,
+    commit_of,
+    is_on_its_way,
+    look_at_folder,
+    obsolete,
+    on_its_way,
+)
+from shardwise.planning.saves.save_plan import ADAPTER, SavePlan
+from shardwise.storage.names import shown
+from shardwise.storage.writing.writer import StorageWriter
+
+# Any save
+
+
+def remove_unnamed(writer: StorageWriter, files: Collection[str]) -> None:
+    """Remove those of these files that were on their way to another name: by them nothing can begin to count."""
+    names = [file for file in files if is_on_its_way(file)]
+    for name in names:
+        writer.remove(name)
+    if names:
+        writer.sync_names()
+
+
+def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]) -> list[str]:
+    """Let a written and synced save count, and remove the older one; the names of what was removed.
+
+    Args:
+        writer: of the folder in which the files are.
+        held: the mark, of this folder or of one around it.
+        commit: what is asked for, and done.
+        beside: small files that are put in their places just before, and back where the save does not count.
+
+    Raises:
+        StorageError: the mark or the files are not as they were left; another save counts by now, or is about to.
+            See [Note: Asked again].
+    """
+    for name, content in commit.ready.items():
+        _make(writer, name, content)
+    held.require()
+    _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
+    with _put_back_if_in_vain(writer, held, commit, beside):
+        for name, content in beside.items():
+            if writer.read(name) != content:
+                writer.replace(name, content)
+        if beside:
+            writer.sync_names()
+            held.require()
+        for step in commit.steps:
+            if isinstance(step, Remove):
+                held.require()
+                _require_there(writer, commit.then)
+            _take(writer, step)
+        _require_counting(writer, commit)
+    match held.whose():
+        case Whose.OURS:
+            aside = {step.file: step.name for step in commit.aside}
+            for name in {**dict.fromkeys(commit.obsolete), **aside}:
+                writer.remove(aside.get(name, name))
+            return list(commit.obsolete)
+        case Whose.NOBODYS:  # whoever took it away is done, or never was
+            return []
+        case Whose.ANOTHERS:
+            raise StorageError(
+                f"{writer.root}: another save has taken this folder over while this one was committed, and will "
+                "take its place; nothing of the older one has been removed. Save to a directory of its own"
+            )
+
+
+def counts(writer: StorageWriter, commit: Commit) -> bool:
+    """Whether it is this save that counts, whole."""
+    sizes = writer.sizes()
+    return (
+        all(sizes.get(name) == nbytes for name, nbytes in commit.then.items())
+        and not commit.without & sizes.keys()
+        and all(writer.read(name) == content for name, content in commit.says.items())
+    )
+
+
+def _make(writer: StorageWriter, name: str, content: bytes) -> None:
+    """Write and sync a small file that nobody has a use for but this save."""
+    if not writer.policy.has_random_writes:
+        writer.replace(name, content)
+        return
+    writer.create(name, len(content))
+    writer.write(name, 0, [memoryview(content)])
+    writer.sync(name)
+
+
+def _require_there(writer: StorageWriter, files: Mapping[str, int]) -> None:
+    sizes = writer.sizes()
+    for name, nbytes in files.items():
+        if sizes.get(name) != nbytes:
+            found = "is gone" if name not in sizes else f"has {sizes[name]} bytes"
+            raise StorageError(
+                f"{shown(name)} in {writer.root}: was written with {nbytes} bytes, and now it {found}; another "
+                "save has been here, or ranks do not see one folder: save to a directory of its own that all share"
+            )
+
+
+def _require_counting(writer: StorageWriter, commit: Commit) -> None:
+    if not counts(writer, commit):
+        raise StorageError(
+            f"{writer.root}: another save has taken this one's place while it was committed; nothing of the older "
+            "one has been removed. Save to a directory of its own"
+        )
+
+
+def _take(writer: StorageWriter, step: CommitStep) -> None:
+    match step:
+        case Rename(file, name) | Publish(file, name):
+            try:
+                writer.rename(file, name) if isinstance(step, Rename) else writer.publish(file, name)
+            except StorageError as error:
+                if file in writer.list():
+                    raise
+                raise StorageError(
+                    f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
+                    f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
+                ) from error
+        case Replace(file, content):
+            writer.replace(file, content)
+        case Remove(file):
+            writer.remove(file)
+            writer.sync_names()
+
+
+@contextmanager
+def _put_back_if_in_vain(
+    writer: StorageWriter, held: HeldMark, commit: Commit, beside: Mapping[str, bytes]
+) -> Iterator[None]:
+    """When the block fails and this save does not count, put back what it set aside and replaced."""
+    before = {name: writer.read(name) for name in {**beside, **commit.says}}
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            if not counts(writer, commit):
+                _put_back(writer, held, commit, beside, before)
+        raise
+
+
+def _put_back(
+    writer: StorageWriter,
+    held: HeldMark,
+    commit: Commit,
+    beside: Mapping[str, bytes],
+    before: Mapping[str, bytes | None],
+) -> None:
+    """Small files are put back under this save's own mark only: else they may be another's by now."""
+    there = writer.list()
+    asides = [step for step in commit.aside if step.name in there]
+    if any(step.file in there for step in asides):
+        return  # somebody else's weights have the name
+    if any(writer.read(name) not in (content, before[name]) for name, content in commit.says.items()):
+        return  # somebody else's index, or config
+    if held.whose() is Whose.OURS:
+        for name, content in {**beside, **commit.says}.items():
+            old = before[name]
+            if old == content or writer.read(name) != content:
+                continue
+            if old is None:
+                writer.remove(name)
+                writer.sync_names()
+            else:
+                writer.replace(name, old)
+    for step in asides:
+        writer.rename(step.name, step.file)
+
+
+# Saves in the hub's layout
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that has the mark of its folder; what counted there before, and what is recorded of it."""
+
+    held: HeldMark
+    standing: FolderState
+    recorded: Sequence[fingerprints.RecordedSave]
+
+
+def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
+    """Mark the folder, look at what is there, and remove what saves left behind that were never committed.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    held = take_lock(writer, plan.token)
+    try:
+        nothing: frozenset[str] = frozenset()
+        remove_unnamed(writer, obsolete(plan, FolderState(frozenset(writer.list()), nothing)))
+        standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
+        left = [name for name in obsolete(plan, FolderState(standing.files, nothing)) if name != plan.index_file]
+        if standing.weights:
+            writer.sync_names()  # what counts must last before weights that were set aside for it go
+        for name in left:
+            if name not in standing.weights and (standing.weights or not name.endswith(OLDER)):
+                writer.remove(
+                    name
+                )  # its space may be needed; with nothing that counts, older weights are the only ones
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            held.release()
+        raise
+    return Begun(held, standing, recorded)
+
+
+def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
+    """Remove what was made, save for what counts by now; the older save is as it was."""
+    with contextlib.suppress(StorageError):
+        names = {on_its_way(plan.index_file, plan.token)}
+        if plan.index is None or writer.read(plan.index_file) != plan.index:
+            names |= {file.name for file in plan.files}
+        for name in names:
+            writer.remove(name)
+    with contextlib.suppress(StorageError):
+        begun.held.release()
+        writer.sync_names()
+
+
+def commit_save(
+    writer: StorageWriter,
+    plan: SavePlan,
+    begun: Begun,
+    small_files: Mapping[str, bytes],
+    sums: Mapping[str, int],
+) -> list[str]:
+    """Make a written and synced save count, in one step, and remove the older one; the names of what was removed.
+
+    Args:
+        writer: of the folder.
+        plan: of the save.
+        begun: the mark, and what was there when it began.
+        small_files: what lies beside the weights, by name.
+        sums: the fingerprint of every tensor, by key.
+
+    Raises:
+        StorageError: as of :func:`let_count`.
+    """
+    sizes = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in small_files.items()}
+    recorded = fingerprints.RecordedSave(sizes, sums, digests)
+    both = fingerprints.to_bytes([*begun.recorded, recorded])
+    fingerprints_file = fingerprints.file_beside(plan.stem)
+    bound = _bound(writer, plan, small_files)
+    free = {name: content for name, content in small_files.items() if name not in bound}
+    commit = commit_of(plan, begun.standing, can_rename=writer.policy.can_rename, bound=bound)
+    removed = let_count(writer, begun.held, commit, {**free, fingerprints_file: both})
+    if begun.held.whose() is Whose.OURS:
+        writer.replace(fingerprints_file, fingerprints.to_bytes([recorded]))
+    begun.held.release()
+    writer.sync_names()
+    return removed
+
+
+def _bound(writer: StorageWriter, plan: SavePlan, small_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Small files that would have the older weights read as what they are not: an adapter's config that differs."""
+    content = small_files.get(ADAPTER_CONFIG)
+    if plan.stem != ADAPTER or content is None or writer.read(ADAPTER_CONFIG) == content:
+        return {}
+    return {ADAPTER_CONFIG: content}

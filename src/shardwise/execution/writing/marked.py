@@ -1,0 +1,88 @@
+"""A folder that the first rank marks for all, for as long as they write one save into it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import TypeAlias
+
+from shardwise.errors import StorageError
+from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.saving_lock import HeldMark, new_token, take_lock
+from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.writer import StorageWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A marked folder, as the first rank has it.
+
+    Attributes:
+        writer: of the folder.
+        held: its mark.
+        token: that of this save, 8 hex digits.
+    """
+
+    writer: StorageWriter
+    held: HeldMark
+    token: str
+
+    def release(self) -> None:
+        """Take the mark away, for good."""
+        self.held.release()
+        self.writer.sync_names()
+
+
+OnFirst: TypeAlias = Callable[[Marked], None]
+"""What the first rank does in a marked folder."""
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save that all ranks take part in: its token, and, on the first rank alone, the marked folder."""
+
+    token: str
+    _marked: Marked | None
+
+    @property
+    def marked(self) -> Marked:
+        """On the first rank."""
+        assert self._marked is not None, "only the first rank holds the mark"
+        return self._marked
+
+
+@contextmanager
+def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, undo: OnFirst) -> Iterator[Saving]:
+    """Mark a folder on the first rank for the time of the block.
+
+    ``tidy`` looks at the folder and removes what was left there, once it is marked. Where that or the block fails,
+    ``undo`` removes what was made, and the mark is taken away; where it does not, the block has released it.
+
+    Collective: yes, at the beginning.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to; what ``tidy`` raises.
+    """
+    found: list[Marked] = []
+    with ExitStack() as closing:
+
+        def begin() -> str:
+            token = new_token()
+            writer = closing.enter_context(open_writer(folder))
+            found.append(Marked(writer, take_lock(writer, token), token))
+            tidy(found[0])
+            return token
+
+        try:
+            token = world.from_first(begin)
+            yield Saving(token, found[0] if found else None)
+        except BaseException:
+            for marked in found:
+                with contextlib.suppress(StorageError):
+                    undo(marked)
+                with contextlib.suppress(StorageError):
+                    marked.release()
+            raise

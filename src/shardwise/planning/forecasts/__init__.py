@@ -1,0 +1,1 @@
+"""What a load will take on every rank, before anything is read."""

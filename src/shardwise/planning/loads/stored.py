@@ -1,0 +1,36 @@
+"""The tensors of a checkpoint as expressions."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from shardwise.conversion import Expression, Stored, concat, view
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.composed import ComposedPart, Joined, View, Whole
+
+
+def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
+    """The checkpoint's tensors by key, in file order: a leaf for each, or what composes it of leaves."""
+    return {
+        item.key: _expression(index, index.composed[item.key].part)
+        if item.key in index.composed
+        else Stored(item.key, item.shape, item.dtype)
+        for item in index.tensors()
+    }
+
+
+def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
+    match part:
+        case Whole(key):
+            return _leaf(index, key)
+        case View(key, strided):
+            return view(_leaf(index, key), strided)
+        case Joined(parts, dim):
+            return concat([_expression(index, inner) for inner in parts], dim)
+        case _:
+            assert_never(part)
+
+
+def _leaf(index: CheckpointIndex, key: str) -> Stored:
+    entry = index.entries[key]
+    return Stored(key, entry.shape, entry.dtype)

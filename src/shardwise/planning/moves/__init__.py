@@ -1,0 +1,1 @@
+"""Who hands what to whom: parcels and the rounds in which they go."""

@@ -1,0 +1,159 @@
+"""By which steps a save begins to count, and what of the older one is then removed; see [Note: One commit]."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+from shardwise.planning.saves.save_plan import SINGLE_FILE, SavePlan
+
+OLDER = ".older"
+"""Ends the name of older weights that were set aside for the moment of a commit."""
+
+_ON_ITS_WAY = r"\..+\.[0-9a-f]{8}\.incomplete"
+"""What has a name only to lose it: what a save renames, and what replaces a small file."""
+
+_OF_A_SAVE = (
+    rf"(-[0-9a-f]{{8}}-\d{{5,}}-of-\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}(\.incomplete|{re.escape(OLDER)}))"
+    rf"|{_ON_ITS_WAY}"
+)
+"""What follows the stem in names that only saves give."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderState:
+    """What a folder holds before a save: its files, and those of them that make up the weights that count."""
+
+    files: frozenset[str]
+    weights: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Give a file another name, in place of whatever had it."""
+
+    file: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Give a small file another name, on any storage."""
+
+    file: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Put content under a name, in one step."""
+
+    file: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove a file, for good."""
+
+    file: str
+
+
+CommitStep: TypeAlias = Rename | Publish | Replace | Remove
+
+NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """How a save that is written and synced comes to count; what the executor asks for, and does.
+
+    Attributes:
+        files: as they are called before the steps, with their sizes in bytes.
+        ready: small files that are written and synced before the steps, which publish them.
+        steps: in their order, each durable before the next. After the last, and not before, the save counts.
+        then: the files as they are called when it counts, with their sizes.
+        says: small files that have this content then.
+        without: names that are not there then: whoever had them would count in its place.
+        obsolete: what is removed once it counts.
+    """
+
+    files: Mapping[str, int]
+    steps: tuple[CommitStep, ...]
+    then: Mapping[str, int]
+    ready: Mapping[str, bytes] = field(default_factory=dict)
+    says: Mapping[str, bytes] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+    obsolete: tuple[str, ...] = ()
+
+    @property
+    def aside(self) -> tuple[Rename, ...]:
+        """The steps that set something older aside."""
+        return tuple(step for step in self.steps if isinstance(step, Rename) and step.name.endswith(OLDER))
+
+
+def on_its_way(name: str, token: str) -> str:
+    """What a file is called until the save of this token gives it its name."""
+    return f".{name}.{token}.incomplete"
+
+
+def is_on_its_way(file: str) -> bool:
+    """Whether a file has a name that it gets only to lose it."""
+    return re.fullmatch(r".+\.[0-9a-f]{8}\.incomplete", file) is not None
+
+
+def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
+    """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
+    weights = {single_file} & set(files)
+    if not weights and index is not None:
+        try:
+            named = json.loads(index)["weight_map"].values()
+            weights = {name for name in named if isinstance(name, str)} & set(files)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            weights = set()
+    return FolderState(frozenset(files), frozenset(weights))
+
+
+def commit_of(
+    plan: SavePlan, standing: FolderState, *, can_rename: bool, bound: Mapping[str, bytes] = NOTHING_BOUND
+) -> Commit:
+    """The commit of a save in the hub's layout.
+
+    ``bound`` are small files, by name, beside which the older weights would be read as what they are not (the
+    config of an adapter has its scaling). Then there are no weights, rather than wrong ones, between the first step
+    and the last: the older ones are set aside. So is a single file that would count in place of an index.
+    """
+    files = {file.name: file.nbytes for file in plan.files}
+    then = {name: file.nbytes for name, file in zip(plan.names, plan.files, strict=True)}
+    removed = tuple(obsolete(plan, standing))
+    aside: list[CommitStep] = []
+    if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
+        aside = [Rename(plan.single_file, set_aside(plan))]
+    if plan.index is None:
+        steps = [*aside, *(Replace(name, content) for name, content in bound.items())]
+        steps.append(Rename(plan.files[0].name, plan.single_file))
+        return Commit(files, tuple(steps), then, {}, bound, frozenset(files), removed)
+    says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
+    ready = on_its_way(plan.index_file, plan.token)
+    if plan.single_file in standing.files and not can_rename:
+        aside = [Remove(plan.single_file)]
+    into_place = (Publish(ready, plan.index_file), *aside)
+    return Commit(files, into_place, then, {ready: plan.index}, says, without | {ready}, removed)
+
+
+def set_aside(plan: SavePlan) -> str:
+    """The name that older weights have while a save commits that cannot be told from them."""
+    return f"{plan.stem}.{plan.token}{OLDER}"
+
+
+def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
+    """Files to remove once the new save counts: those of the older one, and of saves that were never committed."""
+    new = {*plan.names, plan.single_file if plan.index is None else plan.index_file}
+    old = {name for name in standing.weights if name.endswith(".safetensors")}
+    old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
+    old |= {plan.index_file} & standing.files
+    return sorted(old - new)

@@ -1,0 +1,214 @@
+"""The plan of a save: which tensor goes to which file at which bytes. The same on every rank.
+
+[Note: One commit] A reader of the hub's layout looks for ``model.safetensors`` first, and for
+``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
+older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
+until that file is set aside). A save to one file is written under another name and renamed. So at every moment
+there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is
+saved in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes
+with it, the older one is set aside first, since a config of another scaling would make other values of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.conversion import Copy, Expression, Stored, pieces
+from shardwise.formats.safetensors import TensorEntry
+from shardwise.formats.safetensors_header import NewFile, lay_out
+from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
+from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.writing.writer import WritePolicy
+from shardwise.tensors import Box, DType, Strided, numel, row_blocks
+
+MODEL = "model"
+ADAPTER = "adapter_model"
+"""Stems: what the names of a save's files begin with."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+Saved = tuple[str, DType, tuple[int, ...]]
+"""Key, dtype and shape of a tensor that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A row-major run of a tensor: it begins at byte ``inside`` of the tensor, and at byte ``start`` of a file."""
+
+    key: str
+    dtype: DType
+    box: Box
+    start: int
+    inside: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.numel * self.dtype.itemsize
+
+
+def extents(places: Iterable[tuple[int, Saved]], block_bytes: int) -> Iterator[list[Extent]]:
+    """A file's tensors in the order of its bytes, about ``block_bytes`` at a time.
+
+    ``places`` are the bytes at which tensors begin, in order, with these.
+    """
+    block: list[Extent] = []
+    used = 0
+    for start, (key, dtype, shape) in places:
+        inside = 0
+        for box in row_blocks(shape, max(1, block_bytes // dtype.itemsize)):
+            nbytes = box.numel * dtype.itemsize
+            if block and used + nbytes > block_bytes:
+                yield block
+                block, used = [], 0
+            block.append(Extent(key, dtype, box, start + inside, inside))
+            inside += nbytes
+            used += nbytes
+    if block:
+        yield block
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Files to be written and the name each is to have in the end; the index, where there is one.
+
+    ``token`` sets this save apart from any other.
+    """
+
+    token: str
+    files: tuple[NewFile, ...]
+    names: tuple[str, ...]
+    index: bytes | None
+    stem: str = MODEL
+
+    @property
+    def single_file(self) -> str:
+        """The name of the file of weights, where there is one only."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index_file(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.single_file}.index.json"
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Where each tensor is written, by key."""
+        return {entry.key: entry for file in self.files for entry in file.entries}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors; headers are not counted."""
+        return sum(entry.nbytes for file in self.files for entry in file.entries)
+
+
+def plan_save(
+    tensors: Sequence[Saved],
+    *,
+    max_shard_bytes: int,
+    parameters: int,
+    token: str,
+    can_rename: bool = True,
+    stem: str = MODEL,
+) -> SavePlan:
+    """Assign tensors to files as the hub's library does, in their order, and lay the files out.
+
+    Args:
+        tensors: in the order in which transformers saves them.
+        max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
+        parameters: of the model, for the index.
+        token: what sets the names of this save's files apart from those of any other.
+        can_rename: a file can take another's place in one step; otherwise one file has an index too.
+        stem: what the names of the files begin with.
+
+    Raises:
+        FormatError: something that no safetensors file can hold.
+    """
+    groups = _grouped(tensors, max_shard_bytes)
+    metadata = {"format": "pt"}
+    if len(groups) == 1 and can_rename:
+        file = lay_out(f"{stem}.{token}.incomplete", groups[0], metadata)
+        return SavePlan(token, (file,), (f"{stem}.safetensors",), None, stem)
+    count = len(groups)
+    names = [f"{stem}-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
+    total = sum(_nbytes(item) for item in tensors)
+    weight_map = {entry.key: file.name for file in files for entry in file.entries}
+    content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
+    index = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    return SavePlan(token, files, tuple(names), index, stem)
+
+
+def _grouped(tensors: Sequence[Saved], max_shard_bytes: int) -> list[list[Saved]]:
+    """``split_state_dict_into_shards_factory`` of huggingface_hub, for tensors that share nothing."""
+    groups: list[list[Saved]] = []
+    current: list[Saved] = []
+    used = 0
+    for item in tensors:
+        nbytes = _nbytes(item)
+        if nbytes > max_shard_bytes:
+            groups.append([item])
+            continue
+        if used + nbytes > max_shard_bytes:
+            groups.append(current)
+            current, used = [], 0
+        current.append(item)
+        used += nbytes
+    if current or not groups:
+        groups.append(current)
+    return groups
+
+
+def _nbytes(item: Saved) -> int:
+    return numel(item[2]) * item[1].itemsize
+
+
+Held = Mapping[str, Sequence[tuple[Box, Strided]]]
+"""By name of a tensor of the model: boxes of it that this rank writes, and where they lie in its memory."""
+
+
+def arrange_writes(
+    saved: Iterable[tuple[TensorEntry, Expression]],
+    held: Held,
+    numbers: Mapping[str, int],
+    staged: Collection[str],
+    policy: WritePolicy,
+    staging_bytes: int,
+) -> list[ReadRequest]:
+    """What this rank writes where: requests of runs that touch, in the order of the files and of the bytes in them.
+
+    In a segment, ``copy.source`` is the place in the saved tensor, and ``copy.target`` that in the rank's memory.
+
+    Args:
+        saved: where each tensor is written, and what it is made of.
+        held: what this rank writes.
+        numbers: of the tensors whose memory is read, by name.
+        staged: names of tensors that cannot be written as they lie in memory: cast, or on an accelerator.
+        policy: of the storage.
+        staging_bytes: of one worker.
+    """
+    like_reads = ReadPolicy(
+        max_gap_bytes=0,
+        request_bytes=policy.request_bytes,
+        concurrency=policy.concurrency,
+        is_remote=False,
+        bytes_per_s=1.0,
+    )
+    segments: list[tuple[str, Segment]] = []
+    for entry, expression in saved:
+        leaf = Stored(entry.key, entry.shape, entry.dtype)
+        for piece in pieces(expression, held):
+            name = piece.leaf.key
+            back = Copy(leaf, piece.target, piece.source)
+            found = segments_of(
+                back,
+                numbers[name],
+                entry,
+                needs_staging=name in staged,
+                policy=like_reads,
+                block_bytes=staging_bytes,
+            )
+            segments += ((entry.file, segment) for segment in found)
+    return schedule(segments, like_reads, staging_bytes=staging_bytes)

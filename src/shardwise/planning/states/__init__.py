@@ -1,0 +1,1 @@
+"""Which tensor of a state goes where, and whose values it has."""

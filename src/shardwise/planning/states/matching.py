@@ -1,0 +1,201 @@
+"""Which tensor of a state goes to which place, when ranks bring a state along: what fits, or every fault at once.
+
+A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
+are one box, shards several. Pure, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from shardwise.errors import CoverageError, DisagreementError
+from shardwise.planning.loads.consent import Ignore, Refuse
+from shardwise.planning.moves.exchange import covers
+from shardwise.report.names import collapse
+from shardwise.tensors import Box, DType
+from shardwise.tensors.dtypes import follows
+
+_SHOWN = 12
+
+OnFault: TypeAlias = Refuse | Ignore
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What need not fit. What is ignored keeps the values it has."""
+
+    missing: OnFault = field(default_factory=Refuse)
+    unexpected: OnFault = field(default_factory=Refuse)
+    mismatched: OnFault = field(default_factory=Refuse)
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A tensor as one rank brings it. ``boxes`` are those of its elements that the rank has."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: tuple[Box, ...]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlot:
+    """A tensor that takes values; a state may have it under any of its names, or under several."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A place that gets values, from the tensor of this name, which ranks have in these boxes."""
+
+    place: StateSlot
+    name: str
+    dtype: DType
+    held: tuple[tuple[Box, ...], ...]
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What goes where, and what does not, having been ignored."""
+
+    taken: tuple[Taken, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    @property
+    def cast(self) -> dict[str, tuple[str, str]]:
+        """First names of places to (dtype brought, dtype of the place), where these differ."""
+        return {
+            item.place.names[0]: (item.dtype.label, item.place.dtype.label)
+            for item in self.taken
+            if item.dtype is not item.place.dtype
+        }
+
+
+def match(
+    places: Sequence[StateSlot], brought_by_rank: Sequence[Mapping[str, Brought]], tolerance: Tolerance
+) -> Match:
+    """Find the tensor of every place.
+
+    Raises:
+        DisagreementError: when ranks that bring anything bring different names, or parts that are not the whole.
+        CoverageError: naming all that is missing, unexpected or mismatched, and not tolerated.
+    """
+    bringing = [rank for rank, brought in enumerate(brought_by_rank) if brought]
+    _require_same_names(brought_by_rank, bringing)
+    names = list(brought_by_rank[bringing[0]]) if bringing else []
+    known = {name for place in places for name in place.names}
+    faults = _Mismatches(tolerance)
+    unexpected = [name for name in names if name not in known]
+    faults.unexpected = [name for name in unexpected if not tolerance.unexpected.covers(name)]
+    taken: list[Taken] = []
+    missing: list[str] = []
+    mismatched: list[str] = []
+    for place in places:
+        present = [name for name in place.names if bringing and name in brought_by_rank[bringing[0]]]
+        if not present:
+            missing.append(place.names[0])
+            if not any(tolerance.missing.covers(name) for name in place.names):
+                faults.missing.append(place.names[0])
+            continue
+        wrong = _misfit(place, present, brought_by_rank, bringing)
+        if wrong is not None:
+            name, sentence = wrong
+            mismatched.append(name)
+            if not tolerance.mismatched.covers(name):
+                faults.mismatched.append(sentence)
+            continue
+        name = present[0]
+        held = tuple(brought[name].boxes if brought else () for brought in brought_by_rank)
+        if not covers(place.shape, held):
+            faults.parts.append(name)
+        taken.append(Taken(place, name, brought_by_rank[bringing[0]][name].dtype, held))
+    faults.check()
+    return Match(tuple(taken), tuple(missing), tuple(unexpected), tuple(mismatched))
+
+
+def _require_same_names(brought_by_rank: Sequence[Mapping[str, Brought]], bringing: Sequence[int]) -> None:
+    for rank in bringing[1:]:
+        first, mine = brought_by_rank[bringing[0]], brought_by_rank[rank]
+        lines = [f"{name} is not on rank {rank}" for name in first if name not in mine]
+        lines += [f"{name} is not on rank {bringing[0]}" for name in mine if name not in first]
+        if lines:
+            shown = "\n  ".join(few(lines))
+            raise DisagreementError(
+                f"ranks {bringing[0]} and {rank} bring different states:\n  {shown}\nBring the same on every "
+                "rank, or all of it on some and nothing on the others."
+            )
+
+
+def _misfit(
+    place: StateSlot,
+    present: Sequence[str],
+    brought_by_rank: Sequence[Mapping[str, Brought]],
+    bringing: Sequence[int],
+) -> tuple[str, str] | None:
+    for name in present:
+        for rank in bringing:
+            found = brought_by_rank[rank][name]
+            if found.shape != place.shape or not follows(found.dtype, place.dtype):
+                return name, f"{name}: brought {found} by rank {rank}, wanted {place}"
+    return None
+
+
+@dataclass(slots=True)
+class _Mismatches:
+    tolerance: Tolerance
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        found = {"mismatched": self.mismatched, "missing": self.missing, "unexpected": self.unexpected}
+        if any(found.values()):
+            raise CoverageError(in_words("the state does not fit:", found))
+        if self.parts:
+            shown = "\n  ".join(few(self.parts))
+            raise DisagreementError(
+                f"what the ranks bring of these is not, together, each element once:\n  {shown}\nBring whole "
+                "tensors, or on every rank its own shards of one sharding."
+            )
+
+
+_WAYS = {
+    "mismatched": "on_mismatched=Ignore(only=...) for what may keep its values",
+    "missing": "on_missing=Ignore(only=...) for what may keep its values",
+    "unexpected": "on_unexpected=Ignore(only=...) for what may be left out",
+}
+
+
+def in_words(head: str, faults: Mapping[str, Sequence[str]]) -> str:
+    """An error's text: every kind of fault with its count, its names (the first dozen, collapsed), the way out."""
+    lines = [head]
+    for kind, sentences in faults.items():
+        for position, line in enumerate(few(sentences)):
+            counted = f"{kind} {len(sentences)}" if position == 0 else ""
+            lines.append(f"  {counted:<17}{line}")
+    ways = [_WAYS[kind] for kind, sentences in faults.items() if sentences and kind in _WAYS]
+    return "\n".join([*lines, *([f"Pass {'; '.join(ways)}."] if ways else [])])
+
+
+def few(lines: Sequence[str]) -> list[str]:
+    """Names or sentences, collapsed, the first dozen."""
+    groups = collapse(lines)
+    shown = [pattern + (f" (x{count})" if count > 1 else "") for pattern, count in groups[:_SHOWN]]
+    if len(groups) > _SHOWN:
+        shown.append(f"... and {sum(count for _, count in groups[_SHOWN:])} more")
+    return shown

@@ -1,0 +1,1 @@
+"""Give me these bytes: the contract of a reader, and the readers."""

@@ -1,0 +1,100 @@
+"""Files that are held in memory, for tests and for whoever has the bytes already."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from shardwise.errors import StorageError
+from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.reading.policy import MEMORY, ReadPolicy
+
+
+class MemoryReader:
+    """Reads from a mapping of names to bytes; see :class:`~shardwise.storage.reading.reader.StorageReader`.
+
+    ``bytes_read`` and ``reads`` count what has been asked for so far (not exact when several threads read).
+    """
+
+    def __init__(self, files: Mapping[str, bytes], *, root: str = "<memory>", policy: ReadPolicy = MEMORY) -> None:
+        self._root = root
+        self._policy = policy
+        self._files = dict(files)
+        self._closed = False
+        self.bytes_read = 0
+        self.reads = 0
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    @property
+    def policy(self) -> ReadPolicy:
+        return self._policy
+
+    def list(self) -> list[str]:
+        return sorted(self._files)
+
+    def size(self, file: str) -> int:
+        return len(self._content(file))
+
+    def identity(self, file: str) -> str:
+        content = self._content(file)
+        return f"crc32 {zlib.crc32(content):08x}, {len(content)} bytes"
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        self.read_vectored(file, start, (buffer,))
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        stop = start + sum(buffer.nbytes for buffer in flat)
+        source = memoryview(self._range(file, start, stop))
+        position = 0
+        for buffer in flat:
+            buffer[:] = source[position : position + buffer.nbytes]
+            position += buffer.nbytes
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        return self._range(file, start, stop)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _range(self, file: str, start: int, stop: int) -> bytes:
+        content = self._content(file)
+        if not 0 <= start <= stop <= len(content):
+            raise StorageError(
+                f"{shown(file)} in {self._root}: bytes {start}..{stop} were asked for, but the file ends at "
+                f"byte {len(content)}; it is truncated: provide it again"
+            )
+        self.reads += 1
+        self.bytes_read += stop - start
+        return content[start:stop]
+
+    def _content(self, file: str) -> bytes:
+        if self._closed:
+            raise StorageError(f"{shown(file)} in {self._root}: the reader is closed; open another one")
+        fault = why_unsafe(file)
+        if fault is not None:
+            raise StorageError(
+                f"{shown(file)}: refused as a file name below {self._root}, {fault}; "
+                "name files relative to the checkpoint's folder"
+            )
+        if file not in self._files:
+            raise StorageError(
+                f"{shown(file)} in {self._root}: no such file; check the name"
+            ) from FileNotFoundError(file)
+        return self._files[file]

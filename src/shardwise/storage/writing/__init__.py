@@ -1,0 +1,1 @@
+"""Take these bytes: the contract of a writer, and the writers."""
