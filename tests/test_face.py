@@ -9,7 +9,6 @@ import pytest
 
 import shardwise
 
-
 ROOMS = [shardwise, shardwise.options, shardwise.report, shardwise.storage]
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.execution import rooms
 
 from shardwise.execution.memory.common_memory import CommonMemory, enter
-from shardwise.execution.moving.common_rooms import _RoomAllocator, lay_out
+from shardwise.execution.states.common_rooms import _RoomAllocator, lay_out
 from shardwise.planning.moves.parcels import Parcel, Round
 from shardwise.tensors import Box
 

@@ -12,7 +12,7 @@ import torch
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.landing import memory_of
-from shardwise.execution.moving.assemble import assemble
+from shardwise.execution.states.assemble import assemble
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.giving import Giver

@@ -1,6 +1,6 @@
 """Whole tensors put together in memory that all ranks of a machine see: each writes its parts where they belong.
 
-What :func:`shardwise.execution.moving.assemble.assemble` brings to every rank, which puts it together for itself,
+What :func:`shardwise.execution.states.assemble.assemble` brings to every rank, which puts it together for itself,
 is here written once for all of them.
 """
 
@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from shardwise.execution.memory.common_memory import Address, CommonMemory, Entered, enter
-from shardwise.execution.moving.assemble import into, part_of
+from shardwise.execution.states.assemble import into, part_of
 from shardwise.execution.moving.exchange import Exchange
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.giving import Giver
