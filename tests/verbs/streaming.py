@@ -20,8 +20,8 @@ from shardwise.engines import streaming as stream
 from shardwise.engines.save_options import InternalNames
 from shardwise.engines.streaming import StreamOptions
 from shardwise.execution.moving import carriers
-from shardwise.execution.states import common_rooms
 from shardwise.execution.ranks.line import Patience
+from shardwise.execution.states import common_rooms
 from shardwise.execution.states.giving import Giver
 from shardwise.models.lora import MergedAdapter
 from shardwise.models.view import raw_bytes

@@ -16,10 +16,10 @@ from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.memory.common_memory import is_common
 from shardwise.execution.memory.materialize import home_of
-from shardwise.execution.states.assemble import assemble, part_of
-from shardwise.execution.states.common_rooms import CommonRooms, put_together
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
+from shardwise.execution.states.assemble import assemble, part_of
+from shardwise.execution.states.common_rooms import CommonRooms, put_together
 from shardwise.execution.states.giving import Giver, MergingGiver, agree_on_shares
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch

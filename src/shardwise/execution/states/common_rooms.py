@@ -16,9 +16,9 @@ from typing import Self
 import torch
 
 from shardwise.execution.memory.common_memory import Address, CommonMemory, Entered, enter
-from shardwise.execution.states.assemble import into, part_of
 from shardwise.execution.moving.exchange import Exchange
 from shardwise.execution.ranks.world import World
+from shardwise.execution.states.assemble import into, part_of
 from shardwise.execution.states.giving import Giver
 from shardwise.planning.moves.parcels import Round
 from shardwise.tensors import Box

@@ -12,9 +12,9 @@ import torch
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.landing import memory_of
-from shardwise.execution.states.assemble import assemble
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
+from shardwise.execution.states.assemble import assemble
 from shardwise.execution.states.giving import Giver
 from shardwise.execution.writing.sink import Sink, WrittenTensors
 from shardwise.formats.safetensors_header import NewFile
