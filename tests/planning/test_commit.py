@@ -11,7 +11,6 @@ from shardwise.planning.saves.commit import (
     Publish,
     Remove,
     Rename,
-    Replace,
     commit_of,
     is_on_its_way,
     look_at_folder,
@@ -69,13 +68,15 @@ def test_what_is_asked_for_is_every_file_with_its_size(plan):
 
 def test_weights_that_a_new_config_would_belie_are_set_aside_first():
     bound = {"adapter_config.json": b"{}"}
-    into_place = Rename(f"model.{TOKEN}.incomplete", SINGLE)
-    assert steps(ONE, look_at_folder([], None), bound=bound) == [Replace("adapter_config.json", b"{}"), into_place]
+    ready = f".adapter_config.json.{TOKEN}.incomplete"
+    into_place = [Publish(ready, "adapter_config.json"), Rename(f"model.{TOKEN}.incomplete", SINGLE)]
+    assert steps(ONE, look_at_folder([], None), bound=bound) == into_place
     assert steps(ONE, look_at_folder([SINGLE], None), bound=bound) == [
         Rename(SINGLE, f"model.{TOKEN}.older"),
-        Replace("adapter_config.json", b"{}"),
-        into_place,
+        *into_place,
     ]
+    commit = commit_of(ONE, look_at_folder([], None), can_rename=True, bound=bound)
+    assert (commit.ready, commit.says) == ({ready: b"{}"}, bound), "whoever takes the folder over removes it"
 
 
 def test_a_single_file_counts_whatever_an_index_says():

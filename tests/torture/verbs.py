@@ -234,7 +234,8 @@ def _accelerate_model(form: Any) -> Act:
 
 
 def _accelerate_model_in(state: CrashState) -> Found:
-    if not {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0_rank0.bin"} & state.files.keys():
+    opened = {f"pytorch_model_fsdp_0{end}" for end in ("/.metadata", "_rank0.bin")}
+    if not {*opened, ".pytorch_model_fsdp_0_rank0.renames.json"} & state.files.keys():
         return None
     model = Blocks(99)
     with put_down(state) as folder:

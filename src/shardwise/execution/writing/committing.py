@@ -35,12 +35,10 @@ from shardwise.planning.saves.commit import (
     Publish,
     Remove,
     Rename,
-    Replace,
     commit_of,
     is_on_its_way,
     look_at_folder,
     obsolete,
-    on_its_way,
 )
 from shardwise.planning.saves.save_plan import ADAPTER, SavePlan
 from shardwise.storage.names import shown
@@ -88,19 +86,12 @@ def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Map
                 _require_there(writer, commit.then)
             _take(writer, step)
         _require_counting(writer, commit)
-    match held.whose():
-        case Whose.OURS:
-            aside = {step.file: step.name for step in commit.aside}
-            for name in {**dict.fromkeys(commit.obsolete), **aside}:
-                writer.remove(aside.get(name, name))
-            return list(commit.obsolete)
-        case Whose.NOBODYS:  # whoever took it away is done, or never was
-            return []
-        case Whose.ANOTHERS:
-            raise StorageError(
-                f"{writer.root}: another save has taken this folder over while this one was committed, and will "
-                "take its place; nothing of the older one has been removed. Save to a directory of its own"
-            )
+    if held.whose() is not Whose.OURS:
+        return []  # it counts. Whoever has the folder by now takes its place in turn, and removes what is older
+    aside = {step.file: step.name for step in commit.aside}
+    for name in {**dict.fromkeys(commit.obsolete), **aside}:
+        writer.remove(aside.get(name, name))
+    return list(commit.obsolete)
 
 
 def counts(writer: StorageWriter, commit: Commit) -> bool:
@@ -154,8 +145,6 @@ def _take(writer: StorageWriter, step: CommitStep) -> None:
                     f"{shown(file)} in {writer.root}: another save has taken this folder over, and has removed "
                     f"what was to be {shown(name)}; what is theirs stays. Save to a directory of its own"
                 ) from error
-        case Replace(file, content):
-            writer.replace(file, content)
         case Remove(file):
             writer.remove(file)
             writer.sync_names()
@@ -200,8 +189,10 @@ def _put_back(
                 writer.sync_names()
             else:
                 writer.replace(name, old)
+    misread = any(writer.read(name) != content for name, content in before.items() if name in commit.says)
     for step in asides:
-        writer.rename(step.name, step.file)
+        if not (misread and step.file in commit.then):  # else they would lie beside a config that is not theirs
+            writer.rename(step.name, step.file)
 
 
 # Saves in the hub's layout
@@ -246,7 +237,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
 def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
     """Remove what was made, save for what counts by now; the older save is as it was."""
     with contextlib.suppress(StorageError):
-        names = {on_its_way(plan.index_file, plan.token)}
+        names = {name for name in writer.list() if is_on_its_way(name) and plan.token in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
             names |= {file.name for file in plan.files}
         for name in names:

@@ -181,7 +181,8 @@ def _commit(marked: Marked, names: Sequence[str], is_one: Callable[[str], bool],
         without=frozenset({ready}),
     )
     let_count(marked.writer, marked.held, commit, {})
-    _finish(marked.writer, intent, is_one)
+    if marked.held.whose() is not Whose.ANOTHERS:  # who has the folder by now has found the list, and finishes it
+        _finish(marked.writer, intent, is_one)
     marked.release()
 
 

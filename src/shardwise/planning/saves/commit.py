@@ -49,21 +49,13 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
-    """Put content under a name, in one step."""
-
-    file: str
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Remove:
     """Remove a file, for good."""
 
     file: str
 
 
-CommitStep: TypeAlias = Rename | Publish | Replace | Remove
+CommitStep: TypeAlias = Rename | Publish | Remove
 
 NOTHING_BOUND: Mapping[str, bytes] = MappingProxyType({})
 
@@ -134,9 +126,11 @@ def commit_of(
     if plan.single_file in standing.files and can_rename and (bound or plan.index is not None):
         aside = [Rename(plan.single_file, set_aside(plan))]
     if plan.index is None:
-        steps = [*aside, *(Replace(name, content) for name, content in bound.items())]
+        published = {name: on_its_way(name, plan.token) for name in bound}
+        steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
-        return Commit(files, tuple(steps), then, {}, bound, frozenset(files), removed)
+        made = {published[name]: content for name, content in bound.items()}
+        return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}), removed)
     says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
     ready = on_its_way(plan.index_file, plan.token)
     if plan.single_file in standing.files and not can_rename:
