@@ -275,7 +275,7 @@ def with_imports(found: Measured, chosen: list[Mutant], tally: Tally, jobs: int,
 def room_is_good(room: str, given: argparse.Namespace, excuses: set[str], until: float) -> bool:
     """Whether enough of the room's mutants are killed."""
     begin = time.monotonic()
-    every = [mutant for file in sorted((SOURCES / room).glob("*.py")) for mutant in mutants_in(file)]
+    every = [mutant for file in sorted((SOURCES / room).rglob("*.py")) for mutant in mutants_in(file)]
     keys = {mutant.key for mutant in every}
     for key in sorted(key for key in excuses if key.startswith(f"{room}/") and key not in keys):
         print(f"  no such mutant any more: {key}")

@@ -191,6 +191,33 @@ def test_streams_go_side_by_side():
     assert [sorted({parcel.targets for parcel in items.parcels}) for items in rounds] == [[(0,), (1,)]] * 2
 
 
+def test_a_rank_that_gives_to_several_sends_no_more_than_a_bucket():
+    """Two owners get from one rank: each has room for its tensor at once, but that rank sends them one by one."""
+    shares = {str(rank): shares_by_rank([(Box((0,), (8,)),), (), ()], 0, 4) for rank in (1, 2)}
+    streams = [[WantedTensor(name, Stored(name, (8,), DType.F32), 4, (int(name),))] for name in shares]
+    for bucket, keys in ((32, [["1"], ["2"]]), (64, [["1", "2"]])):
+        rounds = plan_assembly(streams, shares, 3, bucket)
+        assert [[key for key, _ in items.boxes()] for items in rounds] == keys
+        assert all(sent_bytes(items, 0, 3) <= bucket for items in rounds)
+
+
+def test_what_all_get_and_what_one_gets_go_in_rounds_of_their_own():
+    """They travel in different ways."""
+    shares = {name: shares_by_rank([(Box((0,), (4,)),), (Box((4,), (4,)),)], 0, 4) for name in "ab"}
+    streams = [[WantedTensor(n, Stored(n, (8,), DType.F32), 4, on)] for n, on in (("a", (0, 1)), ("b", (1,)))]
+    rounds = plan_assembly(streams, shares, 2, 1 << 10)
+    assert [([key for key, _ in items.boxes()], items.is_gathered) for items in rounds] == [
+        (["a"], True),
+        (["b"], False),
+    ]
+
+
+def test_a_bucket_smaller_than_an_element_takes_one_at_a_time():
+    shares = {"w": shares_by_rank([(Box((0,), (3,)),), ()], 0, 4)}
+    rounds = plan_assembly([[WantedTensor("w", Stored("w", (3,), DType.F32), 4, (1,))]], shares, 2, 1)
+    assert [items.boxes() for items in rounds] == [[("w", Box((n,), (1,)))] for n in range(3)]
+
+
 @pytest.mark.parametrize(
     ("sizes", "ranks", "owners"),
     [

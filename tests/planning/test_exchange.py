@@ -15,8 +15,10 @@ from shardwise.planning.moves.exchange import (
     covers,
     cut,
     dealt,
+    even_parts,
     from_holders,
     from_sources,
+    hull,
     rounds,
     staging_of,
 )
@@ -131,6 +133,15 @@ def test_of_several_holders_each_gives_its_part():
     assert [parcel.source for parcel in spread.first] == [0, 1, 0, 3, 0, 1, 0, 3]
 
 
+def test_holders_of_a_part_each_give_it_straight_to_all_who_want_it():
+    """Two of them send at once as it is: what they send is not dealt, to be handed on."""
+    rows = [Box((0, 0), (4, 8)), Box((4, 0), (4, 8))]
+    wanted = [WantedBoxes("w", 4, ((), (), *(((Box.whole((8, 8)),),) * 2)))]
+    spread = from_holders(wanted, [[[rows[0]], [rows[1]], [], []]])
+    assert [(p.source, p.targets, p.box) for p in spread.first] == [(0, (2, 3), rows[0]), (1, (2, 3), rows[1])]
+    assert spread.then == ()
+
+
 def test_what_one_rank_has_whole_is_handed_on_by_those_who_want_it():
     wanted = [WantedBoxes("w", 4, ((), *(((Box.whole((6, 8)),),) * 3)))]
     spread = from_holders(wanted, [[[Box.whole((6, 8))], [], [], []]])
@@ -214,6 +225,28 @@ def test_small_tensors_are_fetched_whole_by_who_has_the_least():
     ]
 
 
+def test_what_a_rank_gets_alone_counts_when_small_boxes_are_given_out():
+    large, small = Box((0,), (20,)), Box((0,), (4,))
+    wanted = [WantedBoxes("large", 4, ((), (large,), ())), WantedBoxes("small", 4, ((), (small,), (small,)))]
+    spread = from_sources(wanted, [[0, 0, 0]] * 2)
+    assert [(p.tensor, p.targets) for p in spread.first] == [("large", (1,)), ("small", (2,))]
+    assert [(p.tensor, p.source, p.targets) for p in spread.then] == [("small", 2, (1,))]
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), st.integers(1, 12))
+def test_even_parts_are_of_about_one_size_and_in_memory_order(shape, count):
+    parts = list(even_parts(Box.whole(shape), count))
+    assert [index for part in parts for index in indices(part)] == list(indices(Box.whole(shape)))
+    assert min(count, math.prod(shape)) <= len(parts) < 2 * count
+    assert max(part.numel for part in parts) <= 2 * min(part.numel for part in parts)
+
+
+def test_fewer_rows_than_parts_are_cut_into_runs():
+    """Two rows of six for four: half a row each, not single elements."""
+    parts = list(even_parts(Box.whole((2, 6)), 4))
+    assert parts == [Box((row, column), (1, 3)) for row in (0, 1) for column in (0, 3)]
+
+
 def test_columns_are_fetched_in_rows():
     columns = tuple((Box((0, 4 * rank), (6, 4)),) for rank in range(2))
     parcels = dealt([WantedBoxes("w", 4, columns)], (0, 1), 1 << 20)
@@ -223,6 +256,22 @@ def test_columns_are_fetched_in_rows():
         (1, (0,), Box((3, 0), (3, 4))),
         (1, (1,), Box((3, 4), (3, 4))),
     ]
+
+
+def test_rows_that_nobody_wants_are_not_fetched():
+    wanted = [WantedBoxes("w", 4, ((Box((0, 0), (2, 8)),), (Box((6, 0), (2, 8)),)))]
+    parcels = dealt(wanted, (0, 1), 1 << 20)
+    assert elements(p.box for p in parcels) == elements([Box((0, 0), (2, 8)), Box((6, 0), (2, 8))])
+
+
+@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 9), st.integers(1, 5))] * 2), min_size=1, max_size=4))
+def test_a_hull_touches_all_sides_of_its_boxes(ranges):
+    boxes = [Box(tuple(o for o, _ in pairs), tuple(n for _, n in pairs)) for pairs in ranges]
+    around = hull(boxes)
+    assert all(around.intersect(box) == box for box in boxes)
+    for dim, (offset, size) in enumerate(zip(around.offsets, around.sizes, strict=True)):
+        assert offset in [box.offsets[dim] for box in boxes]
+        assert offset + size in [box.offsets[dim] + box.sizes[dim] for box in boxes]
 
 
 def test_a_source_sends_what_several_ranks_want_once():

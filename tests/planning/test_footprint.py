@@ -160,6 +160,27 @@ def test_any_sizes_gaps_and_budgets(sizes, ranks, gap, at_once, budget, files, o
     assert sum(item.needed_bytes for item in found) == index.nbytes
 
 
+def test_what_every_rank_holds_whole_every_rank_reads():
+    leaves = [Stored(f"{number}.norm", (7,), F16) for number in range(3)]
+    whole = Spread(spread((7,), 1).boxes * 3, 7)
+    index = index_of(leaves, files=2)
+    wanted = [Reading(leaf, whole, F16, on_device=False) for leaf in leaves]
+    footprints = Footprints(MeshShape.flat(3), index, wanted, policy(), BUDGET)
+    for position in range(3):
+        assert footprints.at(position) == expected(index, wanted, policy(), position)
+        assert footprints.at(position).needed_bytes == index.nbytes
+
+
+def test_only_what_is_cast_takes_staging():
+    """A hundred tensors that are read into place, and two that are cast, of which the staging has room for one."""
+    leaves = [Stored(f"t.{number}", (3,), F16) for number in range(100)]
+    cast = [Stored(f"cast.{number}", (32,), F16) for number in range(2)]
+    index = index_of([*leaves, *cast], files=1)
+    wanted = [*wanted_of(leaves, 1), *wanted_of(cast, 1, dtype=DType.F32)]
+    footprint = Footprints(MeshShape.flat(1), index, wanted, policy(), 64).at(0)
+    assert footprint == Footprint(728, 728, 2, ("0.safetensors",)) == expected(index, wanted, policy(), 0, 64)
+
+
 def test_all_positions_tile_every_stored_tensor():
     """Each stored byte is read by one position, when no gap is read over."""
     leaves, made = layer(0)

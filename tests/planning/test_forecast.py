@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -172,6 +173,21 @@ def test_replicas_hold_and_read_the_same():
     assert [rank.rank for rank in found] == list(range(6))
 
 
+@pytest.mark.parametrize(
+    ("homes", "reads"),
+    [(Homes("cpu", 1000), 2), (Homes("cuda", 1000), 16), (Homes("cuda", 1000, offloads_shards=True), 1 + 8)],
+)
+def test_what_goes_to_an_accelerator_is_read_by_what_its_staging_takes(homes, reads):
+    """Two tensors of 2048 bytes, one of them whole: into place at once, or 256 at a time, a power of two."""
+    made = Made(MeshShape.flat(1)).add("weight", (32, 32)).add("whole", (32, 32), dim=None)
+    index = made.index()
+    entries = {**index.entries, "whole": replace(index.entries["whole"], file="b")}
+    apart = CheckpointIndex("somewhere", {**index.files, "b": index.nbytes + 100}, entries, {}, "indexed")
+    world = made.world()
+    (rank,) = forecast_ranks(made.plan(world.first), world, apart, homes, POLICY)
+    assert rank.reads == reads
+
+
 def test_experts_that_are_cut():
     made = Made(MeshShape.flat(4)).add("mlp.experts.down_proj", (2, 8, 5), dim=1)
     (held,) = made.forecast()[3].experts.values()
@@ -227,6 +243,13 @@ def test_tensors_that_make_ranks_unequal_are_named():
     )
 
 
+@pytest.mark.parametrize(("even", "names"), [(194, ["odd"]), (196, ["odd"]), (198, [])])
+def test_unequal_tensors_matter_from_a_hundredth_of_what_a_rank_holds(even, names):
+    """An excess of 2 bytes on the first of two ranks, which holds 4 + 194, 196 or 198."""
+    made = Made(MeshShape.flat(2)).add("odd", (1, 2)).add("even", (even,))
+    assert [line.split(":")[0] for line in uneven_tensors(made.world(), 1.1)] == names
+
+
 RANK = RankForecast(
     3, 0, 0, device_bytes=80 << 30, host_bytes=2 << 30, needed_bytes=0, read_bytes=0, reads=0, files=0
 )
@@ -266,6 +289,12 @@ def test_what_fits_is_let_through(available, check):
 def test_what_does_not_fit_is_refused_with_the_way_out(available, check, message):
     with pytest.raises(PlacementError, match=message):
         require_fits(RANK, available, check)
+
+
+def test_host_memory_is_that_of_the_machine_where_no_pools_are_known():
+    assert Available(host_bytes=5).by_pool() == {"": 5}
+    assert Available().by_pool() == {"": None}
+    assert Available(host_bytes=5, pools={"": 4, "/job": 3}).by_pool() == {"": 4, "/job": 3}
 
 
 def test_a_negative_reserve_is_refused():

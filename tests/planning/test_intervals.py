@@ -119,6 +119,11 @@ def test_a_stretch_is_these_elements_in_order_in_few_boxes(shape, data):
     boxes = list(stretch(shape, start, stop))
     assert list(itertools.chain.from_iterable(map(elements, boxes))) == elements(Box.whole(shape))[start:stop]
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.numel for box in boxes)
+
+
+def test_a_stretch_from_within_a_row_into_the_next_is_two_boxes():
+    assert list(stretch((2, 3), 1, 5)) == [Box((0, 1), (1, 2)), Box((1, 0), (1, 2))]
 
 
 @given(st.integers(0, 2**32))
@@ -291,6 +296,27 @@ def test_all_read_at_once_and_rounds_are_nearly_full(ranks):
     assert rounds <= 1.5 * least + 16
     busy = [sum(any(p.source == rank for p in items.parcels) for items in rounds_of[rank]) for rank in range(ranks)]
     assert min(busy) > 0.6 * rounds
+
+
+def test_a_block_of_more_ranks_than_the_budget_has_room_for_is_halved():
+    """Eight ranks hold a column of one byte each, and each takes 16 bytes of staging: there is room for two."""
+    ranks, budget = 8, 32
+    reads = {"w": Stored("w", (4, 8), DType.U8)}
+    wanted = [WantedBoxes("w", 1, tuple((Box((0, rank), (4, 1)),) for rank in range(ranks)))]
+    read = intervals(reads, index_of(reads.values(), 1), ranks)
+    rounds_of = [handed_over(wanted, read, budget, rank) for rank in range(ranks)]
+    for rank, own in enumerate(rounds_of):
+        parcels = [parcel for items in own for parcel in items.parcels]
+        got = [parcel.box for parcel in parcels if rank in parcel.targets]
+        assert (count(got, (4, 8)) == count(wanted[0].boxes[rank], (4, 8))).all()
+        assert {parcel.block.numel for parcel in parcels} == {2}
+    for number in range(len(rounds_of[0])):
+        used = [0] * ranks
+        for rank, own in enumerate(rounds_of):
+            for parcel in own[number].parcels:
+                for place, nbytes in staging_of(parcel).items():
+                    used[place] += nbytes if parcel.source == rank else 0
+        assert max(used) <= budget
 
 
 def test_a_budget_below_one_element_is_refused():

@@ -138,6 +138,12 @@ def test_missing_without_an_initialiser_is_refused_in_spite_of_consent():
         plan([tensor("a", 2, origin=Origin.NOWHERE)], {}, consent=consent)
 
 
+def test_what_tuning_adds_needs_no_consent_and_counts_as_nothing_missing():
+    made = plan([tensor("a", 2), tensor("a.lora_A", 2, origin=Origin.TUNING)], {"a": ((2,), F32)})
+    assert made.fills["a.lora_A"] == Init(Origin.TUNING)
+    assert made.missing_keys == ()
+
+
 def test_a_shared_tensor_stored_twice_is_read_once_and_compared():
     stored = {"embed": ((4, 2), F32), "head": ((4, 2), F32)}
     made = plan([tensor("embed", 4, 2, aliases=("head",))], stored)

@@ -84,6 +84,12 @@ def test_small_pieces_that_end_are_noticed_at_once() -> None:
     assert ways[110:].count(Way.SMALL) < 0.1 * (PORTIONS - 110)
 
 
+@pytest.mark.parametrize("cost", [constant(THERE, PIECES), constant(BROUGHT, PIECES)])
+def test_each_way_is_tried_twice_before_one_is_chosen(cost: Callable[[int, Way], float]) -> None:
+    ways, _ = touch(cost, MeasuredPages(), 4)
+    assert sorted(ways, key=list(Way).index) == [Way.HUGE] * 2 + [Way.SMALL] * 2
+
+
 @pytest.mark.parametrize(("pages", "way"), [(HugePages(), Way.HUGE), (SmallPages(), Way.SMALL)])
 def test_what_was_asked_for_is_kept_whatever_it_costs(pages: Pages, way: Way) -> None:
     ways, _ = touch(constant(BROUGHT, PIECES) if way is Way.HUGE else constant(THERE, PIECES), pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.conversion.random_expressions import Grower, view
 
 from shardwise.planning.loads.schedule import aligned
-from shardwise.planning.saves.save_plan import arrange_writes, plan_save
+from shardwise.planning.saves.save_plan import arrange_writes, extents, plan_save
 from shardwise.storage.writing.writer import WritePolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -62,6 +63,31 @@ def test_nothing_to_save_is_a_file_and_one_that_cannot_be_renamed_has_an_index()
     one = plan_save([("a", DType.F32, (2,))], max_shard_bytes=8, parameters=2, token="t", can_rename=False)
     assert one.names == ("model-t-00001-of-00001.safetensors",)
     assert json.loads(one.index)["weight_map"] == {"a": one.names[0]}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
+    st.integers(4, 60),
+)
+def test_a_file_is_written_in_blocks_that_are_as_full_as_they_can_be(kinds, most):
+    places, start = [], 100
+    for number, (dtype, shape) in enumerate(kinds):
+        places.append((start, (f"t{number}", dtype, tuple(shape))))
+        start += int(np.prod(shape)) * dtype.itemsize
+    blocks = list(extents(places, most))
+    line = [extent for block in blocks for extent in block]
+    assert [extent.start for extent in line] == [100, *(extent.stop for extent in line)][: len(line)]
+    assert sum(extent.stop - extent.start for extent in line) == start - 100
+    begin = {key: place for place, (key, _, _) in places}
+    assert all(extent.inside == extent.start - begin[extent.key] for extent in line)
+    assert all(0 < block[-1].stop - block[0].start <= most for block in blocks)
+    for block, following in itertools.pairwise(blocks):
+        assert following[0].stop - block[0].start > most
+
+
+def test_a_block_begins_empty():
+    places = [(0, ("a", DType.U8, (4,))), (4, ("b", DType.U8, (2,))), (6, ("c", DType.U8, (2,)))]
+    assert [[extent.key for extent in block] for block in extents(places, 4)] == [["a"], ["b", "c"]]
 
 
 def dealt(rng, array, ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.planning.test_forecast import BF16, POLICY, Made
 
-from shardwise.conversion import Computed, Stored, WholeOperation
+from shardwise.conversion import Computed, Hole, Stored, WholeOperation, concat
 from shardwise.layout import MeshShape, TensorKind
 from shardwise.planning.forecasts.fetching import FetchingPeers
 from shardwise.planning.forecasts.forecast import (
@@ -55,6 +55,14 @@ def test_which_tensors_are_read_once():
     assert shared(model(MeshShape.flat(2)), InIntervals())["rows"] == FetchingPeers(True, 2, 1)
 
 
+@pytest.mark.parametrize("sharing", [OncePerGroup(), InIntervals(), Weighed(1e15)])
+def test_a_tensor_with_new_rows_is_read_by_each_rank(sharing):
+    """The rows that are not stored are nobody's to hand over."""
+    made = Made(HYBRID).add("rows", (8, 6))
+    made.add("grown", (12, 6), expression=concat([Stored("grown", (8, 6), BF16), Hole((4, 6), BF16)], 0))
+    assert set(shared(made, sharing)) == {"rows"}
+
+
 def test_shards_of_accelerators_are_shared_over_their_fabric():
     """Two reads against one and two sendings at the network's speed: more than twice the storage's pays."""
     made = model(HYBRID)
@@ -78,6 +86,15 @@ def test_what_is_shared_is_read_once_in_all(sharing):
     assert sum(rank.read_bytes for rank in found) == stored
     assert [rank.needed_bytes for rank in found] == [rank.needed_bytes for rank in alone]
     assert [rank.rank for rank in found] == [0, 1, 2, 3]
+
+
+def test_an_interval_is_one_read_and_as_long_as_any_other():
+    """Of one file without gaps; parts of each tensor would be a read each."""
+    made = Made(HYBRID).add("rows", (8, 6)).add("columns", (4, 6), dim=1).add("whole", (4,), dim=None)
+    world, index = made.world(), made.index()
+    peers = shared(made, InIntervals())
+    found = forecast_ranks(made.plan(world.first), world, index, CPU, POLICY, peers, InIntervals())
+    assert [(rank.reads, rank.read_bytes) for rank in found] == [(1, index.nbytes // 4)] * 4
 
 
 def test_training_takes_gradients_moments_and_the_largest_group():

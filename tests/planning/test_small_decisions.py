@@ -17,10 +17,20 @@ from shardwise.formats.safetensors_header import NewFile
 from shardwise.layout import LocalBox
 from shardwise.planning.loads.consent import Consent, Ignore, Initialize, Refuse
 from shardwise.planning.loads.faults import FaultKind, Faults
-from shardwise.planning.loads.staging import staging_within
+from shardwise.planning.loads.staging import ComputingShare, staging_within
 from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
 from shardwise.planning.saves.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
 from shardwise.planning.saves.owners import choose_owners, wanted_by_owners
+from shardwise.planning.states.forms import (
+    DistributedFolder,
+    FullState,
+    OneFile,
+    RankFiles,
+    ShardedState,
+    require_file_form,
+    require_form,
+)
+from shardwise.planning.states.sources import EveryRank, FirstRank
 from shardwise.storage.reading.policy import LOCAL, ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
@@ -110,6 +120,22 @@ def test_staging_of_large_and_small_budgets() -> None:
     assert (few.workers, few.nbytes) == (3, 1 << 18)
     assert staging_within(3 << 18, 8, on_device=True).workers == 1
     assert staging_within(1, 8, on_device=False).workers == 1
+
+
+@given(st.integers(2, 1 << 34), st.integers(1, 64))
+def test_what_is_computed_and_the_staging_of_its_inputs_take_half_of_a_budget_each(
+    budget: int, workers: int
+) -> None:
+    share = ComputingShare.of(budget, workers)
+    assert share.staging_bytes == budget // 2
+    made = staging_within(share.staging_bytes, workers, on_device=False).workers
+    assert made * share.most_bytes <= budget // 2 < made * (share.most_bytes + 1), (
+        "all blocks that are made at once"
+    )
+
+
+def test_however_small_a_budget_something_is_computed() -> None:
+    assert ComputingShare.of(1, 8) == ComputingShare.of(0, 8) == ComputingShare(0, 1)
 
 
 # Fingerprints
@@ -203,6 +229,21 @@ def test_faults_in_words() -> None:
     assert lines[16].startswith("Pass on_mismatched=Initialize(only=...)")
     assert "; on_unexpected=Ignore" in lines[16]
     assert "buffers=" not in lines[16]
+
+
+def test_forms_of_states() -> None:
+    assert (FullState().on, FullState(EveryRank()).on) == (FirstRank(), EveryRank())
+    assert (FullState().receivers(3), FullState(EveryRank()).receivers(3)) == (range(1), range(3))
+    for good in (FullState(), ShardedState()):
+        require_form(good)
+        with pytest.raises(ConfigError, match="is none of files; pass OneFile"):
+            require_file_form(good)
+    for good in (OneFile(), DistributedFolder(), RankFiles()):
+        require_file_form(good)
+        with pytest.raises(ConfigError, match=r"form \w+\(\) is none; pass FullState"):
+            require_form(good)
+    with pytest.raises(ConfigError, match=r"FullState\(on=0\): on is FirstRank\(\) or EveryRank\(\)"):
+        FullState(0)  # type: ignore[arg-type]
 
 
 def test_consents() -> None:

@@ -13,6 +13,7 @@ from shardwise.planning.states.sources import (
     Item,
     OneRankPerNode,
     choose_sources,
+    digest,
     require_alike,
     settle_differences,
     settle_dtypes,
@@ -78,6 +79,11 @@ def test_where_values_differ_the_rank_with_the_most_of_the_model_counts():
         settle_differences(names, sources, sums, [1, 2, 2], EveryRank())
 
 
+@pytest.mark.parametrize("source_of", [NOBODY, (0, 0), (1, 1)])
+def test_a_tensor_with_one_source_or_none_needs_no_checksum(source_of):
+    assert settle_differences(["w"], [source_of], [{}, {}], [1, 1], EveryRank()) == ([source_of], {})
+
+
 @pytest.mark.parametrize(
     ("sources", "dtypes", "expected"),
     [
@@ -128,6 +134,13 @@ def test_models_that_differ_are_told_by_name(other, words):
     require_alike([[item()], [item()]])
     with pytest.raises(DisagreementError, match=words):
         require_alike([[item()], other])
+
+
+@pytest.mark.parametrize(
+    "other", [[item(shape=(2, 4))], [item("w", "v")], [item(trained=False)], [item(), item("x")], []]
+)
+def test_digests_are_equal_where_models_are(other):
+    assert digest([item()]) == digest([item()]) != digest(other)
 
 
 def test_the_order_of_tensors_counts():

@@ -18,12 +18,13 @@ from shardwise.tensors import ByteRange, DType, Strided
 WASTE = 64
 """Of what a request brings, at most one part in this many may be gaps between segments."""
 
-_ALIGNMENT = 64
+SEGMENT_ALIGNMENT = 64
+"""Segments begin at multiples of this in a staging buffer."""
 
 
 def aligned(nbytes: int) -> int:
     """``nbytes`` up to where the next segment may begin in a staging buffer."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

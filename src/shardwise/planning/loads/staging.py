@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.planning.loads.schedule import aligned
+from shardwise.planning.loads.schedule import SEGMENT_ALIGNMENT
 
 _HOST_BYTES = 4 << 20
 """What one worker stages at most for tensors in host memory: it stays in the cache between read and copy."""
@@ -33,7 +33,7 @@ def staging_within(budget_bytes: int, concurrency: int, *, on_device: bool) -> S
     slabs = _DEVICE_SLABS if on_device else 1
     workers = max(1, min(concurrency, budget_bytes // (slabs * _LEAST_BYTES)))
     share = min(_DEVICE_BYTES if on_device else _HOST_BYTES, budget_bytes // (slabs * workers))
-    nbytes = max(aligned(1), share // aligned(1) * aligned(1))
+    nbytes = max(SEGMENT_ALIGNMENT, share // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT)
     # torch rounds pinned blocks up to a power of two; a slab that is one wastes nothing.
     if on_device:
         nbytes = 1 << (nbytes.bit_length() - 1)

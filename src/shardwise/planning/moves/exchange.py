@@ -197,8 +197,6 @@ class Holders:
 
     def _common(self, block: Box, target: int | None = None) -> tuple[npt.NDArray[np.int64], ...]:
         """(ranks, offsets, sizes) of what is held of a block, by ``target`` or by all."""
-        if not len(self._ranks):
-            return self._ranks, self._starts, self._stops
         offsets = np.asarray(block.offsets, np.int64)
         starts = np.maximum(self._starts, offsets)
         sizes = np.minimum(self._stops, offsets + np.asarray(block.sizes, np.int64)) - starts
@@ -280,7 +278,7 @@ def _pieces(parcel: Parcel, budget_bytes: int) -> Iterator[Parcel]:
 
 
 def _shares(box: Box, itemsize: int, readers: Sequence[int], load: dict[int, int]) -> Iterator[tuple[int, Box]]:
-    """(reader, its part) of a box; a small one goes to the reader that has the fewest bytes of such so far."""
+    """(reader, its part) of a box; a small one goes to the reader with the fewest bytes of whole boxes so far."""
     if not readers:
         return
     nbytes = box.numel * itemsize

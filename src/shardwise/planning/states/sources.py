@@ -204,7 +204,6 @@ def settle_dtypes(
         elif len(stored) == 1 and len(wanted) == 1 and not is_exact(*wanted):
             settled.append(*wanted)
         else:
-            settled.append(found[0])
             faults.append(
                 f"{name} is "
                 + ", ".join(f"{dtype} on {_who(_ranks(found, dtype))}" for dtype in sorted(set(found)))
