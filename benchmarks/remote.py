@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.execution.processes.local_ranks import LocalRanks
-from shardwise.storage.reading.policy import OBJECT_STORE
+from shardwise.storage.policies import OBJECT_STORE
 from shardwise.testing.http_store import HttpStoreProcess
 
 BYTES_PER_S = 200e6

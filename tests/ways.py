@@ -34,9 +34,9 @@ from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside, strided_view
 from shardwise.planning.moves.sharing import SharedReads, Weighed
 from shardwise.report.load_report import LoadReport
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.reader import StorageReader
 
 
 @dataclass(frozen=True, slots=True)

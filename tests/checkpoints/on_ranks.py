@@ -37,7 +37,7 @@ from shardwise.options import (
     Latest,
     Synchronous,
 )
-from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter
 
 MODES = {"sync": Synchronous(), "async": Asynchronous()}

@@ -13,7 +13,7 @@ from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
 from shardwise.execution.writing import marked
 from shardwise.options import AtStep, KeepAll, KeepLast
-from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.opening import open_writer
 
 MARK = "shardwise.saving"
 

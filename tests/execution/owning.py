@@ -18,8 +18,8 @@ from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.options import TakeFirst
 from shardwise.planning.saves.save_plan import plan_save
+from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import WritePolicy
 from shardwise.tensors.fingerprint import fingerprint
 
 POLICY = WritePolicy(has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=10_000, concurrency=1)

@@ -26,8 +26,8 @@ from shardwise.formats.safetensors import read_header
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
 from shardwise.formats.torch_values import TORCH_FILE
 from shardwise.formats.zip_archive import Archive, FileWindow
+from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tensors import Box
 
 LARGEST = 2**63 - 1

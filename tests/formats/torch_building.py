@@ -15,7 +15,7 @@ from shardwise.conversion import Stored, copies
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
 
 

@@ -15,7 +15,7 @@ from shardwise import StorageError
 from shardwise.execution.writing import distributed_folder, marked, rank_files, whole_file
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import DistributedFolder, OneFile, RankFiles
-from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}

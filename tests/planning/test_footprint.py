@@ -30,7 +30,7 @@ from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading
 from shardwise.planning.loads.schedule import schedule, segments_of
 from shardwise.planning.loads.staging import staging_within
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 F16 = DType.F16

@@ -47,7 +47,7 @@ from shardwise.planning.forecasts.forecast import (
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 BF16, F32 = DType.BF16, DType.F32

@@ -27,7 +27,7 @@ from shardwise.planning.moves.giving import own_share
 from shardwise.planning.moves.intervals import handed_over, intervals
 from shardwise.planning.states.matching import match
 from shardwise.planning.states.sources import NOBODY, FirstRank, choose_sources, settle_dtypes
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 
 

@@ -15,7 +15,7 @@ from tests.conversion.random_expressions import Grower, view
 
 from shardwise.planning.loads.schedule import aligned
 from shardwise.planning.saves.save_plan import arrange_writes, extents, plan_save
-from shardwise.storage.writing.writer import WritePolicy
+from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import Box, DType, Strided
 
 DTYPES = (DType.U8, DType.BF16, DType.F32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.conversion import Copy, Stored, copies, permute
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.planning.loads.schedule import aligned, copies_by_run, schedule, segments_of
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
 
 

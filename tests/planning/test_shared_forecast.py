@@ -17,7 +17,7 @@ from shardwise.planning.forecasts.forecast import (
 )
 from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.report.forecast import GroupForecast
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType
 
 HYBRID = MeshShape(("replicate", "shard"), (2, 2))

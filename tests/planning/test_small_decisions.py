@@ -31,7 +31,8 @@ from shardwise.planning.states.forms import (
     require_form,
 )
 from shardwise.planning.states.sources import EveryRank, FirstRank
-from shardwise.storage.reading.policy import LOCAL, ReadPolicy
+from shardwise.storage.contract import ReadPolicy
+from shardwise.storage.policies import LOCAL
 from shardwise.tensors import Box, DType, Strided
 
 REMOTE = ReadPolicy(

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StorageError
+from shardwise.storage.policies import DISK_WRITES
 from shardwise.storage.writing import around_cache, local_writer, open_files
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import DISK_WRITES
 
 BLOCK = around_cache.BLOCK_BYTES
 pwritev = os.pwritev

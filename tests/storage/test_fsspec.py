@@ -15,8 +15,8 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.errors import StorageError
+from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading import fsspec_transport
-from shardwise.storage.reading.policy import OBJECT_STORE
 from shardwise.storage.reading.remote import RemoteReader
 from shardwise.storage.reading.retries import Retries
 

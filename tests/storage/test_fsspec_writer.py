@@ -12,12 +12,12 @@ import pytest
 from tests.storage.object_store import ObjectStore
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage.opening import open_writer
+from shardwise.storage.policies import LOCAL_WRITES
 from shardwise.storage.reading.remote import RemoteReader
 from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import LOCAL_WRITES
+from shardwise.storage.writing.opening import open_writer
 
 CONTENT = bytes(range(256)) * (130 << 10)  # 32.5 MiB: three parts
 

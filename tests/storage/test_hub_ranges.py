@@ -14,8 +14,8 @@ from tests.formats.building import file_with
 from shardwise.errors import StorageError
 from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.storage.hub import HubOptions
-from shardwise.storage.opening import open_storage
 from shardwise.storage.reading.hub_transport import named_commit
+from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote import RemoteReader
 from shardwise.storage.reading.retries import Retries
 from shardwise.testing import HttpStore

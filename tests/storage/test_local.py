@@ -13,8 +13,9 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage import vectored
+from shardwise.storage.contract import ReadPolicy
+from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
 
 CONTENT = bytes(range(251)) * 60
 preadv = os.preadv

@@ -17,14 +17,9 @@ import pytest
 
 from shardwise.errors import StorageError
 from shardwise.storage import mounts, vectored
+from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.writing import local_writer
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import (
-    DISK_WRITES,
-    LOCAL_WRITES,
-    NETWORK_FILE_SYSTEM_WRITES,
-    OBJECT_STORE_WRITES,
-)
 
 CONTENT = bytes(range(251)) * 60
 pwritev = os.pwritev

@@ -11,8 +11,8 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.storage import mounts
 from shardwise.storage.mounts import file_system_type, is_network
+from shardwise.storage.policies import LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.policy import LOCAL, MEMORY, NETWORK_FILE_SYSTEM, OBJECT_STORE
 
 MOUNTS = r"""22 28 0:20 / /sys rw,nosuid - sysfs sysfs rw
 28 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw

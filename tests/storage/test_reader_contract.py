@@ -10,10 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.policy import OBJECT_STORE
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.storage.reading.remote import RemoteReader
 from shardwise.testing import HttpStore, StorageReaderSuite
 from shardwise.testing.storage_suite import MakeReader

@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError, StorageError
+from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading import remote, retries
-from shardwise.storage.reading.policy import OBJECT_STORE
 from shardwise.storage.reading.remote import RemoteReader
 from shardwise.storage.reading.retries import Retries
 from shardwise.testing import HttpStore

@@ -10,11 +10,11 @@ import fsspec
 import pytest
 from tests.storage.object_store import ObjectStore
 
+from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter
-from shardwise.storage.writing.writer import OBJECT_STORE_WRITES
 from shardwise.testing import StorageWriterSuite, WritableStorage
 
 _numbers = itertools.count()

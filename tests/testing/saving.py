@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.writing.writer import StorageWriter
 
 INDEX = "model.safetensors.index.json"
 NBYTES = 3 * 4096 + 100

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
+from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import LOCAL_WRITES, OBJECT_STORE_WRITES
 from shardwise.testing import (
     BEFORE,
     CrashState,

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.testing.saving import HALF, INDEX, NBYTES, NEW, OLD, begin, commit, fill, old_save, see, see_single
 
 from shardwise.errors import StorageError
+from shardwise.storage.contract import StorageWriter, WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.storage.writing.memory_writer import MemoryWriter
-from shardwise.storage.writing.writer import LOCAL_WRITES, OBJECT_STORE_WRITES, StorageWriter, WritePolicy
 from shardwise.testing import Effect, EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 from shardwise.testing.crashes import Created, NamesSynced, Removed, Renamed, ReplacedFile, Synced, Wrote
 

@@ -23,7 +23,8 @@ from tests.torture.actors import Part, actor, files_in, play
 from tests.torture.verbs import IN_MEMORY, MARK, NEW, NEXT, OLD, OTHER, SEEDS, VERBS, Found
 
 from shardwise.errors import StorageError
-from shardwise.storage.writing.writer import LOCAL_WRITES, OBJECT_STORE_WRITES, WritePolicy
+from shardwise.storage.contract import WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES, OBJECT_STORE_WRITES
 from shardwise.testing.crashes import (
     BEFORE,
     CrashState,

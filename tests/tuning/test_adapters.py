@@ -20,8 +20,8 @@ import shardwise
 from shardwise import ConfigError, CoverageError, ExistingLora, FormatError, Lora
 from shardwise.errors import StorageError
 from shardwise.options import CompareWithMemory, Replicated
-from shardwise.storage.opening import open_writer
 from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
 
 BIASED = LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only")

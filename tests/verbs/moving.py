@@ -19,8 +19,8 @@ from shardwise.engines import saving
 from shardwise.execution.moving.exchange import Exchange
 from shardwise.execution.writing.sink import Sink
 from shardwise.options import WholeModel
+from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import WritePolicy
 
 STREAMS = WritePolicy(
     has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=1 << 16, concurrency=1

@@ -23,7 +23,7 @@ from shardwise.models.policies import Automatic, ModelPlan, ModuleListBlocks, No
 from shardwise.models.view import raw_bytes
 from shardwise.options import Classes, Ignore, Initialize, WholeModel
 from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup
-from shardwise.storage.reading.policy import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
+from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE
 from shardwise.testing.http_store import HttpStore
 
 

@@ -26,7 +26,7 @@ from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.planning.moves.exchange import WantedBoxes
 from shardwise.planning.moves.intervals import handed_over, intervals
 from shardwise.planning.moves.sharing import InIntervals
-from shardwise.storage.reading.policy import LOCAL
+from shardwise.storage.policies import LOCAL
 
 NOWHERE = Path("/nowhere")
 

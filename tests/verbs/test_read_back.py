@@ -17,9 +17,9 @@ import shardwise.engines.saving
 import shardwise.execution.writing.write
 from shardwise.engines.save_options import Verification
 from shardwise.options import CompareWithMemory, Trust
-from shardwise.storage.opening import open_writer
+from shardwise.storage.contract import WritePolicy
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import WritePolicy
+from shardwise.storage.writing.opening import open_writer
 
 OPTIONS = shardwise.options.SaveOptions(progress=False)
 

@@ -23,8 +23,8 @@ import shardwise
 import shardwise.engines.saving
 from shardwise.errors import StorageError
 from shardwise.execution.writing import saving_lock
-from shardwise.storage.opening import open_writer
 from shardwise.storage.writing import fsspec_writer
+from shardwise.storage.writing.opening import open_writer
 
 ONE, SEVERAL = "1GB", "6KB"
 MARK = "shardwise.saving"

@@ -20,9 +20,9 @@ from shardwise.checkpoints.facts import FACTS, FINGERPRINTS, MAX_FACTS_BYTES, Fa
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.writing.committing import remove_unnamed
 from shardwise.formats.distributed import METADATA
-from shardwise.storage.opening import open_writer
+from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.urls import is_url
-from shardwise.storage.writing.writer import INCOMPLETE, StorageWriter
+from shardwise.storage.writing.opening import open_writer
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")

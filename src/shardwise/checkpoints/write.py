@@ -26,7 +26,7 @@ from shardwise.execution.writing.marked import Marked, Saving, marked_by_first
 from shardwise.execution.writing.saving_lock import Whose, require_lock
 from shardwise.formats.distributed import METADATA
 from shardwise.planning.saves.commit import Commit, Publish, on_its_way
-from shardwise.storage.opening import open_writer
+from shardwise.storage.writing.opening import open_writer
 
 
 @dataclass(frozen=True, slots=True)

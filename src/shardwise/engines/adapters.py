@@ -11,8 +11,8 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.hub import HubOptions
-from shardwise.storage.opening import OpenStorage
 from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.opening import OpenStorage
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter
 

@@ -30,12 +30,12 @@ from shardwise.models import wrap
 from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrap import Sharding
 from shardwise.planning.loads.consent import Consent, Refuse
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.machine import file_space
-from shardwise.storage.opening import OpenStorage, open_storage
 from shardwise.storage.reading.beside import Beside
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full

@@ -52,9 +52,9 @@ from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, Recom
 from shardwise.planning.moves.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
+from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.hub_files import AdapterFiles
-from shardwise.storage.reading.policy import ReadPolicy
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned

@@ -25,8 +25,8 @@ from shardwise.models.revert import Output
 from shardwise.models.rules import assign_keys
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import Edit, LowRank, MergePlan, MergeTargets, tensors_trained_whole
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import DType, row_blocks
 
 ADAPTER = beside_of("merged")

@@ -30,11 +30,11 @@ from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.commit import look_at_folder
 from shardwise.planning.saves.save_plan import INDEX_FILE, Saved
 from shardwise.report.sizes import in_bytes
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown
-from shardwise.storage.opening import OpenStorage
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.reading.opening import OpenStorage
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.tensors import numel
 

@@ -41,12 +41,11 @@ from shardwise.planning.loads.consent import Consent, Ignore, Refuse
 from shardwise.planning.loads.load_plan import LoadPlan, ModelRules, Tie, plan_load
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import plan_save
+from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.opening import OpenStorage
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.reading.opening import OpenStorage
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import StorageWriter
 from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20

@@ -16,11 +16,11 @@ from shardwise.execution.reading.place import identities_of
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions, commit_of, is_local, note_commit, place_of_cache, resolve
 from shardwise.storage.hub_files import ModelFiles, WantedFiles
 from shardwise.storage.machine import file_space
-from shardwise.storage.opening import OpenStorage, open_storage
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.storage.urls import is_url
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader

@@ -30,7 +30,7 @@ from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.schedule import ReadRequest
 from shardwise.planning.loads.staging import Staging, staging_within
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
-from shardwise.storage.writing.writer import WritePolicy
+from shardwise.storage.contract import WritePolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,10 @@ from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan
 from shardwise.report.save_report import SaveReport
 from shardwise.storage import machine
-from shardwise.storage.opening import open_storage, open_writer
+from shardwise.storage.contract import StorageWriter
+from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import DType
 from shardwise.tuning import peft_compat
 

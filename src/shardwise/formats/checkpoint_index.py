@@ -20,10 +20,10 @@ from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
 from shardwise.formats.selection import FileSelection, Layout, is_there, select, variant_in, where_models_are
 from shardwise.formats.torch_file import TorchFileContents, read_torch_file
 from shardwise.formats.wrappers import Path, WrapperChoice, choose_model
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.opening import OpenStorage, open_storage
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tensors import Box, ByteRange, DType, Strided, coalesce, numel
 

@@ -19,8 +19,8 @@ from shardwise.formats.pickles import Record, read_pickle
 from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA
 from shardwise.formats.wrappers import MAX_DEPTH, Path, WrapperChoice, choose_model
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import Box, ByteRange, DType
 
 METADATA = ".metadata"

@@ -13,8 +13,8 @@ from typing import NoReturn, TypeGuard
 
 from shardwise.errors import FormatError
 from shardwise.formats.strict_json import parse_object
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors.byte_range import ByteRange
 from shardwise.tensors.dtypes import DType, dtype_named
 from shardwise.tensors.strided import numel

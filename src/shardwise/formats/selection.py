@@ -15,9 +15,9 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.formats.distributed import METADATA, SUFFIX
 from shardwise.formats.faults import LISTED, FormatFaults, listed
 from shardwise.formats.strict_json import parse_object
+from shardwise.storage.contract import CannotListError, StorageReader
 from shardwise.storage.names import shown, why_unsafe
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.reading.reader import CannotListError, StorageReader
 
 MAX_INDEX_BYTES = 100_000_000
 """The longest index file that is read, the same as the longest header."""

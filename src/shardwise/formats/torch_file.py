@@ -18,8 +18,8 @@ from shardwise.formats.pickles import Other, Record, read_pickle
 from shardwise.formats.torch_values import TORCH_FILE, PickledTensor, Storage
 from shardwise.formats.wrappers import MAX_DEPTH, Path
 from shardwise.formats.zip_archive import Archive, FileWindow
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import ByteRange, Strided
 
 MAX_PICKLE_BYTES = 100_000_000

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shardwise.errors import FormatError
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.tensors import ByteRange
 
 MAX_DIRECTORY_BYTES = 100_000_000

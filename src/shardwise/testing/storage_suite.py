@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.policy import ReadPolicy
-from shardwise.storage.reading.reader import CannotListError, StorageReader
+from shardwise.storage.contract import CannotListError, ReadPolicy, StorageReader
 
 MakeReader: TypeAlias = Callable[[Mapping[str, bytes]], StorageReader]
 """Puts files where a reader finds them, in place of those of an earlier call, and opens a reader of them."""

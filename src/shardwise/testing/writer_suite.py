@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.writing.writer import StorageWriter, WritePolicy
+from shardwise.storage.contract import StorageWriter, WritePolicy
 
 _CONTENT = bytes(range(251)) * 80
 _NBYTES = len(_CONTENT)

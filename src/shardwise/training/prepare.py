@@ -25,7 +25,7 @@ from shardwise.models.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.hub import HubOptions
-from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.data import BatchLayout, Flattened, Padded, TrainData, flatten, pack

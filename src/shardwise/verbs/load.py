@@ -21,8 +21,8 @@ from shardwise.models.view import layout_of, look_inside, without_compile
 from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.report.load_report import LoadReport
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions
-from shardwise.storage.reading.reader import StorageReader
 from shardwise.storage.urls import is_url
 
 

@@ -31,8 +31,8 @@ from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import plan_merge
 from shardwise.report.merge_report import MergeAdapterReport
 from shardwise.storage.hub import HubOptions, resolve
-from shardwise.storage.opening import open_storage
 from shardwise.storage.reading.beside import Beside
+from shardwise.storage.reading.opening import open_storage
 
 DEFAULT_ADAPTER_NAME = "default"
 

@@ -33,7 +33,7 @@ from shardwise.execution.writing.torch_out import fingerprints_in
 from shardwise.formats.checkpoint_index import holds_optimizer, open_checkpoint, open_state
 from shardwise.report.merge_report import MergeWeightsReport
 from shardwise.storage.names import shown
-from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.opening import open_storage
 from shardwise.verbs.reopen import verify
 
 MAX_SHARD_SIZE = "50GB"

@@ -19,7 +19,7 @@ from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.report.forecast import Forecast
 from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.hub_files import ModelFiles
-from shardwise.storage.opening import open_storage
+from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 
 

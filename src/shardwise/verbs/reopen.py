@@ -17,8 +17,8 @@ from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.fingerprints import RecordedSave
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL
 from shardwise.report.reopen_report import ReopenReport
-from shardwise.storage.opening import open_storage
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 from shardwise.verbs.plan import plan
 

@@ -22,9 +22,9 @@ from shardwise.execution.reading.workers import Workers
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.planning.loads.comparing import BLOCK_BYTES, CompareCopies, ComparedBytes, portions
 from shardwise.report.names import shown_ranks
+from shardwise.storage.contract import FilePlaces, StorageReader
 from shardwise.storage.machine import process_space
 from shardwise.storage.names import shown
-from shardwise.storage.reading.reader import FilePlaces, StorageReader
 
 _DIGEST_BYTES = 16
 _WORD = 1 << (8 * _DIGEST_BYTES)

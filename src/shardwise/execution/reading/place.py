@@ -31,9 +31,8 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import ReadRequest, Segment, aligned, schedule, segments_of
 from shardwise.planning.loads.staging import ComputingShare, staging_within
+from shardwise.storage.contract import PageCache, ReadPolicy, StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.policy import ReadPolicy
-from shardwise.storage.reading.reader import PageCache, StorageReader
 from shardwise.tensors import Box, Strided
 
 

@@ -20,7 +20,7 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.loads.comparing import SampledBlocks
 from shardwise.planning.states.matching import Brought, Match
-from shardwise.storage.reading.reader import StorageReader
+from shardwise.storage.contract import StorageReader
 from shardwise.tensors import Box
 
 

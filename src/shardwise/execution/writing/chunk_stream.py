@@ -8,7 +8,7 @@ from typing import Protocol
 from shardwise.execution.writing.archive import envelope
 from shardwise.execution.writing.chunks import ArchivedChunk
 from shardwise.execution.writing.sink import Sink
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageWriter
 
 
 class ChunkSource(Protocol):

@@ -41,8 +41,8 @@ from shardwise.planning.saves.commit import (
     obsolete,
 )
 from shardwise.planning.saves.save_plan import ADAPTER, SavePlan
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
-from shardwise.storage.writing.writer import StorageWriter
 
 # Any save
 

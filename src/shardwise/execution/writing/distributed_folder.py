@@ -25,9 +25,9 @@ from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.models.view import local_tensor
 from shardwise.planning.saves.commit import Commit, Publish, on_its_way
-from shardwise.storage.opening import open_writer
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.writing.opening import open_writer
 
 _DATA = re.compile(r"__[0-9]+_([0-9]+)\.distcp")
 

@@ -12,8 +12,8 @@ from typing import TypeAlias
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.saving_lock import HeldMark, new_token, take_lock
-from shardwise.storage.opening import open_writer
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageWriter
+from shardwise.storage.writing.opening import open_writer
 
 
 @dataclass(frozen=True, slots=True)

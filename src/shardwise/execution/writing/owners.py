@@ -23,7 +23,7 @@ from shardwise.planning.moves.assembly import plan_assembly
 from shardwise.planning.moves.giving import Boxes
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, staged
 from shardwise.planning.saves.owners import choose_owners, wanted_by_owners
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageWriter
 from shardwise.tensors import Box, contiguous_strides
 
 _BUCKETS = 4

@@ -20,10 +20,10 @@ from shardwise.execution.writing.saving_lock import Whose, new_token, require_lo
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.saves.commit import Commit, Publish, on_its_way
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown, why_not_plain
-from shardwise.storage.opening import open_writer
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.writing.opening import open_writer
 
 _FRESH = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 

@@ -17,8 +17,8 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, open_state
 from shardwise.formats.distributed import read_metadata
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.storage.reading.reader import StorageReader
 
 MAX_OBJECT_BYTES = 100_000_000
 """The longest value that is read and is no tensor."""

@@ -38,8 +38,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from shardwise.errors import StorageError
+from shardwise.storage.contract import INCOMPLETE, StorageWriter
 from shardwise.storage.machine import born, process_space
-from shardwise.storage.writing.writer import INCOMPLETE, StorageWriter
 
 LOCK_FILE = "shardwise.saving"
 

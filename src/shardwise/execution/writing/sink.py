@@ -11,7 +11,7 @@ import torch
 from shardwise.execution.memory.landing import memory_of
 from shardwise.execution.reading.workers import Ahead
 from shardwise.planning.saves.save_plan import Extent
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageWriter
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 Name = TypeVar("Name")

@@ -12,7 +12,7 @@ import torch
 from shardwise.execution.writing.committing import begin_save, commit_save, undo_save
 from shardwise.execution.writing.sink import Sink, WrittenTensors, write_extents
 from shardwise.planning.saves.save_plan import Extent, Saved, SavePlan, extents
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageWriter
 from shardwise.tensors import Box
 
 Part = tuple[str, Box]

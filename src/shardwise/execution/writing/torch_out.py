@@ -21,9 +21,9 @@ from shardwise.models._torch_private import save_without_data
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.saves.commit import Commit, Rename, on_its_way
 from shardwise.planning.saves.save_plan import Extent, Saved
+from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
 from shardwise.storage.reading.local import LocalReader
-from shardwise.storage.writing.writer import StorageWriter
 from shardwise.tensors import ByteRange
 
 Levels: TypeAlias = tuple[str | int, ...]

@@ -20,8 +20,7 @@ from shardwise.models.accelerators import settle
 from shardwise.models.view import strided_view
 from shardwise.planning.loads.schedule import ReadRequest, Segment, aligned
 from shardwise.planning.loads.staging import Staging
-from shardwise.storage.reading.reader import StorageReader
-from shardwise.storage.writing.writer import StorageWriter
+from shardwise.storage.contract import StorageReader, StorageWriter
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
 _READ_BACK_BYTES = 4 << 20

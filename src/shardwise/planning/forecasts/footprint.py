@@ -32,7 +32,7 @@ from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.loads.schedule import aligned, firsts_of_requests, segments_of
 from shardwise.planning.loads.staging import ComputingShare, staging_within
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, numel
 
 _Numbers = npt.NDArray[np.int64]

@@ -38,7 +38,7 @@ from shardwise.planning.moves.sharing import (
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast, TrainingForecast
 from shardwise.report.names import collapse
 from shardwise.report.sizes import in_bytes
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType, numel
 
 

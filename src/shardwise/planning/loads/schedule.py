@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.conversion import Copy
 from shardwise.formats.safetensors import TensorEntry
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import ByteRange, DType, Strided
 
 WASTE = 64

@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.planning.loads.schedule import segments_of
-from shardwise.storage.reading.policy import ReadPolicy
+from shardwise.storage.contract import ReadPolicy
 
 
 @dataclass(frozen=True, slots=True)

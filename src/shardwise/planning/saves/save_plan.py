@@ -19,8 +19,7 @@ from shardwise.conversion import Copy, Expression, Stored, pieces
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.formats.safetensors_header import NewFile, lay_out
 from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
-from shardwise.storage.reading.policy import ReadPolicy
-from shardwise.storage.writing.writer import WritePolicy
+from shardwise.storage.contract import ReadPolicy, WritePolicy
 from shardwise.tensors import Box, DType, Strided, numel, row_blocks
 
 MODEL = "model"

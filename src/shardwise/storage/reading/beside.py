@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from shardwise.storage.reading.policy import ReadPolicy
-from shardwise.storage.reading.reader import PageCache, StorageReader
+from shardwise.storage.contract import PageCache, ReadPolicy, StorageReader
 
 
 class Beside:
@@ -63,7 +62,7 @@ class Beside:
         return reader.read(name, start, stop)
 
     def cached(self, file: str, start: int, stop: int) -> memoryview | None:
-        """See :class:`~shardwise.storage.reading.reader.PageCache`; None where the storage has no such thing."""
+        """See :class:`~shardwise.storage.contract.PageCache`; None where the storage has no such thing."""
         reader, name = self._of(file)
         return reader.cached(name, start, stop) if isinstance(reader, PageCache) else None
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.reader import CannotListError
+from shardwise.storage.contract import CannotListError
 from shardwise.storage.reading.retries import Retries
 from shardwise.storage.reading.transport import (
     PASSING_STATUSES,

@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
+from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.machine import boot
 from shardwise.storage.mounts import is_on_network
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.policy import LOCAL, NETWORK_FILE_SYSTEM, ReadPolicy
+from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM
 from shardwise.storage.vectored import advance, one_call
 
 _CACHE_SAMPLES = 5
@@ -35,7 +36,7 @@ class _SharedDescriptor:
 
 
 class LocalReader:
-    """Reads files below ``root`` with ``preadv``; see :class:`~shardwise.storage.reading.reader.StorageReader`.
+    """Reads files below ``root`` with ``preadv``; see :class:`~shardwise.storage.contract.StorageReader`.
 
     Descriptors are kept open, the ``max_open_files`` last used ones. Symbolic links are followed wherever
     they lead: the cache of the Hugging Face hub is made of them.

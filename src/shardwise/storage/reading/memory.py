@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
+from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.policy import MEMORY, ReadPolicy
+from shardwise.storage.policies import MEMORY
 
 
 class MemoryReader:
-    """Reads from a mapping of names to bytes; see :class:`~shardwise.storage.reading.reader.StorageReader`.
+    """Reads from a mapping of names to bytes; see :class:`~shardwise.storage.contract.StorageReader`.
 
     ``bytes_read`` and ``reads`` count what has been asked for so far (not exact when several threads read).
     """

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shardwise.errors import ConfigError, StorageError
+from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.fsspec_transport import FsspecTransport
 from shardwise.storage.reading.http_transport import HttpTransport
 from shardwise.storage.reading.hub_transport import HubTransport
-from shardwise.storage.reading.policy import OBJECT_STORE, ReadPolicy
 from shardwise.storage.reading.retries import DEFAULT_RETRIES, Retries
 from shardwise.storage.reading.transport import (
     FileState,
@@ -59,7 +60,7 @@ class _OneCall:
 
 
 class RemoteReader:
-    """Reads files below a URL by range; see :class:`~shardwise.storage.reading.reader.StorageReader`.
+    """Reads files below a URL by range; see :class:`~shardwise.storage.contract.StorageReader`.
 
     Nothing is written to disk, and no file is held in memory: bytes go from the socket into the caller's buffers
     (``http``, ``https``, ``hf``), or through one copy of a request's size (everything else, which fsspec reads).

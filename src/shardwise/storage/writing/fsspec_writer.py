@@ -12,12 +12,13 @@ from typing import Any, Final, Self
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.report.sizes import in_bytes
+from shardwise.storage.contract import INCOMPLETE, WritePolicy
 from shardwise.storage.names import shown, why_not_plain
+from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.reading.fsspec_transport import fault_of, open_file_system, tuned
 from shardwise.storage.reading.retries import DEFAULT_RETRIES, Retries
 from shardwise.storage.reading.transport import PermanentFault
 from shardwise.storage.urls import Redactor, scheme_of, without_secrets
-from shardwise.storage.writing.writer import INCOMPLETE, OBJECT_STORE_WRITES, WritePolicy
 
 _MIB = 1 << 20
 
@@ -29,7 +30,7 @@ _MOST_PARTS = 10_000
 
 
 class FsspecWriter:
-    """Writes files below a URL, each as one stream; see :class:`~shardwise.storage.writing.writer.StorageWriter`.
+    """Writes files below a URL, each as one stream; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     A file is seen when it is synced, whole. On object stores it is a multipart upload until then, dropped where the
     file is not completed. Storages that show what is being written (``memory://``, ``sftp://``) have it under a

@@ -14,8 +14,10 @@ from typing import Self
 
 from shardwise.errors import StorageError
 from shardwise.report.sizes import in_bytes
+from shardwise.storage.contract import INCOMPLETE, WritePolicy
 from shardwise.storage.mounts import is_network, type_at
 from shardwise.storage.names import shown, why_not_plain
+from shardwise.storage.policies import DISK_WRITES, LOCAL_WRITES, NETWORK_FILE_SYSTEM_WRITES
 from shardwise.storage.vectored import advance, one_call
 from shardwise.storage.writing.around_cache import (
     BLOCK_BYTES,
@@ -31,17 +33,10 @@ from shardwise.storage.writing.around_cache import (
 from shardwise.storage.writing.disk import create_file, make_folder, set_aside, sync_folder, write_whole
 from shardwise.storage.writing.failures import failed
 from shardwise.storage.writing.open_files import OpenFile, OpenFiles
-from shardwise.storage.writing.writer import (
-    DISK_WRITES,
-    INCOMPLETE,
-    LOCAL_WRITES,
-    NETWORK_FILE_SYSTEM_WRITES,
-    WritePolicy,
-)
 
 
 class LocalWriter:
-    """Writes files into ``root`` with ``pwritev``; see :class:`~shardwise.storage.writing.writer.StorageWriter`.
+    """Writes files into ``root`` with ``pwritev``; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     Space is set aside when a file is created (``fallocate``), so that a full disk is an error before anything is
     written; file systems that cannot do so tell it later. Permissions are what the umask leaves of rw-rw-rw-.

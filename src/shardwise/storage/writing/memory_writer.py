@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from shardwise.errors import StorageError
+from shardwise.storage.contract import WritePolicy
 from shardwise.storage.names import shown, why_not_plain
-from shardwise.storage.writing.writer import LOCAL_WRITES, WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES
 
 
 class _MemoryStream:
@@ -21,7 +22,7 @@ class _MemoryStream:
 
 
 class MemoryWriter:
-    """Writes into a dictionary of bytearrays; see :class:`~shardwise.storage.writing.writer.StorageWriter`.
+    """Writes into a dictionary of bytearrays; see :class:`~shardwise.storage.contract.StorageWriter`.
 
     ``policy`` says what it pretends to be: a disk that takes ranges in any order (``LOCAL_WRITES``), or a store
     that takes whole files, each from one writer (``OBJECT_STORE_WRITES``). Writers of one ``files`` write to one

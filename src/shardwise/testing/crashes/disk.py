@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardwise.errors import StorageError
-from shardwise.storage.writing.writer import INCOMPLETE, WritePolicy
+from shardwise.storage.contract import INCOMPLETE, WritePolicy
 from shardwise.testing.crashes.effects import (
     Created,
     Effect,

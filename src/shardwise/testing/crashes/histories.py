@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from shardwise.storage.contract import WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.writing.writer import LOCAL_WRITES, WritePolicy
 from shardwise.testing.crashes.effects import Called, Effect, Entry, Failed, Killed, Returned
 from shardwise.testing.crashes.states import CrashState, states_after_crash
 

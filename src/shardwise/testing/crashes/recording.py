@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 from unittest import mock
 
+from shardwise.storage.contract import StorageWriter, WritePolicy
 from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter
-from shardwise.storage.writing.writer import StorageWriter, WritePolicy
 from shardwise.testing.crashes.effects import (
     Created,
     Effect,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from shardwise.storage.contract import WritePolicy
+from shardwise.storage.policies import LOCAL_WRITES
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.writing.writer import LOCAL_WRITES, WritePolicy
 from shardwise.testing.crashes.disk import Disk, DiskFile, Naming, Write, folders_around, grow, put, steps_of
 from shardwise.testing.crashes.effects import Called, Effect, Entry, Failed, Killed, Partly, Returned
 

@@ -1,50 +1,13 @@
-"""How a storage likes to be read: what a schedule of reads is made by."""
+"""The kinds of storages there are, as policies: how each likes to be read, and may be written to."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Final
 
-from shardwise.errors import ConfigError
+from shardwise.storage.contract import ReadPolicy, WritePolicy
 
 _KIB = 1 << 10
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPolicy:
-    """How a storage likes to be read; what a schedule of reads is made by.
-
-    A policy never changes which bytes arrive, only how they are asked for. See [Note: Policies].
-
-    Attributes:
-        max_gap_bytes: ranges of one file are joined across unwanted gaps up to this.
-        request_bytes: the most one request asks for.
-        concurrency: requests one rank keeps in flight.
-        is_remote: every read crosses a network, and no page cache serves what another rank has read.
-        bytes_per_s: what one machine can expect to read, to weigh reading twice against sending.
-
-    Raises:
-        ConfigError: for a number that is out of bounds.
-    """
-
-    max_gap_bytes: int
-    request_bytes: int
-    concurrency: int
-    is_remote: bool
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.max_gap_bytes < 0:
-            raise ConfigError(f"max_gap_bytes={self.max_gap_bytes} is negative; 0 joins only what touches")
-        if self.request_bytes < 1:
-            raise ConfigError(f"request_bytes={self.request_bytes}: a request asks for at least one byte")
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency}: at least one request must be in flight")
-        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ConfigError(f"bytes_per_s={self.bytes_per_s} is not a positive number of bytes per second")
-
 
 # [Note: Policies]
 #
@@ -65,6 +28,7 @@ around a wanted byte is read anyway: gaps of up to a page are free. Calls of 1 t
 memory; four streams keep an NVMe drive busy. Of what one rank reads, others on the machine are served from the
 page cache."""
 
+
 NETWORK_FILE_SYSTEM: Final = ReadPolicy(
     max_gap_bytes=1 * _MIB,
     request_bytes=16 * _MIB,
@@ -76,6 +40,7 @@ NETWORK_FILE_SYSTEM: Final = ReadPolicy(
 are read through. One stream brings about 2 GB/s and many streams several times that, so eight are kept in
 flight; explicit large reads step around the kernel's read-ahead, which is small by default. The page cache of
 one machine holds what it has read, but every machine asks the server."""
+
 
 OBJECT_STORE: Final = ReadPolicy(
     max_gap_bytes=1 * _MIB,
@@ -89,6 +54,7 @@ stream: latency times bandwidth is 1 to 8 MiB, and 32 requests in flight are nee
 Requests of 8 MiB wait about as long as they transfer; longer ones would leave the last of a range to one slow
 stream."""
 
+
 MEMORY: Final = ReadPolicy(
     max_gap_bytes=0,
     request_bytes=1 << 30,
@@ -97,3 +63,38 @@ MEMORY: Final = ReadPolicy(
     bytes_per_s=1e10,
 )
 """Bytes this process holds already: a request costs nothing, and a gap only its copy."""
+
+# [Note: Kinds of stores]
+#
+# A local disk takes ranges from anybody. A network file system does so too, but its clients keep whole pages: two
+# machines that write to one page may undo each other's bytes, so a block belongs to one of them. An object store
+# takes a file as a whole, from one writer, and shows it once it is complete; it knows no rename that is one step.
+
+LOCAL_WRITES: Final = WritePolicy(
+    has_random_writes=True, can_rename=True, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
+)
+"""A file system of this machine."""
+
+
+DISK_WRITES: Final = WritePolicy(
+    has_random_writes=True,
+    can_rename=True,
+    block_bytes=1,
+    request_bytes=16 * _MIB,
+    concurrency=2,
+    is_direct=True,
+)
+"""A disk of this machine that can be written to around the page cache: while one write waits for it, the next is
+put together."""
+
+
+NETWORK_FILE_SYSTEM_WRITES: Final = WritePolicy(
+    has_random_writes=True, can_rename=True, block_bytes=_MIB, request_bytes=16 * _MIB, concurrency=4
+)
+"""NFS, Lustre and their like. A block of 1 MiB is a whole number of pages, and Lustre's smallest stripe."""
+
+
+OBJECT_STORE_WRITES: Final = WritePolicy(
+    has_random_writes=False, can_rename=False, block_bytes=1, request_bytes=16 * _MIB, concurrency=1
+)
+"""S3, GCS and whatever else fsspec writes to as a stream."""

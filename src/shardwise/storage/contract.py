@@ -1,0 +1,302 @@
+"""What moves bytes, on one page: what a reader and a writer promise, and the policies by which they are asked.
+
+A *storage* is a folder of files, wherever it lies. A *reader* gives bytes of them by range, a *writer* takes them.
+A *policy* says how a storage likes that: a plan makes its requests by it, and knows no storage by name. A *request*
+is one range of one file: for a reader one call of :meth:`StorageReader.read_vectored`, whose buffers are where the
+bytes belong (:class:`shardwise.planning.loads.schedule.ReadRequest`); for a writer one of
+:meth:`StorageWriter.write`, whose buffers are where they lie. A storage of one's own is a class that answers one of
+the two; ``shardwise.testing`` has their tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Protocol, Self, runtime_checkable
+
+from shardwise.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPolicy:
+    """How a storage likes to be read; what a schedule of reads is made by.
+
+    A policy never changes which bytes arrive, only how they are asked for. See [Note: Policies] in
+    ``storage/policies.py``.
+
+    Attributes:
+        max_gap_bytes: ranges of one file are joined across unwanted gaps up to this.
+        request_bytes: the most one request asks for.
+        concurrency: requests one rank keeps in flight.
+        is_remote: every read crosses a network, and no page cache serves what another rank has read.
+        bytes_per_s: what one machine can expect to read, to weigh reading twice against sending.
+
+    Raises:
+        ConfigError: for a number that is out of bounds.
+    """
+
+    max_gap_bytes: int
+    request_bytes: int
+    concurrency: int
+    is_remote: bool
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.max_gap_bytes < 0:
+            raise ConfigError(f"max_gap_bytes={self.max_gap_bytes} is negative; 0 joins only what touches")
+        if self.request_bytes < 1:
+            raise ConfigError(f"request_bytes={self.request_bytes}: a request asks for at least one byte")
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: at least one request must be in flight")
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise ConfigError(f"bytes_per_s={self.bytes_per_s} is not a positive number of bytes per second")
+
+
+class CannotListError(StorageError):
+    """A storage gives files by name, but does not tell which there are."""
+
+
+@runtime_checkable
+class StorageReader(Protocol):
+    """A folder of files whose bytes can be asked for by range.
+
+    Files are named relative to the root, "/"-separated; a name that could lead out of the root is refused
+    with a :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_unsafe`). All sizes
+    and positions count bytes. Every method may be called from several threads at once.
+
+    A file that is not there is a StorageError whose ``__cause__`` is a :class:`FileNotFoundError`; every
+    other failure (permission, truncated file, I/O error, reader closed) is one with another cause or none.
+    """
+
+    @property
+    def root(self) -> str:
+        """Where the files are, for messages."""
+        ...
+
+    @property
+    def policy(self) -> ReadPolicy:
+        """How this storage likes to be read; the same for as long as the reader lives."""
+        ...
+
+    def list(self) -> list[str]:
+        """The names of all files below the root, sorted.
+
+        Raises:
+            CannotListError: for a storage that does not tell; its files can be asked for by name.
+        """
+        ...
+
+    def size(self, file: str) -> int:
+        """The file's size in bytes."""
+        ...
+
+    def identity(self, file: str) -> str:
+        """A text that changes when the file's content is replaced; asked of the storage anew at every call.
+
+        Ask before the first and after the last read, and compare: equal means that all reads saw one state. It
+        is as good as what the storage tells: an ETag or a version, else time of change and size.
+
+        Where ``policy.is_remote``, every rank is given the same text for the same state, so ranks may compare
+        theirs. Elsewhere it means something on this machine only.
+        """
+        ...
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` exactly with the bytes from ``start`` on.
+
+        ``buffer`` is writable and C-contiguous, of any format. A file that ends too early is a StorageError;
+        what the buffer holds then is undefined.
+        """
+        ...
+
+    def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Scatter the one contiguous range that begins at ``start`` into ``buffers``, in their order."""
+        ...
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        """The bytes ``start <= i < stop``."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held open. Reading afterwards is a StorageError; closing twice is not."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+@runtime_checkable
+class PageCache(Protocol):
+    """What a reader can do besides when the system keeps in memory what it has read."""
+
+    def cached(self, file: str, start: int, stop: int) -> memoryview | None:
+        """The bytes ``start <= i < stop`` as a view of the system's page cache; None where it lacks some of them.
+
+        Whether it has them is found out by samples. The view must not be written to. Should the file be cut short
+        while the view is in use, the process is ended by the system (SIGBUS), as with every memory-mapped file.
+        """
+        ...
+
+
+@runtime_checkable
+class FilePlaces(Protocol):
+    """What a reader of files of this machine can do besides."""
+
+    def place(self, file: str) -> str:
+        """A text that two ranks have in common only where they open one file, and its state is the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WritePolicy:
+    """How a storage may be written to; what a save is planned by.
+
+    See [Note: Kinds of stores] in ``storage/policies.py``.
+
+    Attributes:
+        has_random_writes: several processes may write ranges of one file, in any order. Otherwise one process
+            writes a file from its first byte to its last, and nobody sees it before :meth:`StorageWriter.sync`.
+        can_rename: a file takes another's place in one step, in which either is seen whole.
+        block_bytes: two processes on different machines must not write to the same block of this size, aligned to
+            itself; 1 where nothing is lost.
+        request_bytes: the most one write brings.
+        concurrency: writes one rank keeps in flight.
+        is_direct: large writes go around the system's page cache, so that a write waits for the disk, and a sync
+            hardly does.
+
+    Raises:
+        ConfigError: for a number that is out of bounds.
+    """
+
+    has_random_writes: bool
+    can_rename: bool
+    block_bytes: int
+    request_bytes: int
+    concurrency: int
+    is_direct: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_bytes", "request_bytes", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+INCOMPLETE: Final = ".incomplete"
+"""How names of files end that are on their way to another name."""
+
+
+@runtime_checkable
+class StorageWriter(Protocol):
+    """A folder whose files can be made, filled by range, and given a name.
+
+    Files lie directly in the root; a name that leads anywhere else is refused with a
+    :class:`~shardwise.errors.StorageError` (see :func:`shardwise.storage.names.why_not_plain`). All sizes and
+    positions count bytes. :meth:`write` and :meth:`sync` may be called from several threads at once, and, where
+    ``policy.has_random_writes``, from several processes with a writer of their own for the same root.
+
+    Every failure is a StorageError that names the file, the cause and the fix (a full disk, a folder that cannot be
+    written to). Nothing is durable, nor sure to be in order, before it is synced: a machine that dies may keep any
+    subset of the effects since. What a process that dies leaves half made, beside the files it created, has a name
+    that ends in :data:`INCOMPLETE`.
+    """
+
+    @property
+    def root(self) -> str:
+        """Where the files are, for messages."""
+        ...
+
+    @property
+    def policy(self) -> WritePolicy:
+        """How this storage may be written to; the same for as long as the writer lives."""
+        ...
+
+    def list(self) -> list[str]:
+        """The names of all files in the root, sorted; none where there is no such folder yet."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file that :meth:`list` names; of a link, of what it leads to."""
+        ...
+
+    def read(self, file: str) -> bytes | None:
+        """The content of a small file; None where there is none."""
+        ...
+
+    def create(self, file: str, nbytes: int) -> None:
+        """Make a new file of this size, with space set aside for it where the storage can; its bytes are undefined.
+
+        The root is made if it is not there. One process does this, before any writes, and syncs the file later,
+        whether it wrote to it or not: only then is the size durable. That the file exists is an error.
+        """
+        ...
+
+    def write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Put the buffers, one after the other, at byte ``start`` of a created file. They never go beyond its size.
+
+        Without ``policy.has_random_writes`` the writer is the one that created the file, and each call must begin
+        where the last one ended.
+        """
+        ...
+
+    def sync(self, file: str) -> None:
+        """What this writer has written to the file is durable when this returns.
+
+        Without ``policy.has_random_writes`` the file is complete then, and seen by others: not earlier; that bytes
+        are missing is an error. There is nothing to do for a file to which nothing was written since the last time.
+        After a failure the file's content is unknown, and stays so: it must be created again.
+        """
+        ...
+
+    def rename(self, file: str, name: str) -> None:
+        """Give a synced file another name in the root, in place of whatever had it; durable when this returns.
+
+        Where not ``policy.can_rename``, this is a StorageError.
+        """
+        ...
+
+    def publish(self, file: str, name: str) -> None:
+        """Give a small file that is synced another name, in place of whatever had it; durable when this returns.
+
+        The file is gone then. The other name changes in one step, on every storage (a store copies within itself);
+        that the file has been removed meanwhile is a StorageError, and changes nothing.
+        """
+        ...
+
+    def replace(self, file: str, content: bytes) -> None:
+        """Put a small file in place of whatever has its name, in one step; durable when this returns."""
+        ...
+
+    def remove(self, file: str) -> None:
+        """Remove a file, or drop one that is not seen yet; that there is none is no error.
+
+        Not durable before :meth:`sync_names`.
+        """
+        ...
+
+    def sync_names(self) -> None:
+        """What has been created and removed in the root is durable when this returns."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held open; what was not synced may be lost, and what is not seen yet is dropped.
+
+        Writing afterwards is a StorageError; closing twice is not.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
