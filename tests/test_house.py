@@ -37,6 +37,12 @@ def test_modules_that_import_each_other_are_found():
     assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
 
 
+def test_a_verb_is_a_page():
+    """What users call reads top to bottom; what it takes is in the rooms below."""
+    pages = (ROOT / "src" / PACKAGE / "verbs").glob("*.py")
+    assert {page.name: length for page in pages if (length := len(page.read_text().splitlines())) > 120} == {}
+
+
 BELOW_TORCH = ("errors", "report", "tensors", "storage", "formats", "conversion", "layout", "planning", "cli")
 
 

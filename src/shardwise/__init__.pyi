@@ -20,10 +20,10 @@ from shardwise.tuning.modes import ExistingLora as ExistingLora
 from shardwise.tuning.modes import Freeze as Freeze
 from shardwise.tuning.modes import Full as Full
 from shardwise.tuning.modes import Lora as Lora
-from shardwise.verbs.accelerate_files import load_accelerate_model as load_accelerate_model
-from shardwise.verbs.accelerate_files import load_accelerate_optimizer as load_accelerate_optimizer
-from shardwise.verbs.accelerate_files import save_accelerate_model as save_accelerate_model
-from shardwise.verbs.accelerate_files import save_accelerate_optimizer as save_accelerate_optimizer
+from shardwise.verbs.accelerate_load import load_accelerate_model as load_accelerate_model
+from shardwise.verbs.accelerate_load import load_accelerate_optimizer as load_accelerate_optimizer
+from shardwise.verbs.accelerate_save import save_accelerate_model as save_accelerate_model
+from shardwise.verbs.accelerate_save import save_accelerate_optimizer as save_accelerate_optimizer
 from shardwise.verbs.load import load as load
 from shardwise.verbs.merge_adapter import merge_adapter as merge_adapter
 from shardwise.verbs.merge_weights import merge_weights as merge_weights

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
+from shardwise.interchange import trainer_beside, trainer_folder
+from shardwise.models import pretrained
 from shardwise.models import transformers_compat as compat
 from shardwise.tuning import peft_compat
-from shardwise.verbs import trainer_checkpoint
 
 SMALL = {
     "vocab_size": 8,
@@ -77,11 +78,11 @@ def test_conversions_are_left_on_the_model_and_run_backwards(
 
 
 def test_ties_plans_and_lists_of_a_model(llama: transformers.PreTrainedModel) -> None:
-    assert compat.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert pretrained.declared_ties(llama) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert compat.tie_targets(llama) == {"lm_head.weight"}
     assert compat.no_split_classes(llama) == {"LlamaDecoderLayer"}
-    assert compat.base_model_prefix(llama) == "model"
-    assert compat.text_layers(llama) == 2
+    assert pretrained.base_model_prefix(llama) == "model"
+    assert pretrained.text_layers(llama) == 2
     assert compat.attention_of(llama) == "sdpa"
     config = transformers.T5Config(d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2, vocab_size=8)
     kept = compat.dtype_plan(transformers.T5ForConditionalGeneration(config), torch.float16)
@@ -152,7 +153,7 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
 def test_files_of_accelerate_and_of_the_trainer() -> None:
     assert MODEL.stem == accelerate_names.FSDP_MODEL_NAME
     assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME
-    assert transformers.trainer.TRAINER_STATE_NAME == trainer_checkpoint.STATE_FILE
-    assert transformers.trainer.OPTIMIZER_NAME == trainer_checkpoint._OPTIMIZER_FILE
-    assert transformers.trainer.SCHEDULER_NAME == trainer_checkpoint._SCHEDULER_FILE
+    assert transformers.trainer.TRAINER_STATE_NAME == trainer_folder.STATE_FILE
+    assert transformers.trainer.OPTIMIZER_NAME == trainer_folder._OPTIMIZER_FILE
+    assert transformers.trainer.SCHEDULER_NAME == trainer_beside._SCHEDULER_FILE
     assert trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"

@@ -42,7 +42,7 @@ STAGES = {
     "large": ("torch.distributed", "broadcast"),
     "fill": ("shardwise.engines.load_fill", "fill"),
     "audit": ("shardwise.engines.load_fill", "audit"),
-    "look": ("shardwise.verbs.shard", "look_inside"),
+    "look": ("shardwise.engines.sharding", "look_inside"),
     "give": ("shardwise.execution.moving.distribute", "_Yard.give"),
     "take": ("shardwise.execution.moving.distribute", "_Yard.take"),
     "pack": ("shardwise.execution.states.giving", "Giver.share"),

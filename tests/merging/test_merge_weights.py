@@ -17,9 +17,9 @@ from tests.verbs import torch_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
-from shardwise.engines.merging_weights import RemoveSource, TorchFile
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.writing.saving_lock import LOCK_FILE
+from shardwise.interchange.merging_weights import RemoveSource, TorchFile
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.verbs.merge_weights import merge_weights
 

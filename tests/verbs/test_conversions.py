@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
 from shardwise import CoverageError
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 
 
 class Halve(ConversionOps):
@@ -46,7 +46,7 @@ def summed(tmp_path, monkeypatch):
     one, other = torch.rand(4, 6), torch.rand(4, 6)
     save_file({"one": one, "other": other, "plain": torch.arange(3.0)}, tmp_path / "model.safetensors")
     rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     return tmp_path, one + other
 
 
@@ -64,7 +64,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
         {"one": torch.ones(60, 20), "other": torch.ones(60, 20), "plain": torch.ones(3)}, tmp_path / "m.safetensors"
     )
     rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     model = TwoWeights()
     model.total = nn.Parameter(torch.empty(60, 20, device="meta"))
     with pytest.raises(CoverageError, match=r"total is computed by Sum from 2 tensors.*raise budget_bytes"):
@@ -74,7 +74,7 @@ def test_a_conversion_that_computes_needs_its_inputs_within_the_budget(tmp_path,
 def test_a_conversion_that_cannot_be_foreseen_is_refused_by_name(tmp_path, monkeypatch):
     save_file({"one": torch.ones(8, 6)}, tmp_path / "model.safetensors")
     rule = WeightConverter("one", ["total", "rest"], [Halve()])
-    monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     model = nn.Module()
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     model.rest = nn.Parameter(torch.empty(4, 6, device="meta"))

@@ -19,7 +19,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardwise
 from shardwise import ConfigError, CoverageError, FormatError
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 from shardwise.verbs.verify import verify_load
 
 SIZES = [1, 3]
@@ -139,7 +139,7 @@ def test_a_conversion_that_computes_from_views(tmp_path, monkeypatch):
     one, other = torch.rand(4, 6), torch.rand(6, 4)
     torch.save({"one": one, "other": other.t()}, tmp_path / "pytorch_model.bin")
     rule = WeightConverter(["one", "other"], "total", [Sum()])
-    monkeypatch.setattr(compat, "conversion_transforms", lambda *_: [rule])
+    monkeypatch.setattr(pretrained, "conversion_transforms", lambda *_: [rule])
     model = nn.Module()
     model.total = nn.Parameter(torch.empty(4, 6, device="meta"))
     report = shardwise.load(model, tmp_path)

@@ -144,8 +144,7 @@ def look(state: TrainState, only: Selection, before: Looked | None = None) -> Lo
     if before is not None and before.snapshot is not None and before.snapshot.shows(model, state.all_optimizers):
         return before
     held = look_inside(model)
-    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
-    bounds = look_at(state.all_optimizers, names, KEEP_IT_APART)
+    bounds = look_at(state.all_optimizers, held, KEEP_IT_APART)
     facts = tuple((item.names, tuple(item.tensor.shape), item.tensor.requires_grad) for item in held)
     if before is not None and before.model is model and before.facts == facts:
         chosen = set(before.stored)

@@ -44,7 +44,7 @@ def merge_weights_command(
     when it cannot be done.
     """
     from shardwise.cli.launch import fail
-    from shardwise.engines.merging_weights import KeepSource, RemoveSource, Safetensors, TorchFile
+    from shardwise.interchange.merging_weights import KeepSource, RemoveSource, Safetensors, TorchFile
     from shardwise.verbs.merge_weights import merge_weights
 
     try:

@@ -13,7 +13,7 @@ from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.hub import HubOptions
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
-from shardwise.tuning import peft_compat
+from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
 
 if TYPE_CHECKING:
@@ -39,6 +39,20 @@ class OpenAdapter:
     storage: OpenStorage
 
 
+def weights_in(folder: Path) -> str:
+    """The name of the file of tensors in the folder of an adapter.
+
+    Raises:
+        FormatError: it is not there, or no config is.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
+    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    return file
+
+
 def open_adapter(folder: Path) -> OpenAdapter:
     """Read the config, and find the file of tensors; whoever calls closes the reader.
 
@@ -46,12 +60,8 @@ def open_adapter(folder: Path) -> OpenAdapter:
         FormatError: a file is not there.
         ConfigError: it is no LoRA, or PEFT cannot read its config.
     """
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise FormatError(f"{folder}: there is no {ADAPTER_CONFIG}; pass the folder of an adapter that PEFT saved")
-    file = next((name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if file is None:
-        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
-    return OpenAdapter(folder, peft_compat.config_in(str(folder)), OpenStorage(LocalReader(folder), file))
+    file = weights_in(folder)
+    return OpenAdapter(folder, configs.config_in(str(folder)), OpenStorage(LocalReader(folder), file))
 
 
 def beside_adapter(

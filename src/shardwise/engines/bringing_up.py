@@ -1,4 +1,4 @@
-"""What from_pretrained looks at before it loads: configs, headers, adapters, ties."""
+"""A model of transformers brought up: looked at, built on meta, tied, wrapped and loaded."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.asked import hints_of, require_known, require_meant
+from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
+from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
-from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions
-from shardwise.engines.tuned import resizing
+from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
+from shardwise.engines.tuned import alike, made_ready, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
+from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.twins import are_equal
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.models import wrap
+from shardwise.models import pretrained, wrap
+from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.vocabulary import Drawn
 from shardwise.models.wrap import Sharding
-from shardwise.planning.loads.consent import Consent, Refuse
+from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
@@ -77,12 +82,45 @@ def settle_call(
     return given, words
 
 
-def consent_of(keywords: PretrainedOptions) -> Consent:
-    return Consent(
-        keywords.get("on_missing", Refuse()),
-        keywords.get("on_mismatched", Refuse()),
-        keywords.get("on_unexpected", Refuse()),
-    )
+def bring_up(
+    world: World, name_or_path: str | os.PathLike[str], keywords: PretrainedOptions, clock: Clock
+) -> tuple[PreTrainedModel, LoadReport | None]:
+    """Build a model on meta, wrap it and load it; ranks have agreed on the call. No report where nothing is loaded.
+
+    Collective: yes.
+    Memory, errors: as of :func:`~shardwise.verbs.pretrained.from_pretrained`.
+    """
+    options = keywords.get("options", LoadOptions())
+    wished = keywords.get("sharding", Sharding())
+    sharding = world.together(lambda: wrap.with_mesh(wished, options.process_group))
+    report = None
+    with ExitStack() as stack:
+        with clock.phase("index"):
+            found = find(world, name_or_path, keywords, stack)
+        with clock.phase("plan"):
+            world.require_equal(world.together(lambda: alike(keywords, found.adapters)), "what is tuned, and how,")
+            built, pairs = build_together(world, found, keywords)
+            untied, already_read_bytes = decide_ties(world, built, pairs, found.source, options)
+            casts_to = None if sharding.mesh is None else sharding.mp_policy.param_dtype
+            tuned = world.together(
+                lambda: made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
+            )
+
+        def ask() -> LoadRequest:
+            wrap.prepare_blocks(tuned.base, sharding)
+            if sharding.mesh is not None:
+                wrap.wrap(tuned.base, sharding, tuned.whole)
+            return request_of(tuned, keywords, already_read_bytes)
+
+        if isinstance(keywords.get("weights", FromFiles()), Later):
+            world.together(ask)
+            require_same_settings(world, pretrained.settings_of(tuned.base))
+        else:
+            report = carry_out(world, tuned.model, found.source, ask, clock)
+    pretrained.record_conversions(tuned.base, built.transforms)
+    if report is not None and sharding.mesh is not None:
+        average_replicated_gradients(tuned.model, sharding.mesh)
+    return cast(PreTrainedModel, tuned.model), report  # PEFT's passes on what it is asked
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +15,21 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion import stored_leaves
 from shardwise.engines.adapters import beside_adapter, of_adapter, open_adapter
+from shardwise.engines.bringing_up import small_files
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.load_plan import foresee_initial_values
-from shardwise.engines.outline import Outline, outline
-from shardwise.engines.tuned import TunedOptions, made_ready, resizing
+from shardwise.engines.opening import at_one_commit
+from shardwise.engines.outline import Outline, config_of, outline, rules_of
+from shardwise.engines.pretrained_options import FilledOptions, consent_of
+from shardwise.engines.tuned import made_ready, resizing
 from shardwise.errors import ConfigError
+from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models import initialize
-from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch
 from shardwise.models.foresee import foresee
 from shardwise.models.groups import MAX_PADDING
-from shardwise.models.initialize import BufferRules
 from shardwise.models.policies import (
     Automatic,
     Classes,
@@ -47,14 +51,15 @@ from shardwise.planning.forecasts.forecast import (
     shared_tensors,
     uneven_tensors,
 )
-from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
-from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, Recompute, Tie, plan_load
+from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
 from shardwise.planning.moves.sharing import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import HubOptions, resolve
-from shardwise.storage.hub_files import AdapterFiles
+from shardwise.storage.hub_files import AdapterFiles, ModelFiles
+from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.urls import is_url
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
 from shardwise.tuning.tuned import Tuned
@@ -66,31 +71,55 @@ _SHORT_READ_BYTES = 64 << 10
 _MANY_READS = 1000
 
 
-class PlanOptions(TunedOptions, total=False):
-    """Keyword arguments of :func:`plan`, each optional; also those of :class:`TunedOptions`.
+class PlanOptions(FilledOptions, total=False):
+    """Keyword arguments of :func:`plan`, each optional; also those of :class:`FilledOptions`.
 
     Attributes:
         mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
+            There are no ranks, so that of ``sharding`` is None.
         nodes: machines that the ranks are dealt to, in order.
         device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
-        sharding: wrap policy, mixed precision and offload; its mesh is None, since there are no ranks.
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_options.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
         shared_reads: as ``shared_reads`` of :class:`~shardwise.engines.load_options.LoadOptions`.
-        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
     """
 
     mesh: Mapping[str, int]
     nodes: int
     device: str
-    sharding: Sharding
     budget_bytes: int
     read_policy: ReadPolicy
     shared_reads: SharedReads
-    buffers: BufferRules
-    on_missing: OnMissing
-    on_mismatched: OnMissing
-    on_unexpected: OnUnexpected
+
+
+def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Forecast:
+    """The forecast of a checkpoint, of which configs and headers are read. Collective: no.
+
+    Raises:
+        ConfigError, CoverageError, FormatError, PlacementError, StorageError: as of
+            :func:`~shardwise.verbs.plan.plan`.
+    """
+    mesh = mesh_of(ranks, options)
+    hub = options.get("hub", HubOptions())
+    with ExitStack() as stack:
+        if is_url(name_or_path):
+            name_or_path, hub = at_one_commit(World(0, 1), os.fspath(name_or_path), hub)
+            folder = stack.enter_context(small_files(World(0, 1), name_or_path, hub))
+            opened = open_storage(name_or_path, hub)
+        else:
+            wanted = ModelFiles(code=options.get("trust_remote_code", False))
+            folder = resolve(name_or_path, replace(hub, local_files_only=True), download=False, wanted=wanted)
+            opened = open_storage(folder)
+        reader = stack.enter_context(opened.reader)
+        config = config_of(folder, options)
+        index = open_checkpoint(
+            reader,
+            weights_name=opened.file or getattr(config, "transformers_weights", None),
+            extra_files=getattr(type(config), "extra_files", ()),
+            variant=hub.variant,
+        )
+        stack.enter_context(torch.device("cpu"))
+        return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
 
 
 def forecast(
@@ -257,13 +286,8 @@ def _plan(
         return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
 
     world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
-    consent = Consent(
-        options.get("on_missing", Refuse()),
-        options.get("on_mismatched", Refuse()),
-        options.get("on_unexpected", Refuse()),
-    )
-    rules = ModelRules(*compat.ignore_patterns(tuned.base))
-    found = plan_load(index, world.first, tuned.bindings, rules, consent, additions.known_as)
+    rules = rules_of(tuned.base)
+    found = plan_load(index, world.first, tuned.bindings, rules, consent_of(options), additions.known_as)
     foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes), additions)
     return world, found
 

@@ -21,8 +21,8 @@ from shardwise.execution.reading.place import Placer
 from shardwise.layout import LocalBox, TensorKind, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models import initialize
-from shardwise.models import transformers_compat as compat
 from shardwise.models.additions import RowNorms
+from shardwise.models.pretrained import mark_loaded
 from shardwise.models.programs import fill_from_program, program_of
 from shardwise.models.view import Held, strided_view
 from shardwise.models.vocabulary import MeanOfRows
@@ -44,7 +44,7 @@ def finish(
         attributes = initialize.recompute_attributes(model, ready.home)
     with clock.phase("audit"):
         audit(model, ready.plan, written)
-        mark_loaded(model, ready.held)
+        mark_loaded(model, (item.tensor for item in ready.held))
     return attributes
 
 
@@ -105,12 +105,8 @@ def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor
             norms = additions.norms[item.fqn]
             fill_with_norms(item, tensor, by_name[norms.matrix], layout.by_name[norms.matrix], norms)
             written[item.fqn] = tensor.local_numel
-        elif item.kind is TensorKind.BUFFER:
-            value = ready.computed[item.fqn].value
-            if value is not None and is_dense(item.local):
-                item.local.copy_(value)
-            elif value is not None:  # an expanded view: its elements share memory
-                item.install(value.to(item.local.device))
+        elif item.kind is TensorKind.BUFFER and (value := ready.computed[item.fqn].value) is not None:
+            give_value(item, value)
 
 
 def boxes_to_fill(plan: LoadPlan, name: str) -> Sequence[LocalBox]:
@@ -141,13 +137,14 @@ def fill_with_norms(item: Held, tensor: TensorLayout, matrix: Held, rows: Tensor
         item.local[start : start + step] = norms.of(block).to(item.local.dtype)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def give_value(item: Held, value: torch.Tensor) -> None:
+    """Give a buffer that has memory its value."""
+    if _is_dense(item.local):
+        item.local.copy_(value)
+    else:  # an expanded view: its elements share memory
+        item.install(value.to(item.local.device))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether every element has memory of its own."""
     return all(size < 2 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def mark_loaded(model: nn.Module, held: Sequence[Held]) -> None:
-    """Leave the marks by which a later ``initialize_weights`` passes over what is loaded."""
-    if compat.outermost_pretrained(model):
-        for item in held:
-            compat.mark_initialized(item.tensor)

@@ -18,6 +18,7 @@ from shardwise.conversion import (
 )
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
+from shardwise.engines.outline import rules_of
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory.free import available_memory
 from shardwise.execution.memory.garbage import collected_later
@@ -27,8 +28,7 @@ from shardwise.execution.reading.place import Arrangement, Destination, arrange
 from shardwise.execution.reading.sharing import SharingPeers, peers_in
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
-from shardwise.models import initialize
-from shardwise.models import transformers_compat as compat
+from shardwise.models import initialize, pretrained
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.foresee import padded_numels
 from shardwise.models.initialize import BufferRules, ComputedBuffer
@@ -42,7 +42,7 @@ from shardwise.planning.forecasts.forecast import (
     forecast_rank,
 )
 from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, plan_load
+from shardwise.planning.loads.load_plan import Init, LoadPlan, plan_load
 from shardwise.report.forecast import RankForecast
 
 
@@ -69,7 +69,7 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
     by_name = {name: item for item in held for name in item.names}
     loose = {
         target: source
-        for target, source in compat.declared_ties(model).items()
+        for target, source in pretrained.declared_ties(model).items()
         if target in by_name
         and source in by_name
         and by_name[target] is not by_name[source]
@@ -84,7 +84,7 @@ def tie_declared(model: nn.Module, held: Sequence[Held], bindings: Bindings) -> 
             "model.tie_weights() before fully_shard"
         )
     assert isinstance(model, PreTrainedModel)
-    compat.tie(model, set(by_name) - set(bindings.offers), set())
+    pretrained.tie(model, set(by_name) - set(bindings.offers), set())
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
         world.place,
         forecast,
         available,
-        compat.settings_of(request.additions.base or model),
+        pretrained.settings_of(request.additions.base or model),
     )
 
 
@@ -222,7 +222,7 @@ def make_plan(
         return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
 
     layout = layout_of(held, origin_of)
-    rules = ModelRules(*compat.ignore_patterns(additions.base or model))
+    rules = rules_of(additions.base or model)
     plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,23 +12,37 @@ from pathlib import Path
 
 from shardwise.conversion import Expression, Stored, key_of
 from shardwise.engines import offline
-from shardwise.engines.adapters import beside_of
-from shardwise.engines.outline import Outline
+from shardwise.engines.adapters import beside_of, weights_in
+from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.reading.edited import edited
+from shardwise.execution.reading.outgoing import Outgoing
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.twins import are_equal
-from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, parse_adapter_config
-from shardwise.models import transformers_compat as compat
+from shardwise.execution.writing.sink import WrittenTensors
+from shardwise.formats.checkpoint_index import CheckpointIndex, beside
+from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
+from shardwise.layout import TensorKind
+from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Output
 from shardwise.models.rules import assign_keys
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.planning.saves.merge_plan import Edit, LowRank, MergePlan, MergeTargets, tensors_trained_whole
+from shardwise.planning.saves.merge_plan import (
+    Edit,
+    LowRank,
+    MergePlan,
+    MergeTargets,
+    plan_merge,
+    tensors_trained_whole,
+)
+from shardwise.report.merge_report import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
+from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown, why_unsafe
+from shardwise.storage.reading.beside import Beside
+from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors import DType, row_blocks
 
 ADAPTER = beside_of("merged")
@@ -35,6 +51,141 @@ ADAPTER = beside_of("merged")
 
 _LOOKED_AT_NUMEL = 1 << 24
 """Elements of a factor that are looked at at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMergeCall:
+    """What :func:`~shardwise.verbs.merge_adapter.merge_adapter` is asked for, once the folders are found."""
+
+    base: Path
+    adapter: Path
+    out: Path
+    adapter_name: str
+    max_shard_bytes: int
+    options: ModelOptions
+
+    @classmethod
+    def of(
+        cls,
+        base: str | os.PathLike[str],
+        adapter: str | os.PathLike[str],
+        out: str | os.PathLike[str],
+        adapter_name: str,
+        max_shard_bytes: int,
+        options: ModelOptions,
+    ) -> AdapterMergeCall:
+        """Find both folders.
+
+        Raises:
+            ConfigError: the outcome would take the place of one.
+            FormatError, StorageError: there is no such folder.
+        """
+        in_cache = HubOptions(local_files_only=True)
+        found = resolve(base, in_cache, download=False)
+        lora = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
+        offline.require_other_folder(Path(out), [found, lora])
+        return cls(found, lora, Path(out), adapter_name, max_shard_bytes, options)
+
+    @property
+    def folder(self) -> Path:
+        """That of the base's config."""
+        return self.base if self.base.is_dir() else self.base.parent
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMerge:
+    """An adapter and its base, joined: what is edited, and what comes out. Writing adds to ``changed``."""
+
+    source: offline.OfflineModel
+    plan: MergePlan
+    outgoing: Outgoing
+    changed: set[str]
+
+
+def carry_out_adapter_merge(call: AdapterMergeCall) -> MergeAdapterReport:
+    """Open both, plan the edits, and write the outcome. Collective: no.
+
+    Memory, errors: as of :func:`~shardwise.verbs.merge_adapter.merge_adapter`.
+    """
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        merge = _planned(call, stack)
+        source, plan = merge.source, merge.plan
+        companions = offline.companions_of(call.folder, call.adapter)
+        companions["config.json"] = _config_content(call, source)
+        streamed, names = _write(merge, companions, call)
+        offline.write_templates(call.out, offline.templates_of([call.adapter, call.folder]))
+    return MergeAdapterReport(
+        base=str(call.base),
+        adapter=str(call.adapter),
+        out=str(call.out),
+        model_class=type(source.built.model).__name__,
+        dtype=str(source.config.dtype).removeprefix("torch."),
+        modules=len(plan.modules),
+        unchanged=tuple(name for name in plan.modules if name not in merge.changed),
+        tensors=len(streamed.fingerprints),
+        nbytes=streamed.nbytes,
+        files=names,
+        companions=tuple(sorted(companions)),
+        notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _planned(call: AdapterMergeCall, stack: ExitStack) -> PlannedMerge:
+    """Read headers and configs, and decide; what is opened is closed with ``stack``."""
+    lora = stack.enter_context(open_for_merging(call.adapter))
+    config = config_of(call.folder, call.options)
+    opened = open_storage(call.base)
+    reader = stack.enter_context(opened.reader)
+    index = offline.index_of(opened, config)
+    placer = stack.enter_context(offline.placer_of(reader, index))
+    source = offline.read_source(
+        call.folder, config, index, placer, call.options, lambda built: pulled_apart(built, lora, call.adapter_name)
+    )
+    pretrained.record_conversions(source.built.model, source.built.transforms)
+    outputs = source.revert()
+    plan = plan_merge(
+        lora.config,
+        lora.tensors,
+        merge_targets(source, outputs),
+        adapter_name=call.adapter_name,
+        what=f"{call.adapter} and {call.base}",
+    )
+    require_effect(plan, lora, call.adapter)
+    changed: set[str] = set()
+    joined = beside(index, lora.index, ADAPTER)
+    both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
+    tensors = merged_tensors(source, outputs, plan, stored_tensors(joined), changed)
+    return PlannedMerge(source, plan, Outgoing(tensors, both), changed)
+
+
+def _config_content(call: AdapterMergeCall, source: offline.OfflineModel) -> bytes:
+    dtype = call.options.get("dtype", "auto")
+    told = None if dtype == "auto" else str(dtype).removeprefix("torch.")
+    return offline.config_content(call.folder, dtype=told, untied=bool(offline.ties_undone(source)))
+
+
+def _write(
+    merge: PlannedMerge, companions: Mapping[str, bytes], call: AdapterMergeCall
+) -> tuple[WrittenTensors, tuple[str, ...]]:
+    """Write the files, and let them count; also their names."""
+
+    def check(_: WrittenTensors) -> None:
+        if not merge.changed:
+            raise without_effect(call.adapter, merge.plan)
+
+    tensors = merge.source.layout.tensors
+    with offline.writer_to(call.out) as writer:
+        return offline.write_out(
+            writer,
+            merge.outgoing,
+            sum(tensor.numel for tensor in tensors if tensor.kind is TensorKind.PARAMETER),
+            max_shard_bytes=call.max_shard_bytes,
+            companions=companions,
+            check=check,
+            label="Merging",
+        )
 
 
 @dataclass
@@ -79,16 +230,14 @@ def open_for_merging(folder: Path) -> _OpenedAdapter:
     """
     path = folder / ADAPTER_CONFIG
     config = parse_adapter_config(offline.small_file(path), what=str(path))
-    names = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
-    if not names:
-        raise FormatError(f"{folder}: there is neither {' nor '.join(ADAPTER_WEIGHTS)}; save the adapter again")
+    file = weights_in(folder)
     with ExitStack() as stack:
-        reader, index = offline.open_local(folder, names[0])
+        reader, index = offline.open_local(folder, file)
         stack.enter_context(reader)
         placer = stack.enter_context(offline.placer_of(reader, index))
         tensors = {item.key: Stored(item.key, item.shape, item.dtype) for item in index.tensors()}
         if not tensors:
-            raise FormatError(f"{folder / names[0]}: holds no tensors; save the adapter again")
+            raise FormatError(f"{folder / file}: holds no tensors; save the adapter again")
         return _OpenedAdapter(config, index, reader, placer, tensors, stack.pop_all())
 
 
@@ -99,7 +248,7 @@ def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set
     whole = tensors_trained_whole(lora.config, lora.tensors, adapter_name=adapter_name)
     expressions = stored_tensors(lora.index)
     apart: set[str] = set()
-    for target, origin in compat.declared_ties(built.model).items():
+    for target, origin in pretrained.declared_ties(built.model).items():
         ours = [whole[name] for name in (target, origin) if name in whole]
         if not ours or target not in built.layout.by_name:
             continue
@@ -112,11 +261,10 @@ def pulled_apart(built: Outline, lora: _OpenedAdapter, adapter_name: str) -> set
 
 def merge_targets(source: offline.OfflineModel, outputs: Mapping[str, Output]) -> MergeTargets:
     names = {name: tensor for tensor in source.layout.saved() for name in tensor.names}
-    prefix = compat.base_model_prefix(source.built.model)
 
     @cache
     def renamed(name: str) -> str | None:
-        return next(iter(assign_keys([name], names, source.built.transforms, prefix).plain), None)
+        return next(iter(assign_keys(source.built.model, [name], names, source.built.transforms).plain), None)
 
     return MergeTargets(
         tensors={name: tensor.shape for name, tensor in names.items() if tensor.fqn in source.expressions},

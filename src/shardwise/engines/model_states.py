@@ -1,29 +1,85 @@
-"""A model's state, set from whatever has its values."""
+"""A model's state: taken out, equal on all ranks; set, from whatever has its values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.engines.clock import Clock
-from shardwise.engines.load_fill import is_dense
-from shardwise.execution.memory.materialize import home_of, managers_of, materialize
+from shardwise.engines.load_fill import give_value
+from shardwise.execution.memory.materialize import home_among, managers_of, materialize
+from shardwise.execution.moving.handover import gather
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import (
-    StateOptions,
-    Values,
-)
+from shardwise.execution.states.agreed import StateOptions, Values, refuse_meta
+from shardwise.execution.states.replicas import equal_on_all
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind
 from shardwise.models.dtypes import in_memory
 from shardwise.models.initialize import recompute_attributes, recompute_buffers
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.standing import refuse_subclasses
-from shardwise.models.view import Held, local_tensor, look_inside
+from shardwise.models.view import Held, look_inside
+from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.states.forms import FullState, StateForm
 from shardwise.planning.states.matching import Brought, StateSlot, Tolerance, match
 from shardwise.report.state_report import StateReport
+
+
+@dataclass(frozen=True)
+class TakenModel:
+    """What of a model is taken out, looked at on all ranks.
+
+    Attributes:
+        held: all that is in the model.
+        names: those of the state, to canonical FQNs.
+        tensors: by first name, tied ones once; of a buffer that differs, the first rank's values.
+        differing: the buffers that do.
+        home: where staging lies.
+    """
+
+    held: list[Held]
+    names: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor]
+    differing: tuple[str, ...]
+    home: torch.device
+
+    def by_name(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is found by first names, under the names of the state: one object for all names of a tied tensor."""
+        first_of = {name: item.fqn for item in self.held for name in item.names}
+        return {name: found[first_of[fqn]] for name, fqn in self.names.items() if first_of[fqn] in found}
+
+    def in_form(self, world: World, form: StateForm, options: StateOptions) -> dict[str, torch.Tensor]:
+        """The state, gathered where that is asked for, empty on ranks that the form leaves out. Collective."""
+        if not isinstance(form, FullState):
+            return self.by_name({name: tensor.detach() for name, tensor in self.tensors.items()})
+        budget = options.budget_bytes
+        return self.by_name(gather(world, self.tensors, form, budget_bytes=budget, device=self.home))
+
+
+def take_out(
+    world: World, model: nn.Module, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
+) -> TakenModel:
+    """Look for the tensors of a state, and compare what several ranks hold. Collective: yes.
+
+    Raises:
+        ConfigError, PlacementError, DisagreementError: as of :func:`~shardwise.verbs.state.model_state`.
+    """
+    held = world.together(lambda: look_inside(model))
+    require_alike_models(world, held, [])
+    names = world.from_first(lambda: names_outside(model, held, only))
+    wanted = set(names.values())
+    chosen = {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
+    world.together(lambda: refuse_meta(chosen, "the model"))
+    home = home_among(held, chosen.values())
+    buffers = {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
+    budget = options.budget_bytes
+    tensors, differing = equal_on_all(
+        world, chosen, buffers, on_differing_buffers, budget_bytes=budget, device=home
+    )
+    return TakenModel(held, names, tensors, differing, home)
 
 
 def set_values(
@@ -79,11 +135,6 @@ def set_values(
     return report, told
 
 
-def buffers_among(held: Iterable[Held]) -> set[str]:
-    """The FQNs of what is no parameter."""
-    return {item.fqn for item in held if item.kind is not TensorKind.PARAMETER}
-
-
 def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple[Held, torch.Tensor]]:
     """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
     waiting = [item for item in held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
@@ -96,18 +147,9 @@ def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple
 def _fill(model: nn.Module, computed: list[tuple[Held, torch.Tensor]], home: torch.device) -> tuple[str, ...]:
     """Give buffers their values, and attributes that were left on meta; the names of both."""
     for item, value in computed:
-        if is_dense(item.local):
-            item.local.copy_(value)
-        else:  # an expanded view: its elements share memory
-            item.install(value.to(home))
+        give_value(item, value)
     attributes = recompute_attributes(model, home) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
-
-
-def tensors_named(held: list[Held], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of these names, tied ones once."""
-    wanted = set(names)
-    return {item.fqn: item.tensor for item in held if not wanted.isdisjoint(item.names)}
 
 
 def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot, Held]]:
@@ -122,9 +164,3 @@ def _places(held: list[Held], names: Mapping[str, str]) -> list[tuple[StateSlot,
             own = tuple(dict.fromkeys([*own, *item.names]))  # an adapter's, also by its names in the model
             found.append((StateSlot(own, tuple(item.tensor.shape), in_memory(item.tensor.dtype)), item))
     return found
-
-
-def home_among(held: list[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
-    live = next((tensor for tensor in tensors if not tensor.is_meta), None)
-    return home_of(held, None if live is None else local_tensor(live).device)

@@ -22,7 +22,7 @@ from shardwise.conversion import (
     stored_leaves,
     substitute,
 )
-from shardwise.engines.outline import ModelOptions, Outline, outline
+from shardwise.engines.outline import ModelOptions, Outline, outline, rules_of
 from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
@@ -34,11 +34,11 @@ from shardwise.execution.writing.stream_out import stream_out
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 from shardwise.models.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.loads.consent import Consent, Ignore, Refuse
-from shardwise.planning.loads.load_plan import LoadPlan, ModelRules, Tie, plan_load
+from shardwise.planning.loads.load_plan import LoadPlan, Tie, plan_load
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import plan_save
 from shardwise.storage.contract import StorageReader, StorageWriter
@@ -162,7 +162,7 @@ def read_source(
     }
     built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice() if name not in differing)
     apart = differing | untied(built)
-    sources = compat.declared_ties(built.model)
+    sources = pretrained.declared_ties(built.model)
     for name in apart:
         origin = sources.get(name, name)
         offered = offers.get(name) or offers.get(origin)
@@ -175,7 +175,7 @@ def read_source(
         index,
         layout,
         built.bindings_less_ties(),
-        ModelRules(*compat.ignore_patterns(built.model)),
+        rules_of(built.model),
         Consent(Refuse(), Refuse(), Ignore(only=("*",))),
     )
     expressions = {name: read.expression for name, read in plan.reads().items()}

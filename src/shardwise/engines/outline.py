@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
@@ -18,12 +19,12 @@ from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import ModelLayout, Origin
-from shardwise.models import build
-from shardwise.models import transformers_compat as compat
+from shardwise.models import build, pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.models.rules import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
+from shardwise.planning.loads.load_plan import ModelRules
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.hub import HubOptions
 from shardwise.tensors.dtypes import DType
@@ -129,7 +130,7 @@ class Outline:
         as in transformers' ``tie_weights``; it is the other name of every pair.
         """
         families: dict[str, list[str]] = {}
-        for target, origin in compat.declared_ties(self.model).items():
+        for target, origin in pretrained.declared_ties(self.model).items():
             families.setdefault(origin, [origin]).append(target)
         present = [[name for name in members if self.bindings.offers.get(name)] for members in families.values()]
         return [(other, names[0]) for names in present for other in names[1:]]
@@ -143,7 +144,12 @@ class Outline:
         """Tie what is declared tied, but for the names ``untied``; still on meta."""
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         offered = set(self.bindings.offers) - self.equal_ties
-        compat.tie(self.model, saved - offered, untied)
+        pretrained.tie(self.model, saved - offered, untied)
+
+
+def rules_of(model: nn.Module) -> ModelRules:
+    """What a model's class passes over on purpose, where it is not in the checkpoint, or in no model."""
+    return ModelRules(*pretrained.ignore_patterns(model))
 
 
 def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
@@ -163,7 +169,9 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             trust_remote_code=options.get("trust_remote_code", False),
             overrides=overrides,
         )
-    compat.choose_implementations(config, options.get("attn_implementation"), options.get("experts_implementation"))
+    pretrained.choose_implementations(
+        config, options.get("attn_implementation"), options.get("experts_implementation")
+    )
     return config
 
 
@@ -191,13 +199,13 @@ def outline(
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
-    transforms = compat.conversion_transforms(model, options.get("key_mapping"))
+    transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
     held = look_inside(model)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    plan = compat.dtype_plan(model, dtype)
+    kept = pretrained.kept_dtypes(model, dtype)
 
     def dtype_of(name: str) -> torch.dtype:
-        return compat.planned_dtype(plan, name) or to_torch(layout.by_name[name].dtype)
+        return kept(name) or to_torch(layout.by_name[name].dtype)
 
     bindings = bind(model, stored, layout, transforms, dtype_of)
     if resize is not None:

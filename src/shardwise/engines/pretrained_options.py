@@ -9,7 +9,7 @@ from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.tuned import TunedOptions
 from shardwise.models.initialize import BufferRules
 from shardwise.models.wrap import Sharding
-from shardwise.planning.loads.consent import OnMissing, OnUnexpected
+from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,37 @@ class Later:
 Weights: TypeAlias = FromFiles | Later
 
 
-class PretrainedOptions(TunedOptions, total=False):
-    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`TunedOptions`.
+class FilledOptions(TunedOptions, total=False):
+    """How a model is wrapped and filled from a checkpoint. Each is optional; also those of :class:`TunedOptions`.
 
     Attributes:
         sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
-        weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
-        buffers, on_missing, on_mismatched, on_unexpected, options: as for :func:`~shardwise.verbs.load.load`.
+        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding
-    weights: Weights
     buffers: BufferRules
     on_missing: OnMissing
     on_mismatched: OnMissing
     on_unexpected: OnUnexpected
+
+
+def consent_of(options: FilledOptions) -> Consent:
+    """What may be missing, of another shape, or unexpected."""
+    return Consent(
+        options.get("on_missing", Refuse()),
+        options.get("on_mismatched", Refuse()),
+        options.get("on_unexpected", Refuse()),
+    )
+
+
+class PretrainedOptions(FilledOptions, total=False):
+    """Keyword arguments of :func:`from_pretrained`, each optional; also those of :class:`FilledOptions`.
+
+    Attributes:
+        weights: ``FromFiles()``, or ``Later()`` for a run that restores them from a checkpoint of its own.
+        options: as for :func:`~shardwise.verbs.load.load`.
+    """
+
+    weights: Weights
     options: LoadOptions

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.line import Patience
 
+MAX_SHARD_SIZE = "50GB"
+"""As in ``save_pretrained`` of transformers 5."""
+
 
 @dataclass(frozen=True, slots=True)
 class HubNames:

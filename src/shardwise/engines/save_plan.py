@@ -17,6 +17,8 @@ from shardwise.engines.save_options import (
     InternalNames,
     PeftNames,
     WrittenNames,
+    in_bytes_of,
+    resolved_dtype,
 )
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.memory.garbage import collected_later
@@ -44,6 +46,22 @@ class SaveRequest:
     max_shard_bytes: int
     names: WrittenNames | PeftNames
     token: str
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        token: str,
+        *,
+        names: WrittenNames | PeftNames,
+        dtype: torch.dtype | str | None,
+        max_shard_size: int | str,
+        tokenizer: Any = None,
+    ) -> SaveRequest:
+        """Raises ConfigError for what is no dtype, or no size."""
+        max_shard_bytes = in_bytes_of(max_shard_size)
+        return cls(model, directory, tokenizer, resolved_dtype(dtype), max_shard_bytes, names, token)
 
     @property
     def stem(self) -> str:

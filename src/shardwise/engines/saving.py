@@ -30,7 +30,7 @@ from shardwise.execution.writing.owners import write_by_owners
 from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.writing.write import Emitter
 from shardwise.layout import TensorKind
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan
@@ -41,7 +41,7 @@ from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import DType
-from shardwise.tuning import peft_compat
+from shardwise.tuning import configs
 
 
 def carry_out_save(
@@ -222,9 +222,9 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, PeftNames):
-            peft_compat.save_config(request.model, request.names.adapter, folder)
+            configs.save_config(request.model, request.names.adapter, folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        compat.save_small_files(request.model, _main_dtype(plan), Path(folder))
+        pretrained.save_small_files(request.model, _main_dtype(plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):

@@ -15,7 +15,7 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
 from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
-from shardwise.tuning import peft_compat
+from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
 from shardwise.tuning.tune import tune
@@ -123,7 +123,7 @@ def tuning_named(text: str) -> Tuning:
 
 def _lora_config(rank: int, settings: dict[str, str], text: str) -> LoraConfig:
     targets = settings.get("targets", "all-linear")
-    return peft_compat.lora_config(
+    return configs.lora_config(
         r=rank,
         lora_alpha=_number(settings.get("alpha", str(rank)), text),
         target_modules=targets if targets == "all-linear" else targets.split("+"),

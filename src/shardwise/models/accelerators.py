@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import PlacementError
+from shardwise.models._torch_private import is_forked_from_cuda as is_forked_from_cuda
 
 KINDS = ("cuda", "xpu", "npu")
 

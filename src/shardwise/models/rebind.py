@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.view import local_tensor
+from shardwise.models.view import Held, local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
 """What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
@@ -125,9 +125,9 @@ BEFORE_ITS_FIRST_STEP = "make the optimizer after sharding, or before its first 
 
 
 def look_at(
-    optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], way_out: str = BEFORE_ITS_FIRST_STEP
+    optimizers: Sequence[Optimizer], held: Sequence[Held], way_out: str = BEFORE_ITS_FIRST_STEP
 ) -> list[Bound]:
-    """What optimizers hold of a model, whose parameters have these names.
+    """What optimizers hold of a model, in which this is held.
 
     ``way_out`` is what to do about state of which nobody knows how it is sharded, for the error.
 
@@ -139,6 +139,7 @@ def look_at(
     given: object = optimizers
     if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
         raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
+    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
     faults: list[str] = []
     seen: dict[str, str] = {}
     strange: list[str] = []

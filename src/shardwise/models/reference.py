@@ -106,7 +106,7 @@ def reference_values(
     Memory: the sources and outcome of one conversion.
     """
     stored = WholeTensors(files, wrapper)
-    assignment = assign_keys(stored.keys, dtypes, transforms, compat.base_model_prefix(model))
+    assignment = assign_keys(model, stored.keys, dtypes, transforms)
     for name, keys in assignment.plain.items():
         yield name, stored[keys[0]].to(dtypes[name])
     for conversion in assignment.conversions.values():

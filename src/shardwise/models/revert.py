@@ -15,6 +15,7 @@ from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import tree_map, without_data
 from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.pretrained import is_pretrained
 from shardwise.models.rules import ModelFacade
 from shardwise.models.tracer import NotStructural, Recorded
 from shardwise.tensors import DType, numel
@@ -103,7 +104,7 @@ def names_in_file(model: nn.Module, tensor: TensorLayout) -> tuple[str, ...]:
     for name in sorted(names):
         if len(names) > 1 and any(re.search(pattern, name) for pattern in targets):
             names.remove(name)
-    return tuple(names) if compat.is_pretrained(model) else tuple(names[:1])
+    return tuple(names) if is_pretrained(model) else tuple(names[:1])
 
 
 def _recorded(name: str, tensor: TensorLayout) -> Recorded:

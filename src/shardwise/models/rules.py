@@ -34,6 +34,7 @@ from shardwise.conversion import (
 from shardwise.layout import ModelLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.pretrained import base_model_prefix
 from shardwise.models.tracer import NotStructural, Recorded
 from shardwise.tensors import numel
 
@@ -77,16 +78,17 @@ class Assignment:
 
 
 def assign_keys(
-    keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any], base_model_prefix: str | None
+    model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
 ) -> Assignment:
     """Apply the renames to every key; ``names`` are the tensors the model saves."""
+    prefix = base_model_prefix(model)
     renamings, converters = compat.split_transforms(transforms)
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     result = Assignment()
     for key in sorted(keys, key=compat.dot_natural_key):
-        name, pattern = compat.rename_source_key(key, renamings, converters, base_model_prefix, names)
+        name, pattern = compat.rename_source_key(key, renamings, converters, prefix, names)
         if name not in names and key in names:
-            name, pattern = compat.rename_source_key(key, [], [], base_model_prefix, names)
+            name, pattern = compat.rename_source_key(key, [], [], prefix, names)
         if name not in names:
             result.unmatched[key] = name
         elif pattern is None:
@@ -111,12 +113,11 @@ def bind(
     default is that tensor's dtype in ``layout``.
     """
     names = {name: tensor for tensor in layout.saved() for name in tensor.names}
-    prefix = compat.base_model_prefix(model)
     # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
     # afterwards.
     leaves = {key: _known_by(key, item) for key, item in stored.items()}
     composed = {key for key, item in stored.items() if key_of(item) is None}
-    assignment = assign_keys(list(stored), names, transforms, prefix)
+    assignment = assign_keys(model, list(stored), names, transforms)
     offers: dict[str, list[Expression]] = {}
     faults: dict[str, list[str]] = {}
     unmatched = dict(assignment.unmatched)

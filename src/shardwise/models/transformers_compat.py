@@ -17,7 +17,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models._torch_private import modules_in, original_class, original_classes, parameters_of, walk
@@ -117,11 +116,6 @@ def convert(converter: Any, target: str, sources: Mapping[str, list[torch.Tensor
 def models_of(auto_class: Any) -> Any:
     """The mapping from config classes to model classes of an Auto class; None for anything else."""
     return getattr(auto_class, "_model_mapping", None)
-
-
-def base_model_prefix(model: nn.Module) -> str | None:
-    """The prefix by which a head's checkpoint differs from its base model's."""
-    return model.base_model_prefix if isinstance(model, PreTrainedModel) else None
 
 
 def ignore_patterns(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -226,11 +220,6 @@ def planned_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | N
     return plan[by_group[found.lastgroup]] if found and found.lastgroup else None
 
 
-def declared_ties(model: nn.Module) -> dict[str, str]:
-    """Name to name it is tied to, as the class and config declare; empty for other modules."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
 def tie(model: PreTrainedModel, missing: set[str], untied: set[str]) -> None:
     """Tie as ``from_pretrained`` does once it knows which names the checkpoint lacks.
 
@@ -245,11 +234,6 @@ def record_conversions(model: nn.Module, transforms: Sequence[Any]) -> None:
     """Leave on the model what saving reads: the conversions that matched a key."""
     if isinstance(model, PreTrainedModel):
         model._weight_conversions = [item for item in transforms if item.was_used()]  # type: ignore[assignment]
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a model of transformers, to which its rules apply."""
-    return isinstance(module, PreTrainedModel)
 
 
 def attention_of(model: nn.Module) -> str | None:
@@ -268,15 +252,6 @@ def choose_implementations(
         config._attn_implementation = attention  # type: ignore[assignment]
     if experts is not None:
         config._experts_implementation = experts  # type: ignore[assignment]
-
-
-def settings_of(model: nn.Module) -> dict[str, str]:
-    """What a model's config says, but for where it came from; by name, as text. Nothing for other modules."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        return {}
-    told = {**config.to_dict(), "attn_implementation": attention_of(model)}
-    return {name: repr(value) for name, value in sorted(told.items()) if name != "_name_or_path"}
 
 
 def saved_conversions(model: nn.Module) -> list[Any]:
@@ -345,14 +320,6 @@ def tie_targets(model: nn.Module) -> frozenset[str]:
 def fsdp_plan(model: nn.Module) -> dict[str, str]:
     """The model's own FSDP plan: module name (with ``*`` for numbers) to style; empty when it has none."""
     return dict(getattr(model, "_fsdp_plan", None) or {})
-
-
-def text_layers(model: nn.Module) -> int | None:
-    """How many layers the model's text part has, by its config; None where that does not say."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    found = getattr(text, "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
 
 
 def no_split_classes(model: nn.Module) -> set[str]:
@@ -428,8 +395,3 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
     return fresh
-
-
-def progress_bars_enabled() -> bool:
-    """transformers' own switch (``transformers.utils.logging.disable_progress_bar``)."""
-    return bool(hf_logging.is_progress_bar_enabled())

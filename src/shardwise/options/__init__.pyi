@@ -8,10 +8,6 @@ from shardwise.checkpoints.modes import KeepLast as KeepLast
 from shardwise.checkpoints.modes import Latest as Latest
 from shardwise.checkpoints.modes import Synchronous as Synchronous
 from shardwise.engines.load_options import LoadOptions as LoadOptions
-from shardwise.engines.merging_weights import KeepSource as KeepSource
-from shardwise.engines.merging_weights import RemoveSource as RemoveSource
-from shardwise.engines.merging_weights import Safetensors as Safetensors
-from shardwise.engines.merging_weights import TorchFile as TorchFile
 from shardwise.engines.pretrained_options import FromFiles as FromFiles
 from shardwise.engines.pretrained_options import Later as Later
 from shardwise.engines.save_options import CompareWithMemory as CompareWithMemory
@@ -19,9 +15,16 @@ from shardwise.engines.save_options import HubNames as HubNames
 from shardwise.engines.save_options import InternalNames as InternalNames
 from shardwise.engines.save_options import SaveOptions as SaveOptions
 from shardwise.engines.save_options import Trust as Trust
+from shardwise.engines.sharding import ShardOptions as ShardOptions
 from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.execution.ranks.line import Patience as Patience
 from shardwise.execution.states.agreed import StateOptions as StateOptions
+from shardwise.interchange.merging_weights import KeepSource as KeepSource
+from shardwise.interchange.merging_weights import RemoveSource as RemoveSource
+from shardwise.interchange.merging_weights import Safetensors as Safetensors
+from shardwise.interchange.merging_weights import TorchFile as TorchFile
+from shardwise.interchange.trainer_beside import LeaveRandom as LeaveRandom
+from shardwise.interchange.trainer_beside import RestoreRandom as RestoreRandom
 from shardwise.models.blocks import CompileBlocks as CompileBlocks
 from shardwise.models.blocks import Off as Off
 from shardwise.models.blocks import PerBlock as PerBlock
@@ -69,8 +72,5 @@ from shardwise.planning.states.sources import OneRankPerNode as OneRankPerNode
 from shardwise.storage.hub import HubOptions as HubOptions
 from shardwise.tuning.modes import InBlocks as InBlocks
 from shardwise.tuning.modes import Replicated as Replicated
-from shardwise.verbs.shard import ShardOptions as ShardOptions
-from shardwise.verbs.trainer_checkpoint import LeaveRandom as LeaveRandom
-from shardwise.verbs.trainer_checkpoint import RestoreRandom as RestoreRandom
 
 __all__: list[str]

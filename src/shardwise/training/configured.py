@@ -39,7 +39,7 @@ from shardwise.training.data import BatchLayout, Flattened, Packed, Padded
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
-from shardwise.tuning import peft_compat
+from shardwise.tuning import configs
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
 
 
@@ -140,7 +140,7 @@ def tuning_of(section: FullTuning | FreezeTuning | LoraTuning) -> Tuning:
                 "use_dora": section.use_dora,
             }
             try:
-                return Lora(peft_compat.lora_config(**settings, **section.options), adapters=adapters)
+                return Lora(configs.lora_config(**settings, **section.options), adapters=adapters)
             except ConfigError as error:
                 raise ConfigError(f"tuning: {error}") from error
         case _:

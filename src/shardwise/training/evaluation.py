@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from shardwise.execution.ranks.world import World
-from shardwise.models.transformers_compat import is_pretrained
+from shardwise.models.pretrained import is_pretrained
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError, RankLostError, StorageError
 from shardwise.execution.moving.group_gather import gather_in_windows
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
+from shardwise.models.pretrained import attention_of
 from shardwise.models.selection import Everything, Selection
-from shardwise.models.transformers_compat import attention_of
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models import _torch_private
+from shardwise.models import process_groups
 from shardwise.models.standing import computing_device, root_of
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
@@ -116,7 +116,7 @@ class _Counts:
         self._sums = torch.tensor(own)
         self._work: dist.Work | None = None
         if world.size > 1:
-            self._sums = self._sums.to(_torch_private.object_device(world.group))
+            self._sums = self._sums.to(process_groups.object_device(world.group))
             self._work = dist.all_reduce(self._sums, group=world.group, async_op=True)
 
     def _wait(self) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
-from shardwise.models._torch_private import parameters_in, walk
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
+from shardwise.models.modules import parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter, match_adapter

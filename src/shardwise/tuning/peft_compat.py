@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, KnownNames
-from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import modules_in, original_class, walk
+from shardwise.models import pretrained
+from shardwise.models.modules import modules_in, original_class, walk
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -137,7 +137,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
         own.init_lora_weights = True
     own.base_model_name_or_path = base.__dict__.get("name_or_path") or None  # as get_peft_model sets it
     # PEFT draws values that do not stay; some of them from random numbers that are the user's own.
-    with warnings.catch_warnings(), compat.not_initialising(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), pretrained.not_initialising(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # what it warns of is refused, or is told by the report
         try:
             model: PeftModel = get_peft_model(base, own, adapter_name=adapter, low_cpu_mem_usage=True)

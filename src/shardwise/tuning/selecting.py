@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 from shardwise.models.policies import listed_blocks
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _layers(model: nn.Module, *, may_lack: bool = False) -> list[str]:
     lists: dict[str, list[str]] = {}
     for name in listed_blocks(model):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
-    wanted = compat.text_layers(model)
+    wanted = pretrained.text_layers(model)
     fitting = {name: members for name, members in lists.items() if len(members) == wanted}
     candidates = fitting if len(fitting) == 1 else lists
     if len(candidates) == 1 or may_lack:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
-from shardwise.engines.load_options import LoadOptions, load_words
-from shardwise.engines.load_plan import LoadRequest, tie_declared
-from shardwise.engines.loading import carry_out
-from shardwise.engines.opening import Source, open_source
-from shardwise.layout import Origin
-from shardwise.models import transformers_compat as compat
+from shardwise.engines.load_call import LoadCall, load_checkpoint
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.opening import Source
 from shardwise.models.initialize import BufferRules
-from shardwise.models.rules import bind
-from shardwise.models.view import layout_of, look_inside, without_compile
+from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
-from shardwise.planning.loads.stored import stored_tensors
 from shardwise.report.load_report import LoadReport
-from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions
-from shardwise.storage.urls import is_url
 
 
 def load(
@@ -71,35 +63,16 @@ def load(
     Every error is the same on every rank.
     """
     clock = Clock()
-    consent = Consent(on_missing, on_mismatched, on_unexpected)
-    transforms: list[Any] = []
+    call = LoadCall(
+        checkpoint, Consent(on_missing, on_mismatched, on_unexpected), key_mapping, buffers or {}, hub, options
+    )
 
     def look() -> tuple[nn.Module, dict[str, str]]:
         consents = {"on_missing": on_missing, "on_mismatched": on_mismatched, "on_unexpected": on_unexpected}
         given = {"model": model, "checkpoint": checkpoint, **consents, "hub": hub, "options": options}
         require_meant(hints_of(load), given)
-        kind = "a reader" if isinstance(checkpoint, StorageReader) else "a path or a hub id"
-        words = {
-            "the kind of checkpoint": "a URL" if is_url(checkpoint) else kind,
-            "key_mapping": repr(key_mapping),
-            **load_words(consent, buffers or {}, options),
-        }
-        return without_compile(model), words
+        return without_compile(model), call.words()
 
     with world_of(options, "load") as world:
         model = agree_on_call(world, look)
-        with clock.phase("index"):
-            source = open_source(world, checkpoint, hub, options.copies, options.budget_bytes)
-
-        def ask() -> LoadRequest:
-            transforms.extend(compat.conversion_transforms(model, key_mapping))
-            held = look_inside(model)
-            layout = layout_of(held, lambda item: Origin.NOWHERE)
-            bindings = bind(model, stored_tensors(source.index), layout, transforms)
-            tie_declared(model, held, bindings)
-            return LoadRequest(bindings, consent, dict(buffers or {}), options)
-
-        with source.closing():
-            report = carry_out(world, model, source, ask, clock)
-    compat.record_conversions(model, transforms)
-    return report
+        return load_checkpoint(world, model, call, clock)

@@ -9,13 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engines.asked import world_of
 from shardwise.engines.clock import Clock
-from shardwise.engines.optimizer_fitting import Ours
-from shardwise.engines.optimizer_states import held_by, home_among, looked_at, require_equal_state, set_values
-from shardwise.execution.moving.handover import gather
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, refuse_meta, require_same_call
-from shardwise.models.optimizer_state import Given, copied, read, written_out
+from shardwise.engines.optimizer_states import brought, set_values, take_out
+from shardwise.execution.states.agreed import StateOptions, require_same_call
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import Refuse
 from shardwise.planning.states.forms import FullState, StateForm, require_form
@@ -60,23 +57,10 @@ def optimizer_state(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with (
-        World.current(options.process_group, options.patience, call="optimizer_state") as world,
-        torch.device("cpu"),
-    ):
+    with world_of(options, "optimizer_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, options=options)
-        held, bounds = looked_at(world, model, optimizers)
-        tensors, scalars = held_by(world, bounds)
-        world.together(lambda: refuse_meta(tensors, "the optimizers"))
-        home = home_among(held, list(tensors.values()))
-        require_equal_state(world, tensors, scalars, options, home)
-        if not isinstance(form, FullState):
-            return written_out(bounds, {name: tensor.detach() for name, tensor in tensors.items()} | scalars)
-        found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
-        if world.rank not in form.receivers(world.size):
-            return {}
-        return written_out(bounds, found | {name: copied(value) for name, value in scalars.items()})
+        return take_out(world, model, optimizers, "the optimizers", options).in_form(world, form, options)
 
 
 @torch.no_grad()
@@ -127,15 +111,8 @@ def set_optimizer_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with (
-        World.current(options.process_group, options.patience, call="set_optimizer_state") as world,
-        torch.device("cpu"),
-    ):
+    with world_of(options, "set_optimizer_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, tolerance, options=options)
-
-        def take_apart(ours: Ours) -> tuple[Given, Values]:
-            given = world.together(lambda: read(state, ours.first_names, ours.shapes))
-            return given, BroughtValues(given.tensors)
-
-        return set_values(world, model, optimizers, take_apart, tolerance=tolerance, options=options, clock=clock)
+        apart = brought(world, state)
+        return set_values(world, model, optimizers, apart, tolerance=tolerance, options=options, clock=clock)

@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.engines.asked import hints_of, require_meant
-from shardwise.engines.save_options import (
-    HubNames,
-    PeftNames,
-    SaveOptions,
-    Trust,
-    Verification,
-    WrittenNames,
-    in_bytes_of,
-    resolved_dtype,
-)
+from shardwise.engines.save_options import HubNames, PeftNames, SaveOptions, Trust, Verification, WrittenNames
 from shardwise.engines.save_plan import SaveRequest
 from shardwise.engines.saving import carry_out_save
 from shardwise.models.view import without_compile
@@ -77,8 +68,9 @@ def save(
     def request(token: str) -> SaveRequest:
         given = {"model": model, "names": names, "verify": verify, "options": options}
         require_meant(hints_of(save), given)
-        nbytes = in_bytes_of(max_shard_size)
-        return SaveRequest(model, directory, tokenizer, resolved_dtype(dtype), nbytes, names, token)
+        return SaveRequest.of(
+            model, directory, token, names=names, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer
+        )
 
     return carry_out_save(request, verify, on_differing_buffers, options, "save")
 
@@ -120,6 +112,7 @@ def save_adapter(
     model = without_compile(model)
 
     def request(token: str) -> SaveRequest:
-        return SaveRequest(model, directory, None, resolved_dtype(dtype), sys.maxsize, PeftNames(adapter), token)
+        names = PeftNames(adapter)
+        return SaveRequest.of(model, directory, token, names=names, dtype=dtype, max_shard_size=sys.maxsize)
 
     return carry_out_save(request, verify, on_differing_buffers, options, "save_adapter")

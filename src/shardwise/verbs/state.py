@@ -8,21 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shardwise.engines.asked import world_of
 from shardwise.engines.clock import Clock
-from shardwise.engines.model_states import buffers_among, home_among, set_values, tensors_named
-from shardwise.execution.moving.handover import gather
-from shardwise.execution.ranks.world import World
-from shardwise.execution.states.agreed import (
-    BroughtValues,
-    StateOptions,
-    by_canonical_names,
-    refuse_meta,
-    require_same_call,
-)
-from shardwise.execution.states.replicas import equal_on_all
-from shardwise.execution.states.supply import require_alike_models
-from shardwise.models.selection import Everything, Selection, names_outside
-from shardwise.models.view import look_inside, without_compile
+from shardwise.engines.model_states import set_values, take_out
+from shardwise.execution.states.agreed import BroughtValues, StateOptions, by_canonical_names, require_same_call
+from shardwise.models.selection import Everything, Selection
+from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.states.forms import FullState, StateForm, require_form
 from shardwise.planning.states.matching import OnFault, Tolerance
@@ -67,29 +58,10 @@ def model_state(
     Every error is the same on every rank.
     """
     model = without_compile(model)
-    with World.current(options.process_group, options.patience, call="model_state") as world, torch.device("cpu"):
+    with world_of(options, "model_state") as world, torch.device("cpu"):
         world.together(lambda: require_form(form))
         require_same_call(world, form, only, on_differing_buffers, options=options)
-        held = world.together(lambda: look_inside(model))
-        require_alike_models(world, held, [])
-        names = world.from_first(lambda: names_outside(model, held, only))
-        tensors = tensors_named(held, names.values())
-        world.together(lambda: refuse_meta(tensors, "the model"))
-        home = home_among(held, tensors.values())
-        tensors, _ = equal_on_all(
-            world,
-            tensors,
-            buffers_among(held),
-            on_differing_buffers,
-            budget_bytes=options.budget_bytes,
-            device=home,
-        )
-        if isinstance(form, FullState):
-            found = gather(world, tensors, form, budget_bytes=options.budget_bytes, device=home)
-        else:
-            found = {name: tensor.detach() for name, tensor in tensors.items()}
-        first_of = {name: item.fqn for item in held for name in item.names}
-        return {name: found[first_of[fqn]] for name, fqn in names.items() if first_of[fqn] in found}
+        return take_out(world, model, only, on_differing_buffers, options).in_form(world, form, options)
 
 
 @torch.no_grad()
@@ -137,10 +109,7 @@ def set_model_state(
     model = without_compile(model)
     clock = Clock()
     tolerance = Tolerance(on_missing, on_unexpected, on_mismatched)
-    with (
-        World.current(options.process_group, options.patience, call="set_model_state") as world,
-        torch.device("cpu"),
-    ):
+    with world_of(options, "set_model_state") as world, torch.device("cpu"):
         with clock.phase("agree"):
             require_same_call(world, only, tolerance, options=options)
             given = world.together(lambda: by_canonical_names(state, "state"))

@@ -1,26 +1,18 @@
-"""``verify``: load a checkpoint on all ranks and compare it with an independent path."""
+"""``verify_load``: load a checkpoint on all ranks and compare it with an independent path."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Unpack
 
-import torch
-from transformers import PreTrainedModel
-
+from shardwise.engines.asked import agree_on_call, world_of
+from shardwise.engines.bringing_up import bring_up, settle_call
+from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.pretrained_options import PretrainedOptions
-from shardwise.execution.ranks.world import World
-from shardwise.layout import TensorKind
-from shardwise.models import transformers_compat as compat
-from shardwise.models._torch_private import original_class
-from shardwise.models.reference import reference_buffers, reference_values
-from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
-from shardwise.report.load_report import LoadReport
+from shardwise.engines.verifying import compare_with_reference
+from shardwise.models.modules import original_class
 from shardwise.report.verify_report import VerifyReport
-from shardwise.verbs.pretrained import from_pretrained
 
 
 def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> VerifyReport:
@@ -32,84 +24,20 @@ def verify_load(name_or_path: str, **keywords: Unpack[PretrainedOptions]) -> Ver
     Collective: yes. Memory: as for the load, and the largest conversion, whole.
     """
     start = time.perf_counter()
-    model, report = from_pretrained(name_or_path, output_loading_info=True, **keywords)
-    held = look_inside(model)
-    options = keywords.get("options", LoadOptions())
-    with World.current(options.process_group, options.patience, call="verify_load") as world:
-        tensors, elements, unequal = world.together(lambda: _compare_stored(model, held, report, keywords))
-        buffers, buffer_elements, unequal_buffers = world.together(lambda: _compare_buffers(model, held))
-        found = [f"{fault} on rank {world.rank}" for fault in unequal + unequal_buffers]
-        everywhere = world.gather((elements + buffer_elements, found))
+    with world_of(keywords.get("options", LoadOptions()), "verify_load") as world:
+        keywords = agree_on_call(world, lambda: settle_call(name_or_path, keywords, asks_for_report=True))
+        model, report = bring_up(world, name_or_path, keywords, Clock())
+        assert report is not None, "weights that are loaded later have been refused"
+        found = compare_with_reference(world, model, report, keywords)
     return VerifyReport(
         checkpoint=report.checkpoint,
         model_class=original_class(model).__name__,
         dtype=str(model.config.dtype).removeprefix("torch."),
         world_size=report.world_size,
-        tensors=tensors,
-        buffers=buffers,
-        elements=sum(count for count, _ in everywhere),
-        unequal=tuple(fault for _, faults in everywhere for fault in faults),
+        tensors=found.tensors,
+        buffers=found.buffers,
+        elements=found.elements,
+        unequal=found.unequal,
         initialized=report.initialized,
         seconds=time.perf_counter() - start,
     )
-
-
-def _compare_stored(
-    model: PreTrainedModel, held: Sequence[Held], report: LoadReport, keywords: PretrainedOptions
-) -> tuple[int, int, list[str]]:
-    """(tensors, elements of this rank, names that differ)."""
-    by_name = {name: item for item in held for name in item.names if item.kind.is_saved}
-    dtypes = {name: item.tensor.dtype for name, item in by_name.items()}
-    transforms = compat.conversion_transforms(model, keywords.get("key_mapping"))
-    files = [Path(report.checkpoint) / file for file in report.files]
-    compared: set[str] = set()
-    elements = 0
-    unequal: list[str] = []
-    for name, whole in reference_values(model, files, transforms, dtypes, report.wrapper):
-        item = by_name[name]
-        if item.fqn in report.mismatched_keys:
-            continue
-        compared.add(item.fqn)
-        count, equal = _compare(item, whole)
-        elements += count
-        if not equal:
-            unequal.append(name)
-    initialized = {*report.initialized, *report.mismatched_keys}
-    unequal += [
-        f"{item.fqn} (in no source)"
-        for item in held
-        if item.kind.is_saved and item.fqn not in compared and item.fqn not in initialized
-    ]
-    return len(compared), elements, unequal
-
-
-def _compare_buffers(model: PreTrainedModel, held: Sequence[Held]) -> tuple[int, int, list[str]]:
-    buffers = [item for item in held if item.kind is TensorKind.BUFFER]
-    if not buffers:
-        return 0, 0, []
-    reference = reference_buffers(model)
-    unequal: list[str] = []
-    elements = 0
-    for item in buffers:
-        count, equal = _compare(item, reference[item.fqn])
-        elements += count
-        if not equal:
-            unequal.append(item.fqn)
-    return len(buffers), elements, unequal
-
-
-def _compare(item: Held, whole: torch.Tensor) -> tuple[int, bool]:
-    """(elements compared, whether this rank's boxes are bitwise those of the whole tensor)."""
-    if whole.shape != item.tensor.shape or whole.dtype != item.tensor.dtype:
-        return 0, False
-    local = item.local
-    count = 0
-    for part in local_boxes(item.tensor, item.fqn):
-        where = tuple(
-            slice(offset, offset + size) for offset, size in zip(part.box.offsets, part.box.sizes, strict=True)
-        )
-        held = strided_view(local, part.local)
-        count += part.box.numel
-        if not torch.equal(raw_bytes(held.cpu()), raw_bytes(whole[where])):
-            return count, False
-    return count, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.models import _torch_private
+from shardwise.models import sharded
+from shardwise.models.modules import take_after
 from shardwise.models.view import Held, local_tensor
 from shardwise.planning.loads.pages import MeasuredPages, Pages
 
@@ -31,13 +32,19 @@ def home_of(held: Sequence[Held], default: torch.device | None) -> torch.device:
     return default or torch.device("cpu")
 
 
+def home_among(held: Sequence[Held], tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where staging lies: on the mesh's device, else where the tensors are that have values."""
+    live = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    return home_of(held, None if live is None else local_tensor(live).device)
+
+
 Managers: TypeAlias = Mapping[nn.Parameter, Any]
 """FSDP2's own object for each parameter that it shards."""
 
 
 def managers_of(model: nn.Module) -> Managers:
     """What FSDP2 manages of a model. It stays true for what is on meta until it is materialised."""
-    return _torch_private.fsdp_params(model)
+    return sharded.fsdp_params(model)
 
 
 def devices_of(held: Sequence[Held], managers: Managers, home: torch.device) -> dict[str, torch.device]:
@@ -86,9 +93,9 @@ class _WantedMemory:
         manager = managers.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if manager is None:
             return cls(item, None, tuple(local_tensor(tensor).shape), home, is_pinned=False)
-        device = torch.device("cpu") if _torch_private.is_offloaded(manager) else home
-        pins = _torch_private.pins_memory(manager)
-        return cls(item, manager, _torch_private.padded_size(manager), device, is_pinned=pins)
+        device = torch.device("cpu") if sharded.is_offloaded(manager) else home
+        pins = sharded.pins_memory(manager)
+        return cls(item, manager, sharded.padded_size(manager), device, is_pinned=pins)
 
     @property
     def is_on_host(self) -> bool:
@@ -110,21 +117,21 @@ class _WantedMemory:
         else:
             fresh = torch.empty_like(local_tensor(tensor), device=self.device)
         if self.manager is not None:
-            fresh = _torch_private.without_padding(self.manager, fresh)
-        made = _torch_private.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
+            fresh = sharded.without_padding(self.manager, fresh)
+        made = sharded.sharded_as(tensor, fresh) if isinstance(tensor, DTensor) else fresh
         if not isinstance(tensor, nn.Parameter):
             self.item.install(made)
             return fresh
         parameter = (
             made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=tensor.requires_grad)
         )
-        _torch_private.take_after(parameter, tensor)
+        take_after(parameter, tensor)
         self.item.install(parameter)
         if self.manager is not None:
-            _torch_private.adopt_sharded(self.manager, parameter)
+            sharded.adopt_sharded(self.manager, parameter)
         return fresh
 
 
 def offloads_shards(managers: Managers) -> bool:
     """Whether sharded parameters live on the CPU although the mesh is of another device."""
-    return any(_torch_private.is_offloaded(manager) for manager in managers.values())
+    return any(sharded.is_offloaded(manager) for manager in managers.values())

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 from tqdm import tqdm
 
 from shardwise.execution.ranks.world import World
-from shardwise.models import transformers_compat as compat
+from shardwise.models import pretrained
 
 
 class Progress(Protocol):
@@ -25,7 +25,7 @@ class ProgressBar:
     """
 
     def __init__(self, label: str, world: World, total_bytes: int, *, enabled: bool) -> None:
-        shown = enabled and world.rank == 0 and compat.progress_bars_enabled()
+        shown = enabled and world.rank == 0 and pretrained.progress_bars_enabled()
         self._world = world
         self._own = 0
         self._bar = tqdm(

@@ -34,7 +34,7 @@ from shardwise.execution.ranks.messages import (
     unpacked,
 )
 from shardwise.execution.ranks.presence import keep_beating
-from shardwise.models import _torch_private
+from shardwise.models import process_groups
 from shardwise.storage import machine
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class World:
             if around is not None:
                 name += f"/in {around.joined_line()}"
             patience = patience or Patience()
-            store = _torch_private.default_store()
+            store = process_groups.default_store()
             keep_beating(store, dist.get_rank(), patience.beat_s)
             self._line = Line(store, name, rank, size, patience, dist.get_process_group_ranks(group), call)
             if around is not None:
@@ -232,7 +232,7 @@ class World:
         """Over all ranks, place by place, modulo 2**64. Collective: yes."""
         if self.size == 1:
             return [value % _WORD for value in values]
-        device = _torch_private.object_device(self.group)
+        device = process_groups.object_device(self.group)
         signed = [(value + _WORD // 2) % _WORD - _WORD // 2 for value in values]
 
         def add() -> list[int]:
@@ -275,7 +275,7 @@ class World:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
         except Stopped:
-            _torch_private.keep_forever(self.group)
+            process_groups.keep_forever(self.group)
             raise
         work.wait()
 
@@ -386,7 +386,7 @@ class World:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if source == self.rank:
             buffer.numpy()[:] = memoryview(own)
-        buffer = buffer.to(_torch_private.object_device(self.group))
+        buffer = buffer.to(process_groups.object_device(self.group))
         work = dist.broadcast(buffer, src=self._global_rank(source), group=self.group, async_op=True)
         assert work is not None
         self.wait_for(work)

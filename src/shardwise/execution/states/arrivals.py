@@ -15,7 +15,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.supply import Supply
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
-from shardwise.models._torch_private import take_after
+from shardwise.models.modules import take_after
 from shardwise.models.rebind import Bound, Key, state_like
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import Held, boxes_at, local_boxes, local_tensor, look_inside

@@ -12,7 +12,7 @@ from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.checksum import checksum
 from shardwise.layout import TensorKind
-from shardwise.models._torch_private import sets_grad_dtype
+from shardwise.models.modules import sets_grad_dtype
 from shardwise.models.rebind import Bound, Key, Scalar
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.formats.torch_file import read_torch_tensor
-from shardwise.models._torch_private import save_without_data
+from shardwise.models.torch_files import save_without_data
 from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import ByteRange
 

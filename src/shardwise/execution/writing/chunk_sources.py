@@ -11,7 +11,7 @@ from shardwise.execution.memory.landing import memory_of
 from shardwise.execution.reading.place import bytes_of
 from shardwise.execution.writing.chunks import ArchivedChunk
 from shardwise.layout import place_of
-from shardwise.models._torch_private import copy_all
+from shardwise.models.at_once import copy_all
 from shardwise.models.view import local_boxes, strided_view
 from shardwise.tensors import Strided, row_blocks
 

@@ -26,7 +26,7 @@ from shardwise.errors import PlacementError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.handover import TensorFacts, require_same_tensors
 from shardwise.execution.writing.archive import envelope
-from shardwise.models._torch_private import stored_at
+from shardwise.models.torch_files import stored_at
 from shardwise.planning.moves.giving import Boxes, shares_by_rank, shares_of_first
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, numel

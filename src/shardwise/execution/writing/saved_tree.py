@@ -14,13 +14,13 @@ from shardwise.execution.states.stored_values import StoredValues
 from shardwise.execution.writing.rank_files import load_plain
 from shardwise.execution.writing.torch_out import Levels, loaded, nested
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_state
-from shardwise.formats.distributed import read_metadata
+from shardwise.formats.distributed import DistributedMetadata, read_metadata
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 
-MAX_OBJECT_BYTES = 100_000_000
+_MAX_OBJECT_BYTES = 100_000_000
 """The longest value that is read and is no tensor."""
 
 _MAX_DEPTH = 16
@@ -61,12 +61,23 @@ def read_distributed_tree(reader: StorageReader, budget_bytes: int) -> SavedTree
     numbers = {way: key for way, key in keys.items() if stored[key].numel == 1}
     files = StoredValues(reader, index, stored_tensors(index), budget_bytes)
     values |= zip(numbers, files.whole(list(numbers.values())), strict=True)
+    values |= read_objects(reader, metadata)
+    return SavedTree(index, nested(values), keys)
+
+
+def read_objects(reader: StorageReader, metadata: DistributedMetadata) -> dict[Levels, Any]:
+    """What such a folder has beside tensors, by the way there.
+
+    Raises:
+        FormatError, StorageError: a value is too long, holds more than data, or cannot be read.
+    """
+    found: dict[Levels, Any] = {}
     for path, place in metadata.objects.items():
         what = f"{shown('.'.join(path))} in {shown(place.file)} in {reader.root}"
-        if place.bytes.nbytes > MAX_OBJECT_BYTES:
+        if place.bytes.nbytes > _MAX_OBJECT_BYTES:
             raise FormatError(f"{what}: has {place.bytes.nbytes} bytes, more than any setting of an optimizer")
-        values[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
-    return SavedTree(index, nested(values), keys)
+        found[metadata.levels[path]] = loaded(reader.read(place.file, place.bytes.start, place.bytes.stop), what)
+    return found
 
 
 def read_file_tree(reader: StorageReader, file: str) -> SavedTree:

@@ -17,8 +17,8 @@ from shardwise.execution.writing.saving_lock import HeldMark, new_token, take_lo
 from shardwise.execution.writing.sink import Sink, WrittenTensors, write_extents
 from shardwise.execution.writing.stream_out import BLOCK_BYTES, Part, write_ahead
 from shardwise.formats.torch_file import read_torch_file
-from shardwise.models._torch_private import save_without_data
 from shardwise.models.dtypes import to_torch
+from shardwise.models.torch_files import save_without_data
 from shardwise.planning.saves.commit import Commit, Rename, on_its_way
 from shardwise.planning.saves.save_plan import Extent, Saved
 from shardwise.storage.contract import StorageWriter

@@ -1,0 +1,69 @@
+"""A checkpoint loaded into a model that is there already: what is asked for, and the whole of the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.engines.clock import Clock
+from shardwise.engines.load_options import LoadOptions, load_words
+from shardwise.engines.load_plan import LoadRequest, tie_declared
+from shardwise.engines.loading import carry_out
+from shardwise.engines.opening import Source, open_source
+from shardwise.execution.ranks.world import World
+from shardwise.layout import Origin
+from shardwise.models import pretrained
+from shardwise.models.initialize import BufferRules
+from shardwise.models.rules import bind
+from shardwise.models.view import layout_of, look_inside
+from shardwise.planning.loads.consent import Consent
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.report.load_report import LoadReport
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.hub import HubOptions
+from shardwise.storage.urls import is_url
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCall:
+    """What :func:`~shardwise.verbs.load.load` is asked for, beside the model."""
+
+    checkpoint: Source
+    consent: Consent
+    key_mapping: Mapping[str, str] | None = None
+    buffers: BufferRules = field(default_factory=dict)
+    hub: HubOptions = field(default_factory=HubOptions)
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+    def words(self) -> dict[str, str]:
+        """What of it ranks must have in common, in words."""
+        kind = "a reader" if isinstance(self.checkpoint, StorageReader) else "a path or a hub id"
+        return {
+            "the kind of checkpoint": "a URL" if is_url(self.checkpoint) else kind,
+            "key_mapping": repr(self.key_mapping),
+            **load_words(self.consent, self.buffers, self.options),
+        }
+
+
+def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock) -> LoadReport:
+    """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
+    options = call.options
+    transforms: list[Any] = []
+    with clock.phase("index"):
+        source = open_source(world, call.checkpoint, call.hub, options.copies, options.budget_bytes)
+
+    def ask() -> LoadRequest:
+        transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
+        held = look_inside(model)
+        layout = layout_of(held, lambda item: Origin.NOWHERE)
+        bindings = bind(model, stored_tensors(source.index), layout, transforms)
+        tie_declared(model, held, bindings)
+        return LoadRequest(bindings, call.consent, dict(call.buffers), options)
+
+    with source.closing():
+        report = carry_out(world, model, source, ask, clock)
+    pretrained.record_conversions(model, transforms)
+    return report

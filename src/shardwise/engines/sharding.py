@@ -1,0 +1,163 @@
+"""A model sharded in place: looked at, agreed upon, wrapped, its values handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.engines.clock import Clock
+from shardwise.errors import ConfigError
+from shardwise.execution.moving.distribute import distribute
+from shardwise.execution.moving.exchange import Traffic
+from shardwise.execution.ranks.line import Patience
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
+from shardwise.execution.states.supply import compare, require_alike_models, survey
+from shardwise.layout import TensorKind
+from shardwise.models import wrap
+from shardwise.models.groups import group_parameters
+from shardwise.models.rebind import Bound, look_at
+from shardwise.models.standing import is_sharded, refuse_unmovable
+from shardwise.models.trained import TrainedDtype
+from shardwise.models.view import Held, look_inside
+from shardwise.models.wrap import Sharding
+from shardwise.planning.states.sources import ValuesFrom
+from shardwise.report.shard_report import ShardReport
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How a sharding is carried out; none of it changes the values.
+
+    Attributes:
+        budget_bytes: staging memory of each rank, on the device that the ranks' backend moves.
+        process_group: the ranks of the mesh; None is the default group, or this process alone.
+        nodes: the machine of each rank, by any name; None asks for the boot of its kernel.
+        patience: how long ranks wait for each other.
+    """
+
+    budget_bytes: int = 64 << 20
+    process_group: dist.ProcessGroup | None = None
+    nodes: tuple[str, ...] | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 4096:
+            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCall:
+    """What :func:`~shardwise.verbs.shard.shard` is asked for, beside the model."""
+
+    sharding: Sharding
+    optimizers: Sequence[Optimizer]
+    values_from: ValuesFrom
+    trained_dtype: TrainedDtype
+    options: ShardOptions
+
+    def words(self, sharding: Sharding) -> str:
+        """What of it ranks must have in common, with the sharding that has a mesh."""
+        options = self.options
+        told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
+        return repr(told)
+
+
+def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
+    """Look, agree, compare, wrap, exchange and finish: the same steps for every model and every world size.
+
+    Collective: yes.
+    """
+    options = call.options
+    with clock.phase("agree"):
+        settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
+        held = world.together(lambda: look_inside(model))
+        was_sharded = world.together(lambda: is_sharded(model, held))
+        world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
+        bounds = world.together(lambda: look_at(call.optimizers, held))
+        if was_sharded:
+            return _report(world, model, settled, clock, _Done(was_sharded=True))
+        world.together(lambda: _refuse(model, held, settled))
+        world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
+        require_alike_models(world, held, bounds)
+        found = survey(world, held, bounds, call.values_from, _nodes(world, options))
+    with clock.phase("compare"):
+        supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
+    with clock.phase("wrap"):
+        groups = world.together(lambda: wrap_without_values(model, held, bounds, settled, supply))
+        arrivals = world.together(lambda: Arrivals(model, supply))
+    with clock.phase("exchange"):
+        shipments = world.together(lambda: arrivals.shipments(world))
+        traffic = distribute(
+            world, shipments, arrivals.prepare, budget_bytes=options.budget_bytes, device=arrivals.home
+        )
+    with clock.phase("finish"):
+        awaiting = world.together(lambda: arrivals.finish(bounds, settled))
+    done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds))
+    return _report(world, model, settled, clock, done)
+
+
+def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:
+    refuse_unmovable(held)
+    if sharding.mesh is not None:
+        group_parameters(model, sharding.wrap)
+    wrap.blocks_to_prepare(model, sharding)
+
+
+def _nodes(world: World, options: ShardOptions) -> tuple[str, ...] | None:
+    if options.nodes is not None and len(options.nodes) != world.size:
+        raise ConfigError(f"nodes names the machines of {len(options.nodes)} ranks, and there are {world.size}")
+    return options.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What there is to report."""
+
+    groups: tuple[str, ...] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    differed: Mapping[str, int] = field(default_factory=dict)
+    awaiting: tuple[str, ...] = ()
+    bounds: tuple[Bound, ...] = ()
+    was_sharded: bool = False
+
+
+def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock, done: _Done) -> ShardReport:
+    held = look_inside(model)
+    mesh = sharding.mesh
+    parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
+    return ShardReport(
+        rank=world.rank,
+        world_size=world.size,
+        mesh="" if mesh is None else _mesh_in_words(mesh),
+        was_sharded=done.was_sharded,
+        parameters=sum(item.tensor.numel() for item in parameters),
+        placed_bytes=sum(item.local.nbytes for item in held if not item.tensor.is_meta),
+        groups=done.groups,
+        sent_bytes=done.traffic.sent_bytes,
+        received_bytes=done.traffic.received_bytes,
+        kept_bytes=done.traffic.kept_bytes,
+        staging_bytes=done.traffic.staging_bytes,
+        on_meta=tuple(item.fqn for item in held if item.tensor.is_meta),
+        awaiting_load=done.awaiting,
+        cast=done.cast,
+        differed=done.differed,
+        replicated=tuple(
+            item.fqn for item in parameters if mesh is not None and not isinstance(item.tensor, DTensor)
+        ),
+        tied={name: item.fqn for item in held for name in item.names[1:]},
+        rebound=tuple(bound.count() for bound in done.bounds),
+        seconds=clock.seconds,
+    )
+
+
+def _mesh_in_words(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))

@@ -1,0 +1,1 @@
+"""Files of other programs: accelerate's, the Trainer's, checkpoints in parts; written, read, made the hub's."""

@@ -1,0 +1,240 @@
+"""Models and optimizers that accelerate saved under FSDP, found and read, in any of its forms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, assert_never
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engines import model_states, optimizer_states
+from shardwise.engines.clock import Clock
+from shardwise.engines.optimizer_fitting import Ours
+from shardwise.errors import FormatError
+from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import (
+    BroughtValues,
+    StateOptions,
+    Values,
+    by_canonical_names,
+    require_same_call,
+)
+from shardwise.execution.states.stored_values import StoredValues
+from shardwise.execution.writing.rank_files import finish_renames, read_rank_file
+from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
+from shardwise.execution.writing.torch_out import Levels
+from shardwise.formats.accelerate_names import (
+    MODEL,
+    OPTIMIZER,
+    AccelerateSave,
+    Distributed,
+    OfRanks,
+    SavedKind,
+    WholeFile,
+    find,
+)
+from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.distributed import METADATA
+from shardwise.interchange.accelerate_writing import beside_trained
+from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
+from shardwise.models.rebind import label
+from shardwise.models.selection import AdapterOnly, Selection
+from shardwise.models.view import canonical, look_inside
+from shardwise.planning.loads.consent import Ignore
+from shardwise.planning.loads.stored import stored_tensors
+from shardwise.planning.states.matching import Tolerance
+from shardwise.report.state_report import StateReport
+from shardwise.storage.reading.local import LocalReader
+
+_MOST_DIGITS = 10
+"""Of the number of a parameter; what is longer is a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSource:
+    """Where a model or an optimizer is, its number there, and what of it need not fit."""
+
+    path: Path
+    number: int
+    tolerance: Tolerance
+    options: StateOptions
+
+    def agree(self, world: World, mode: object) -> None:
+        """Raise when ranks ask for different things. Collective: yes.
+
+        Raises:
+            DisagreementError: naming the ranks.
+        """
+        require_same_call(world, os.fspath(self.path), self.number, mode, self.tolerance, options=self.options)
+
+
+def read_model(world: World, model: nn.Module, source: FilesSource, only: Selection, clock: Clock) -> StateReport:
+    """Find a model's files and give a model their values. Collective: yes.
+
+    Memory, errors: as of :func:`~shardwise.verbs.accelerate_load.load_accelerate_model`.
+    """
+    tolerance = source.tolerance
+    with ExitStack() as stack:
+        with clock.phase("agree"):
+            values = _values_of_model(world, source, stack)
+            if isinstance(only, AdapterOnly):
+                # What PEFT saves of the base (embeddings), accelerate leaves out of one file.
+                untouched = world.together(lambda: beside_trained(look_inside(model), only.adapter))
+                consents = tolerance.missing.only if isinstance(tolerance.missing, Ignore) else ()
+                tolerance = replace(tolerance, missing=Ignore((*consents, *untouched)))
+        return set_from_files(world, model, values, only, tolerance, source.options, clock)
+
+
+def set_from_files(
+    world: World,
+    model: nn.Module,
+    values: Values,
+    only: Selection,
+    tolerance: Tolerance,
+    options: StateOptions,
+    clock: Clock,
+) -> StateReport:
+    """Give a model the values that files have. Collective: yes."""
+    report, _ = model_states.set_values(
+        world, model, values, only=only, tolerance=tolerance, options=options, clock=clock
+    )
+    return _with_read(report, values)
+
+
+def read_optimizer(
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer,
+    source: FilesSource,
+    order: ParameterOrder,
+    clock: Clock,
+) -> StateReport:
+    """Find an optimizer's files and give an optimizer their state. Collective: yes.
+
+    Memory, errors: as of :func:`~shardwise.verbs.accelerate_load.load_accelerate_optimizer`.
+    """
+    options = source.options
+    brought: list[Values] = []
+    with ExitStack() as stack:
+        with clock.phase("agree"):
+            found = world.from_first(lambda: _found(source.path, OPTIMIZER, source.number))
+
+        def take_apart(ours: Ours) -> tuple[Given, Values]:
+            given, values = _state_of_optimizer(world, found, ours, order, options, stack)
+            brought.append(values)
+            return given, values
+
+        report = optimizer_states.set_values(
+            world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
+        )
+        return _with_read(report, brought[0])
+
+
+def stored_values(world: World, folder: str, file: str, options: StateOptions, stack: ExitStack) -> StoredValues:
+    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
+
+    Raises:
+        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
+    """
+    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
+    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
+    named = world.together(lambda: _by_canonical_keys(stored_tensors(index), index.root))
+    return StoredValues(reader, index, named, options.budget_bytes)
+
+
+def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
+    """What accelerate saved of a model, wherever and however. Collective: yes."""
+    found = world.from_first(lambda: _found(source.path, MODEL, source.number))
+    match found:
+        case OfRanks(folder, files):
+            state = read_rank_file(world, Path(folder), files)
+            return BroughtValues(world.together(lambda: by_canonical_names(state, f"what {folder} has")))
+        case WholeFile(folder, file):
+            return stored_values(world, folder, file, source.options, stack)
+        case Distributed(folder):
+            return stored_values(world, folder, METADATA, source.options, stack)
+        case _:
+            assert_never(found)
+
+
+def _state_of_optimizer(
+    world: World,
+    found: AccelerateSave,
+    ours: Ours,
+    order: ParameterOrder,
+    options: StateOptions,
+    stack: ExitStack,
+) -> tuple[Given, Values]:
+    """This rank's part of what was saved, and the values of its tensors. Collective: yes."""
+    if isinstance(found, OfRanks):
+        state = read_rank_file(world, Path(found.folder), found.files)
+        given = world.together(lambda: _read(state, ours, order)[0])
+        return given, BroughtValues(given.tensors)
+    reader = stack.enter_context(world.together(lambda: LocalReader(found.folder)))
+    file = found.file if isinstance(found, WholeFile) else None
+
+    def look() -> tuple[SavedTree, Given, dict[str, Levels]]:
+        tree = read_distributed_tree(reader, options.budget_bytes) if file is None else read_file_tree(reader, file)
+        saved = tree.inside("optimizer")
+        return saved, *_read(saved.tree, ours, order)
+
+    saved, given, ways = world.from_first(look)
+    expressions = stored_tensors(saved.index)
+    by_label = {name: expressions[saved.keys[ways[name]]] for name in given.tensors}
+    values = StoredValues(reader, saved.index, by_label, options.budget_bytes)
+    return (given if world.rank == 0 else Given()), values
+
+
+def _found(path: Path, kind: SavedKind, number: int) -> AccelerateSave:
+    """What there is, once what a killed save left to be renamed has been. On one rank."""
+    folder = path if path.is_dir() else path.parent
+    finish_renames(folder, [kind.rank_file(number, 0)], lambda name: kind.rank_of(name, number) is not None)
+    return find(path, kind, number)
+
+
+def _by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, expression in stored.items():
+        plain = canonical(key)
+        if plain in named:
+            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
+        named[plain] = expression
+    return named
+
+
+def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
+    """A state taken apart, and the way to each of its values, by label.
+
+    Raises:
+        ConfigError, CoverageError: it has another layout; its parameters are not known.
+    """
+    if isinstance(state, Mapping) and "param_groups" in state:
+        state = {"state": {}, **state}  # a folder has no room for an empty dict
+        named = with_names(state, ours.groups, ours.shapes, order)
+        groups = [
+            {**group, "params": [named.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    else:
+        return read(state, ours.first_names, ours.shapes), {}
+    values: dict[str, Any] = {}
+    ways: dict[str, Levels] = {}
+    for name, entries in state["state"].items():
+        number = int(name) if isinstance(name, str) and name.isdecimal() and len(name) < _MOST_DIGITS else name
+        full = str(named.get(number, name))
+        values[full] = entries
+        plain = ours.first_names.get(canonical(full), canonical(full))
+        ways |= {label(plain, str(entry)): ("state", name, entry) for entry in entries}
+    return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes), ways
+
+
+def _with_read(report: StateReport, values: Values) -> StateReport:
+    """A report that also tells from where the values came."""
+    if isinstance(values, StoredValues):
+        return replace(report, read_bytes=values.read_bytes, brought_by=())
+    return replace(report, brought_by=tuple(range(report.world_size)))
