@@ -1,4 +1,4 @@
-"""A checkpoint that is written while the training goes on."""
+"""Writes a checkpoint while the training goes on."""
 
 from __future__ import annotations
 

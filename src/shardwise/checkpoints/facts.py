@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors: a small JSON file."""
+"""Records what a checkpoint says of itself beside its tensors, in a small JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was written into the files of a checkpoint, as a small file beside them tells it.
+"""Records the fingerprints of a checkpoint's files, in a small file beside them.
 
 [Note: Every byte is told of] A data file is runs of bytes: elements of tensors, of which the file of fingerprints
 has one each, added up in parts ([Note: Sectors]); values that are no tensors, each with a digest; and what

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where, all but the state of optimizers; every fault is told at once."""
+"""Fits all of a checkpoint but optimizer states to what is there; every fault is told at once."""
 
 from __future__ import annotations
 

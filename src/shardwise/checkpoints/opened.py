@@ -1,4 +1,4 @@
-"""A checkpoint in a folder: found, looked at, and read in part. Nothing is trusted, and no pickle is run."""
+"""Opens a checkpoint in a folder and reads parts of it. Nothing is trusted, and no pickle is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values beside the tensors: plain data alone, so that whoever reads a checkpoint runs nothing."""
+"""Encodes values beside the tensors as plain data, so that whoever reads a checkpoint runs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generators of random numbers of one rank: taken down, set again, or drawn anew for other ranks.
+"""Takes down and restores a rank's random generators, or seeds new ones for other ranks.
 
 [Note: Random numbers on other ranks] With as many ranks as before, every rank's generators go on where they were.
 On another number of ranks there is nothing to go on with: states cannot be divided, and two ranks with one state

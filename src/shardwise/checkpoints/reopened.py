@@ -1,4 +1,4 @@
-"""``verify``: whatever has been saved, opened again, and every byte of it compared with what was written."""
+"""``verify``: opens again whatever has been saved, and compares every byte with what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint brought back: opened, compared with what there is, and then put where it belongs."""
+"""Restores a checkpoint: opens it, compares it with what is there, then puts its values in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was read of a checkpoint is what was written: compared while it is read, and settled by all ranks together.
+"""Compares what is read of a checkpoint with what was written, while it is read, over all ranks.
 
 A reader that sees every byte on its way works out fingerprints of what it brings, where it is still in the
 processor's cache. A run of bytes that one rank has read whole it judges itself; of one that several ranks have

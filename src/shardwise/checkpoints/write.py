@@ -1,4 +1,4 @@
-"""From this rank's memory into a folder, and the one step after which the checkpoint counts.
+"""Writes a checkpoint from each rank's memory into a folder, and commits it in one step.
 
 Each rank creates, fills and syncs its own file; the ranks meet; the first one puts ``.metadata`` in place. See
 [Note: When a checkpoint counts].

@@ -1,4 +1,4 @@
-"""What is not a mere movement of elements: values that are computed, block by block, of boxes of other expressions.
+"""Nodes that compute: values made, block by block, of boxes of other expressions.
 
 [Note: Blocks] An operation says of which boxes of its inputs it makes which boxes of its outputs. Boxes are counted
 in the whole tensors, never in a shard, so that no cut can be wrong: a scale belongs to the same elements whoever

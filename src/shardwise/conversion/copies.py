@@ -1,4 +1,4 @@
-"""Boxes pushed down to the leaves: what to copy, from where, to where, and what to compute for it."""
+"""Pushes boxes down to the leaves: what is copied from where to where, and what is computed for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes around elements that lie apart."""
+"""Covers elements that lie apart with boxes."""
 
 from __future__ import annotations
 

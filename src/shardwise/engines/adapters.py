@@ -1,4 +1,4 @@
-"""An adapter in a folder of PEFT's, beside the checkpoint it belongs to: a small checkpoint like any other."""
+"""Opens an adapter in a PEFT folder, as a small checkpoint beside its base."""
 
 from __future__ import annotations
 

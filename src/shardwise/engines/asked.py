@@ -1,4 +1,4 @@
-"""What a caller asks for: known, of the kind that is meant, and the same on all ranks, before anything is done."""
+"""Checks a call's arguments: of the kind that is meant, and the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers brought up: looked at, built on meta, tied, wrapped and loaded."""
+"""Brings up a transformers model: config, meta model, ties, wrapping, load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the phases of a call take."""
+"""Times the phases of a call."""
 
 from __future__ import annotations
 

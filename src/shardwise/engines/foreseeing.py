@@ -1,4 +1,4 @@
-"""What a load or a training would take, from headers alone."""
+"""Forecasts what a load or a training will take, from headers alone."""
 
 from __future__ import annotations
 

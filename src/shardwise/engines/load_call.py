@@ -1,4 +1,4 @@
-"""A checkpoint loaded into a model that is there already: what is asked for, and the whole of the way."""
+"""Loads a checkpoint into a model that is there already: what is asked for, and the way from it to the report."""
 
 from __future__ import annotations
 

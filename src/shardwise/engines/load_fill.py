@@ -1,4 +1,4 @@
-"""What no checkpoint holds: initial values, buffers, rows that are new, magnitudes."""
+"""Fills in what no checkpoint holds: initial values, buffers, new rows, magnitudes."""
 
 from __future__ import annotations
 

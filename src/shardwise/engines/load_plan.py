@@ -1,4 +1,4 @@
-"""What one rank decides of a load before anything is read."""
+"""Plans a load on one rank, before anything is read."""
 
 from __future__ import annotations
 

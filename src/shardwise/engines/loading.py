@@ -1,4 +1,4 @@
-"""A load: planned, agreed upon, read, filled, audited, told."""
+"""Loads a model: plan, agree, read, fill, audit, report."""
 
 from __future__ import annotations
 

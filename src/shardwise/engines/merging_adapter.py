@@ -1,4 +1,4 @@
-"""An adapter and its base, opened and joined, and what the outcome is made of."""
+"""Merges an adapter into its base: both opened and joined, and every outcome an expression over them."""
 
 from __future__ import annotations
 

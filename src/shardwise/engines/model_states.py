@@ -1,4 +1,4 @@
-"""A model's state: taken out, equal on all ranks; set, from whatever has its values."""
+"""Takes out and sets a model's state."""
 
 from __future__ import annotations
 

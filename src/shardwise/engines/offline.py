@@ -1,4 +1,4 @@
-"""What the commands have in common that make one checkpoint of another, alone and without building the model."""
+"""Serves commands that make one checkpoint of another in one process, without building the model."""
 
 from __future__ import annotations
 

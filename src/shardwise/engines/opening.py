@@ -1,4 +1,4 @@
-"""From the name of a checkpoint to a reader and its headers on every rank: the same files everywhere."""
+"""Opens a checkpoint on every rank: a reader, and headers that are the same everywhere."""
 
 from __future__ import annotations
 

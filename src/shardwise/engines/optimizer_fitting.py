@@ -1,4 +1,4 @@
-"""A state of optimizers, and the optimizers that are to take it: what goes where, before anything is changed."""
+"""Fits a state to the optimizers that are to take it, before anything is changed."""
 
 from __future__ import annotations
 

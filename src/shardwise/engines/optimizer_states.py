@@ -1,4 +1,4 @@
-"""The state of optimizers: taken out, equal on all ranks; set, from whatever has its values."""
+"""Takes out and sets the state of optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformers model on meta and what a checkpoint offers for it: all that is known before a tensor is read."""
+"""Outlines a load: the transformers model on meta, and what a checkpoint offers for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a model or an adapter, opened again and compared with what was recorded when they were saved."""
+"""Opens files of a model or an adapter again, and compares them with what was recorded when they were saved."""
 
 from __future__ import annotations
 

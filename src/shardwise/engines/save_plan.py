@@ -1,4 +1,4 @@
-"""What one rank decides of a save before anything is written."""
+"""Plans a save on one rank, before anything is written."""
 
 from __future__ import annotations
 

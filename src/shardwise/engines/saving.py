@@ -1,4 +1,4 @@
-"""Saving: decided on every rank, agreed upon, written, compared, and then let count."""
+"""Saves a model: plan, agree, write, compare, commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model sharded in place: looked at, agreed upon, wrapped, its values handed over."""
+"""Shards a model in place: looks, agrees, wraps, and hands values over."""
 
 from __future__ import annotations
 

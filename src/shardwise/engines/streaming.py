@@ -1,4 +1,4 @@
-"""Tensors of a model brought together one after the other."""
+"""Streams a sharded model's tensors, whole, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model is trained, from arguments: the same for a load and for its plan."""
+"""Settles from arguments what of a model is trained: the same for a load and for its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that has been loaded, compared with what an independent path makes of the same files."""
+"""Compares a loaded model with what an independent path makes of the same files."""
 
 from __future__ import annotations
 

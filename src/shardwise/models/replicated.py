@@ -1,4 +1,4 @@
-"""Gradients of the parameters that stay whole on every rank of a sharded model."""
+"""Averages the gradients of parameters that stay whole on every rank of a sharded model."""
 
 from __future__ import annotations
 

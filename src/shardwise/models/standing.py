@@ -1,4 +1,4 @@
-"""Whether a model is sharded already, where it computes, and what of it cannot be sharded."""
+"""Tells whether a model is sharded already, where it computes, and what of it cannot be sharded."""
 
 from __future__ import annotations
 

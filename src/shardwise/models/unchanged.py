@@ -1,4 +1,4 @@
-"""Whether a model and its optimizers are still what they were, object for object.
+"""Checks that a model and its optimizers are still what they were, object for object.
 
 What a model holds is found out by a walk over its modules and some calls into torch for every tensor: tenths of a
 second where an adapter has a thousand small ones. A step changes values, and replaces nothing.

@@ -1,4 +1,4 @@
-"""From a name to a folder: local paths as they are, hub repositories downloaded, or from the hub's cache."""
+"""Resolves a name to a folder: a local path, or a hub repository, downloaded or in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a repository are downloaded: those that will be read, and no other copy of the weights."""
+"""Chooses which files of a hub repository are downloaded: those that will be read, one copy of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which machine this is, and whose processes can be seen from here; containers may share a host name."""
+"""Identifies this machine and the processes seen from here; containers may share a host name."""
 
 from __future__ import annotations
 

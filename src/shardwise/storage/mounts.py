@@ -1,4 +1,4 @@
-"""Which kind of file system a path lies on, as Linux tells in its table of mounts."""
+"""Tells which kind of file system a path lies on, from Linux's table of mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many buffers in few system calls, none of which takes more than Linux lets it."""
+"""Reads and writes many buffers in few system calls."""
 
 from __future__ import annotations
 

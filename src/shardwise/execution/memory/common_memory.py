@@ -1,4 +1,4 @@
-"""Memory that all ranks of a machine can look into.
+"""Shares host memory between the ranks of one machine.
 
 [Note: Windows] On one machine, what goes from rank to rank through a collective on the CPU is copied into a socket
 and out of it. A window is memory that a rank packs once and that others read where it lies. It has no name that

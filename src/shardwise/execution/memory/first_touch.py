@@ -1,4 +1,4 @@
-"""Having the system put pages behind fresh memory, in one way or the other, and timing it. No torch."""
+"""Touches fresh pages, huge or small, and times it. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's search for unreachable cycles, put off while thousands of objects are made that all stay."""
+"""Puts off Python's cyclic garbage collection while thousands of lasting objects are made."""
 
 from __future__ import annotations
 

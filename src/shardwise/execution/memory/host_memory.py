@@ -1,4 +1,4 @@
-"""Fresh memory for tensors on the CPU: in few large blocks, touched in those pages that are cheaper here and now.
+"""Allocates host memory for tensors in few large blocks, in the page size that is cheaper here and now.
 
 [Note: First touch] Most of the time of a load from a warm page cache goes into the first touch of fresh memory,
 page by page. A huge page is one fault instead of 512, and many small ones are cheaper when the system is asked for

@@ -1,4 +1,4 @@
-"""How bytes get from a buffer into a tensor: on the host by a copy, on an accelerator through pinned memory."""
+"""Copies bytes from a buffer into a tensor: directly on the host, through pinned memory on an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for tensors that are on meta, at every place a model registers them."""
+"""Gives meta tensors memory, at every place where a model registers them."""
 
 from __future__ import annotations
 

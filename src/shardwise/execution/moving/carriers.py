@@ -1,4 +1,4 @@
-"""Bytes from every rank to every other, round by round: by collectives, or through windows.
+"""Moves bytes from every rank to every other, round by round: by collectives, or through windows.
 
 [Note: Rounds] All ranks go through the same rounds. In a round each rank packs what it gives, all meet (see [Note:
 Nobody waits in a collective] in :mod:`shardwise.execution.ranks.line`), and what was packed moves. Packing is where

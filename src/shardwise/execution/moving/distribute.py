@@ -1,4 +1,4 @@
-"""Whole tensors that some ranks hold become the shards of all."""
+"""Shards whole tensors that some ranks hold, over all ranks."""
 
 from __future__ import annotations
 

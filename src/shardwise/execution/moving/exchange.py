@@ -1,4 +1,4 @@
-"""Carrying out an exchange: parcels packed, sent and unpacked, round by round, within a fixed staging memory.
+"""Carries out an exchange: packs, sends and unpacks parcels, round by round, within bounded staging memory.
 
 How bytes move is for :mod:`shardwise.execution.moving.carriers` to say.
 

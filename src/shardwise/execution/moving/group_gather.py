@@ -1,4 +1,4 @@
-"""Gathering FSDP2's groups on one machine: through windows, not through sockets.
+"""All-gathers FSDP2's groups on one machine through shared memory, not through sockets.
 
 A step of FSDP2 gathers every group twice. Through sockets each byte is copied into the kernel and out of it, at a
 fraction of the speed of memory, and on a machine whose ranks compute on its processors, that is their time. In a

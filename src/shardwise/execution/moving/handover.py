@@ -1,4 +1,4 @@
-"""Tensors that lie on the ranks in some boxes come to lie on them in others: gathered, dealt out, or dealt anew."""
+"""Reshards tensors between ranks: gathers, scatters, or goes from one mesh to another."""
 
 from __future__ import annotations
 

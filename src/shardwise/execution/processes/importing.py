@@ -1,4 +1,4 @@
-"""Imported before all else by a process that imports what others need, which are then forked from it.
+"""Imported first by the process that ranks are forked from: it imports what they need.
 
 Importing torch and transformers makes objects by the hundred thousand, all of which stay. Python's search for
 unreachable cycles goes through them again and again: a fifth of the time. So there is none until the ranks are

@@ -1,4 +1,4 @@
-"""Ranks that are there already: this process, or processes of a launcher."""
+"""Finds ranks that are there already: this process alone, or the processes of a launcher."""
 
 from __future__ import annotations
 

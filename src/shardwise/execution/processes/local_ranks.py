@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, which meet through a file."""
+"""Starts ranks as processes of this machine, which meet through a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes that this one starts and watches over. Nothing here imports torch: the ranks do, once."""
+"""Starts ranks as processes and watches over them. Imports no torch: the ranks do, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks have in common before a load begins: one plan, one config, and memory enough."""
+"""Makes sure that all ranks have one plan, one config, and enough memory, before a load begins."""
 
 from __future__ import annotations
 

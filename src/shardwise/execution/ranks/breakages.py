@@ -1,4 +1,4 @@
-"""What it was that broke, from what was raised."""
+"""Tells from an exception what it was that broke."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's key-value store, under a prefix."""
+"""Reads and writes torch's key-value store, under a prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line between ranks: small messages over the process group's store, and news of who is still there.
+"""Sends small messages between ranks over the process group's store, and notices ranks that are gone.
 
 [Note: Nobody waits in a collective] A collective waits as long as its slowest rank, and hangs when one is gone.
 So ranks meet here first, over the key-value store that torch has for rendezvous. Each rank has one thread for

@@ -1,4 +1,4 @@
-"""Ranks that compute by collectives of torch's own, and what becomes of those when one of them is lost."""
+"""Ends torch's own collectives when one of their ranks is lost."""
 
 from __future__ import annotations
 

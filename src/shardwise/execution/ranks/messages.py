@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: values, failures, and what follows when all have spoken.
+"""Encodes what ranks tell each other: values, failures, and the answer that follows from all of them.
 
 [Note: Meetings cost what was said] Each rank tells the first one what it has to tell, which may be nothing. The
 first rank makes one answer of it, and each rank reads that. So what a store carries is what was said, and as many

@@ -1,4 +1,4 @@
-"""Where a rank's process is, and its signs of life between two calls.
+"""Tells where a rank's process runs, and whether it lives between two calls.
 
 [Note: A pulse] While a rank is in a call its line beats (:mod:`~shardwise.execution.ranks.line`). Between calls
 nobody waits for it, and it may be busy for hours; but it may also be killed then, and the others would find out

@@ -1,4 +1,4 @@
-"""One progress bar, on the first rank, for what all ranks do."""
+"""Shows one progress bar, on the first rank, for what all ranks do."""
 
 from __future__ import annotations
 

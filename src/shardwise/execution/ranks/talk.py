@@ -1,4 +1,4 @@
-"""What ranks say to each other over the store, and how they find out that one is gone or in another call."""
+"""Waits for what other ranks say over the store, and finds out which is gone or in another call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that act together, and how they stay together when one of them fails.
+"""Lets the ranks of a call act together, and fail together when one of them fails.
 
 [Note: Together or not at all] A phase runs on every rank without communication; each rank catches what it raises.
 At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So

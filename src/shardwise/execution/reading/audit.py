@@ -1,4 +1,4 @@
-"""Proof after the fact: every element written once, nothing on meta, buffers equal on all ranks."""
+"""Proves after a load that every element was written once, nothing is on meta, and buffers agree."""
 
 from __future__ import annotations
 

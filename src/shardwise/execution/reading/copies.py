@@ -1,4 +1,4 @@
-"""Ranks read one checkpoint: where they open different files, these are found to be equal before they are used.
+"""Compares the copies of a checkpoint that ranks open, where they do not open the same files.
 
 [Note: One checkpoint] The first rank reads the headers, and its places of tensors are everybody's. A rank on
 another machine may have another file under the same path, and would read wrong numbers at these places without a

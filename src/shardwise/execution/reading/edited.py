@@ -1,4 +1,4 @@
-"""The tensors of a base with an adapter folded in: nodes that compute.
+"""Folds an adapter into the tensors of its base, as nodes that compute.
 
 [Note: One rounding] Everything is computed in float32 (float64 for tensors of that dtype), from the stored values
 of the base and the adapter, and rounded once, to the dtype that is written. PEFT rounds a delta of low precision

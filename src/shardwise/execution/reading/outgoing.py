@@ -1,4 +1,4 @@
-"""Tensors on their way out: boxes of a save, made of boxes of a checkpoint."""
+"""Reads boxes of a save from the checkpoint that they are made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes from a storage into the memory of tensors: the copies of a plan, carried out."""
+"""Reads the requests of a plan and places their bytes in the memory of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading once what several ranks need, and handing it to the others."""
+"""Reads once what several ranks need, and hands it to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors stored under several names have the same values."""
+"""Compares tensors that are stored under several names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads that carry out a list of tasks, and leave it together when one of them fails."""
+"""Runs a list of tasks on several threads, which stop together when one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that ranks bring along: what each has of them, agreed upon, and on the way to where it belongs."""
+"""Takes in a state that ranks bring: what each has of it, agreed upon, and resharded to where it belongs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on its way from whole tensors to shards, with its optimizers."""
+"""Turns a model of whole tensors into one of shards, with its optimizers."""
 
 from __future__ import annotations
 

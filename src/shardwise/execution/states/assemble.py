@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint put together out of what all ranks give: an exchange of parcels that have pieces."""
+"""Assembles tensors of a checkpoint out of what all ranks hold, by one exchange."""
 
 from __future__ import annotations
 

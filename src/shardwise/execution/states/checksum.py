@@ -1,4 +1,4 @@
-"""The fingerprints of tensors, computed where they are."""
+"""Computes the fingerprints of tensors on the device where they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tensors put together in memory that all ranks of a machine see: each writes its parts where they belong.
+"""Assembles whole tensors once for all ranks of a machine, in memory that they share.
 
 What :func:`shardwise.execution.states.assemble.assemble` brings to every rank, which puts it together for itself,
 is here written once for all of them.

@@ -1,4 +1,4 @@
-"""What every rank gives of a model's tensors, so that together they give each element once, and its values."""
+"""Decides what each rank gives of a model's tensors, each element once, and takes out its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what several ranks hold has the same values on all of them: looked at before it is taken out.
+"""Compares the values of replicas before anything is taken out of a model.
 
 [Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves.giving`). Where
 their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are equal

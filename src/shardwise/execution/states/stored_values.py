@@ -1,4 +1,4 @@
-"""A state that lies in files, from which every rank reads what it holds and no more."""
+"""Reads a state from files: on every rank what it holds, and no more."""
 
 from __future__ import annotations
 

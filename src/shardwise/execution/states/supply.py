@@ -1,4 +1,4 @@
-"""Whose values every tensor of a model gets, and of its optimizers: what the ranks find out together."""
+"""Settles from which rank each tensor of a model, and of its optimizers, gets its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.save`` puts around the bytes of one tensor."""
+"""Makes what ``torch.save`` puts around the bytes of one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks as bytes in host memory: where the tensors lie, copied piece by piece, or all of them copied at once."""
+"""Brings chunks of tensors into host memory as bytes, piece by piece or all at once."""
 
 from __future__ import annotations
 

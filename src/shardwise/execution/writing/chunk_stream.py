@@ -1,4 +1,4 @@
-"""A rank's file of a ``torch.distributed.checkpoint``, written from its beginning to its end."""
+"""Writes a rank's file of a ``torch.distributed.checkpoint`` from beginning to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank writes what of a state where: decided from what all ranks hold, before a byte is written.
+"""Plans which rank writes which chunk of a state into which file, before a byte is written.
 
 Every rank writes a file of its own, chunk after chunk, each a tensor's box as ``torch.save`` writes it; then its
 values that are no tensors. What several ranks hold is written by one of them, in parts or in turns.

@@ -1,4 +1,4 @@
-"""Beginning a save, letting it count, and giving it up: what one process does for all; see [Note: One commit].
+"""Begins, commits and gives up a save, in one process for all ranks; see [Note: One commit].
 
 [Note: Asked again] Everything that is saved, in whatever format, comes to count in the same way:
 

@@ -1,4 +1,4 @@
-"""A sharded state becomes a folder of ``torch.distributed.checkpoint``, which begins to count in one step."""
+"""Saves a sharded state as a folder of ``torch.distributed.checkpoint``, committed in one step."""
 
 from __future__ import annotations
 

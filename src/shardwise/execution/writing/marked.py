@@ -1,4 +1,4 @@
-"""A folder that the first rank marks for all, for as long as they write one save into it."""
+"""Holds the mark of a folder, on the first rank for all, while they write one save into it."""
 
 from __future__ import annotations
 

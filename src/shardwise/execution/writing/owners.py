@@ -1,4 +1,4 @@
-"""Files that one rank each writes, from the first byte to the last, with what all ranks give."""
+"""Writes files of one owner each, from beginning to end, with what all ranks give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` for every rank, with what the rank holds: no word between ranks, and no resharding."""
+"""Saves a file of ``torch.save`` for every rank, with what it holds: nothing is resharded."""
 
 from __future__ import annotations
 

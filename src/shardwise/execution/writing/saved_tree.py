@@ -1,4 +1,4 @@
-"""The state of an optimizer as files hold it: names and numbers are read, tensors are only looked up."""
+"""Reads the tree of a saved optimizer state; its tensors are only looked up."""
 
 from __future__ import annotations
 

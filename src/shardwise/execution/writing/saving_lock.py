@@ -1,4 +1,4 @@
-"""At most one save at a time writes into a folder.
+"""Marks a folder, so that at most one save at a time writes into it.
 
 [Note: The mark of a save] A save marks its folder with a file. The mark says who made it, so that one left by a
 process that is gone can be told and taken over.

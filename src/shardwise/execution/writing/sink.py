@@ -1,4 +1,4 @@
-"""Where the bytes of tensors leave for files, whoever they come from."""
+"""Writes the bytes of tensors into files, whoever they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process writes a save, file after file, block after block, and lets it count in the end."""
+"""Writes a save in one process, file after file, block after block, and commits it."""
 
 from __future__ import annotations
 

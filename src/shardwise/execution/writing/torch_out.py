@@ -1,4 +1,4 @@
-"""A file as ``torch.save`` writes it, filled block by block: its pickle first, then the bytes of every tensor."""
+"""Writes a file as ``torch.save`` does, in blocks: its pickle first, then the bytes of every tensor."""
 
 from __future__ import annotations
 

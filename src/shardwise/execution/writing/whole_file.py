@@ -1,4 +1,4 @@
-"""A sharded state becomes one file of ``torch.save``: the first rank writes, and nobody holds the whole."""
+"""Saves a sharded state as one file of ``torch.save``: the first rank writes, nobody holds the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the memory of tensors to a storage: the requests of a save, carried out."""
+"""Writes the requests of a save from the memory of tensors to a storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How copies of a checkpoint on several machines are found to be one: which of their bytes are compared."""
+"""Chooses which bytes are compared between copies of a checkpoint on several machines."""
 
 from __future__ import annotations
 

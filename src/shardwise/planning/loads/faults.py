@@ -1,4 +1,4 @@
-"""All faults of a load at once, in words."""
+"""Puts all faults of a load into one message."""
 
 from __future__ import annotations
 

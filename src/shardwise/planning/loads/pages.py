@@ -1,4 +1,4 @@
-"""Whether fresh memory is taken in huge pages or in small ones: by what each of them has cost just now.
+"""Chooses huge or small pages for fresh memory, by what each of them has cost just now.
 
 [Note: Looking at pages] A huge page is one fault instead of 512, and where its memory exists it costs a quarter. A
 virtual machine's free memory may be with its host, though, which takes back whole huge pages and leaves what is in

@@ -1,4 +1,4 @@
-"""How much host memory the workers of a load stage with."""
+"""Divides the budget of host memory among the workers of a load."""
 
 from __future__ import annotations
 

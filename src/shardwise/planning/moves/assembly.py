@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint put together out of what all ranks give, on one rank or on every rank. Pure.
+"""Plans how tensors of a checkpoint are assembled from the shards of all ranks. Pure.
 
 A tensor comes in blocks: boxes whose elements follow each other in its memory. What a rank gives of a block is a
 parcel of pieces, which follow from the expression of the tensor and from the shares of all ranks; shares count as

@@ -1,4 +1,4 @@
-"""Who hands which box to whom, and in which rounds: the plan of an exchange between ranks.
+"""Plans an exchange between ranks: who sends which box to whom, and in which rounds.
 
 A tensor lies on the ranks in boxes (:class:`WantedBoxes`). Where its values come from is one of three questions:
 from ranks that have it whole (:func:`from_sources`), from ranks that hold it in other boxes (:func:`from_holders`),

@@ -1,4 +1,4 @@
-"""Who gives what of a tensor that several ranks hold: each element is given by exactly one of them. Pure."""
+"""Divides a tensor that several ranks hold among them, each element to exactly one. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads what, where every rank reads one interval of the checkpoint: files in order, bytes in order.
+"""Plans a load in which every rank reads one interval of the checkpoint, and hands the bytes on.
 
 A rank that reads what it holds opens nearly every file, since it holds rows of every tensor. Here the ranks cut
 the checkpoint itself into even intervals, and what one has read it hands to those that hold it. An interval begins

@@ -1,4 +1,4 @@
-"""What ranks hand to each other, as data: parcels, the rounds in which they go, one rank's part of a round. Pure.
+"""Describes what ranks send each other: parcels, their rounds, and one rank's part of a round. Pure.
 
 [Note: Parcels] Everything that moves between ranks is a parcel: elements of one box of a tensor, from one rank to
 others, or from a rank to itself. A planner writes parcels down and lays them in rounds, of bounded staging memory.

@@ -1,4 +1,4 @@
-"""Whether ranks that need the same bytes read them each, or once and share them.
+"""Weighs whether ranks that need the same bytes each read them, or one reads and sends them.
 
 The arithmetic. A group of ranks needs M bytes, of which each rank reading on its own would read ``factor * M`` in
 all: as many times as there are replicas, and what is read over between strided pieces. One machine reads B bytes

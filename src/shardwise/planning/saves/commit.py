@@ -1,4 +1,4 @@
-"""By which steps a save begins to count, and what of the older one is then removed; see [Note: One commit]."""
+"""Plans the steps by which a save comes to count, and what is removed afterwards; see [Note: One commit]."""
 
 from __future__ import annotations
 

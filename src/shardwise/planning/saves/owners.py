@@ -1,4 +1,4 @@
-"""Which rank writes which file, where each file has one writer. Pure."""
+"""Assigns files to ranks where each file has one writer. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameter group of a state is which of the optimizers': decided by the parameters in it, never by order."""
+"""Matches parameter groups of a state with an optimizer's, by their parameters, never by order."""
 
 from __future__ import annotations
 

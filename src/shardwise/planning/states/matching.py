@@ -1,4 +1,4 @@
-"""Which tensor of a state goes to which place, when ranks bring a state along: what fits, or every fault at once.
+"""Matches the tensors of a state that ranks bring with their places, or tells every fault at once.
 
 A rank brings all of the state or none of it. What it brings is known by name, shape, dtype and boxes: whole tensors
 are one box, shards several. Pure, and the same on every rank.

@@ -1,4 +1,4 @@
-"""Which rank's values become the model's: what the ranks must agree on, and who gives to whom.
+"""Chooses the ranks whose values become the model's, and who sends them to whom.
 
 A rank has a tensor *live*, with values, or on meta, without. Every tensor is decided for itself, so that a model
 that is live everywhere, on one rank, on one rank of each machine, in part or nowhere is the same case.

@@ -1,4 +1,4 @@
-"""From whatever names a checkpoint to a reader of it."""
+"""Opens a reader of a checkpoint, from whatever names it."""
 
 from __future__ import annotations
 

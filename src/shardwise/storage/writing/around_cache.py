@@ -1,4 +1,4 @@
-"""Straight from memory to the disk, around the page cache."""
+"""Writes from memory straight to the disk, around the page cache."""
 
 from __future__ import annotations
 

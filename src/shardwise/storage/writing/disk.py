@@ -1,4 +1,4 @@
-"""What a local file system is asked for beyond reading and writing: space, and that files and names last."""
+"""Sets space aside on a local file system, and makes files and names last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a local folder could not be written to, in words that say what to do."""
+"""Says why a local folder could not be written to, and what to do."""
 
 from __future__ import annotations
 

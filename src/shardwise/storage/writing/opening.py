@@ -1,4 +1,4 @@
-"""From a path or a URL to a writer."""
+"""Opens a writer, from a path or a URL."""
 
 from __future__ import annotations
 
