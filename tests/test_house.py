@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from tests.house import PACKAGE, ROOT, circles, names_in_two_modules
 
@@ -55,3 +56,18 @@ def test_nothing_below_torch_imports_it_by_name():
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if room in BELOW_TORCH and called.endswith(("import_module", "__import__")):
                 assert not ast.unparse(node.args[0]).strip("'\"").startswith(above), (name, node.lineno)
+
+
+def test_every_word_of_the_glossary_is_where_it_says():
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Words")[1].split("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in text.splitlines() if row.startswith("| ")][1:]
+    places = {word: re.findall(r"`([a-z_.A-Z]+)`", where) for word, _, where in rows}
+    known = trees()
+    for word, found in places.items():
+        assert found, word
+        for place in found:
+            module, _, name = place.rpartition(".")
+            defined = {getattr(node, "name", "") for node in known.get(f"{PACKAGE}.{module}", ast.Module([])).body}
+            aliases = ast.unparse(known.get(f"{PACKAGE}.{module}", ast.Module([])))
+            assert f"{PACKAGE}.{place}" in known or name in defined or f"{name}: TypeAlias" in aliases, (word, place)
+    assert len(places) == len(rows) > 30
