@@ -287,6 +287,10 @@ def test_a_budget_below_one_element_is_refused():
         rounds([Parcel("w", 0, (1, 2, 3), Box((0,), (5,)), 8)], 32)
 
 
+def test_a_parcel_of_nothing_is_in_no_round():
+    assert rounds([Parcel("w", 0, (1,), Box((0,), (0,)), 4)], 64) == []
+
+
 def test_columns_of_the_same_rows_follow_each_other_in_blocks():
     columns = tuple((Box((0, 10 * rank), (64, 10)),) for rank in range(4))
     parcels = dealt([WantedBoxes("w", 1000, columns)], (0, 1, 2, 3), block_bytes=4 * 40 * 1000)

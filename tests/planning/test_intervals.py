@@ -26,7 +26,7 @@ from shardwise.conversion import (
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.planning.moves.exchange import WantedBoxes, staging_of
-from shardwise.planning.moves.intervals import handed_over, intervals, stretch
+from shardwise.planning.moves.intervals import IntervalPart, handed_over, intervals, stretch
 from shardwise.tensors import Box, DType, numel
 
 BF16 = DType.BF16
@@ -317,6 +317,15 @@ def test_a_block_of_more_ranks_than_the_budget_has_room_for_is_halved():
                 for place, nbytes in staging_of(parcel).items():
                     used[place] += nbytes if parcel.source == rank else 0
         assert max(used) <= budget
+
+
+def test_blocks_of_a_part_have_their_shares_of_its_bytes():
+    part = IntervalPart("w", Box((2, 0), (6, 4)), (1, 0), 48)
+    blocks = list(part.blocks(5))
+    assert [(block.nbytes, block.tensor, block.order) for block in blocks] == [
+        (2 * block.box.numel, "w", (1, 0)) for block in blocks
+    ]
+    assert (count([block.box for block in blocks], (8, 4)) == count([part.box], (8, 4))).all()
 
 
 def test_a_budget_below_one_element_is_refused():

@@ -105,6 +105,7 @@ def test_a_report_says_what_was_taken_and_why() -> None:
         "1.00 GiB in huge pages (0.10 s/GiB), 3.00 GiB in small pages (0.30 s/GiB), each time in those "
         "that had cost less of late"
     )
+    assert (weighing.report().huge_bytes, weighing.report().small_bytes) == (1 << 30, 3 << 30)
     asked = Weighing(SmallPages())
     asked.took(Way.SMALL, 1 << 30, 0.3)
     assert str(asked.report()).endswith("in small pages (0.30 s/GiB), as asked")

@@ -113,6 +113,13 @@ def test_training_takes_gradients_moments_and_the_largest_group():
     assert forecast_training(made.world(), [], ranks)[0].gathered_bytes == 0
 
 
+@pytest.mark.parametrize(("dtype", "itemsize"), [(DType.F16, 2), (DType.F32, 4), (DType.F64, 8)])
+def test_gradients_and_moments_are_as_wide_as_the_parameter(dtype, itemsize):
+    made = Made(MeshShape.flat(2)).add("a", (4, 3), dtype=dtype)
+    (found, _) = forecast_training(made.world(), [], made.forecast())
+    assert (found.gradient_bytes, found.optimizer_bytes) == (6 * itemsize, 2 * 6 * itemsize)
+
+
 def test_every_uneven_tensor_is_named_and_no_other():
     made = Made(MeshShape.flat(4)).add("even", (16, 100)).add("half", (2, 100)).add("third", (3, 900))
     made.add("whole", (500,), dim=None)
