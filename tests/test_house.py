@@ -69,5 +69,8 @@ def test_every_word_of_the_glossary_is_where_it_says():
             module, _, name = place.rpartition(".")
             defined = {getattr(node, "name", "") for node in known.get(f"{PACKAGE}.{module}", ast.Module([])).body}
             aliases = ast.unparse(known.get(f"{PACKAGE}.{module}", ast.Module([])))
-            assert f"{PACKAGE}.{place}" in known or name in defined or f"{name}: TypeAlias" in aliases, (word, place)
+            assert f"{PACKAGE}.{place}" in known or name in defined or f"{name}: TypeAlias" in aliases, (
+                word,
+                place,
+            )
     assert len(places) == len(rows) > 30

@@ -11,7 +11,7 @@ from typing import Self
 
 from shardwise.errors import StorageError
 from shardwise.storage import LOCAL, ReadPolicy
-from shardwise.storage.names import why_unsafe
+from shardwise.storage.names import shown, why_unsafe
 
 
 class ZipReader:
@@ -31,7 +31,7 @@ class ZipReader:
         return LOCAL
 
     def list(self) -> list[str]:
-        return sorted(self._opened().namelist())
+        return sorted(self._opened("the list").namelist())
 
     def size(self, file: str) -> int:
         return self._about(file).file_size
@@ -41,21 +41,21 @@ class ZipReader:
         return f"{about.CRC} {about.file_size}"
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        about, wanted = self._about(file), buffer.cast("B")
-        with self._turn, self._opened().open(about) as stream:
-            stream.seek(start)
-            if start + wanted.nbytes > about.file_size or stream.readinto(wanted) != wanted.nbytes:
-                raise StorageError(f"{file} in {self.root}: ends before byte {start + wanted.nbytes}")
+        self.read_vectored(file, start, [buffer])
 
     def read_vectored(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            self.read_into(file, start, buffer)
-            start += buffer.nbytes
+        flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        about = self._range(file, start, start + sum(buffer.nbytes for buffer in flat))
+        with self._turn, self._opened(file).open(about) as stream:
+            stream.seek(start)
+            for buffer in flat:
+                buffer[:] = stream.read(buffer.nbytes)
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        found = bytearray(stop - start)
-        self.read_into(file, start, memoryview(found))
-        return bytes(found)
+        about = self._range(file, start, stop)
+        with self._turn, self._opened(file).open(about) as stream:
+            stream.seek(start)
+            return stream.read(stop - start)
 
     def close(self) -> None:
         if self._archive is not None:
@@ -70,16 +70,25 @@ class ZipReader:
     ) -> None:
         self.close()
 
-    def _opened(self) -> zipfile.ZipFile:
+    def _opened(self, file: str) -> zipfile.ZipFile:
         if self._archive is None:
-            raise StorageError(f"{self.root}: is closed")
+            raise StorageError(f"{shown(file)} in {self.root}: the reader is closed; open another one")
         return self._archive
 
+    def _range(self, file: str, start: int, stop: int) -> zipfile.ZipInfo:
+        about = self._about(file)
+        if not 0 <= start <= stop <= about.file_size:
+            raise StorageError(
+                f"{shown(file)} in {self.root}: bytes {start}..{stop} were asked for, of {about.file_size}; "
+                "it is truncated: provide it again"
+            )
+        return about
+
     def _about(self, file: str) -> zipfile.ZipInfo:
-        fault = why_unsafe(file)
-        if fault is not None:
-            raise StorageError(f"{file!r} in {self.root}: {fault}")
+        archive = self._opened(file)
+        if (fault := why_unsafe(file)) is not None:
+            raise StorageError(f"{shown(file)}: refused as a file name below {self.root}, {fault}")
         try:
-            return self._opened().getinfo(file)
+            return archive.getinfo(file)
         except KeyError:
-            raise StorageError(f"{file} in {self.root}: is not there") from FileNotFoundError(file)
+            raise StorageError(f"{shown(file)} in {self.root}: no such file") from FileNotFoundError(file)

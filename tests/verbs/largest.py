@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+from tests.verbs.on_ranks import attempt
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.load_options import LoadOptions
@@ -31,3 +35,20 @@ def largest(model: nn.Module, *, options: LoadOptions = LoadOptions()) -> tuple[
             return max(found, key=lambda pair: pair[1], default=("", float("-inf")))
 
         return max(world.each(own), key=lambda pair: pair[1])
+
+
+def on_ranks() -> tuple[tuple[str, float], tuple[str, float]]:
+    """What the verb says of a sharded model, and what is so; then ranks ask for different things."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    name, value = max(
+        ((name, tensor.abs().max().item()) for name, tensor in model.named_parameters()), key=lambda pair: pair[1]
+    )
+    fully_shard(model)
+    return largest(model), (name, value)
+
+
+def told_to_odd_ranks() -> tuple[str, str]:
+    """The error where the first rank brings another model."""
+    layers = 2 if dist.get_rank() else 1
+    return attempt(lambda: largest(nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])))
