@@ -1,4 +1,4 @@
-"""What a storage takes that is not ours: one class; the suite says whether it holds, and every verb reads from it."""
+"""What a storage takes that is not ours: one class. The suite says whether it holds, and verbs read from it."""
 
 from __future__ import annotations
 
