@@ -27,11 +27,13 @@ from shardwise.models.policies import MinSize, ModelPlan
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import ShardedGradients, WholeGradients
+from shardwise.training.batches import Batch
 from shardwise.training.clipping import clip_gradients
-from shardwise.training.data import Batch
 from shardwise.training.evaluation import evaluating, generate
+from shardwise.training.forward import Forward
 from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
 from shardwise.training.options import TrainOptions
+from shardwise.training.recipe import parts_of
 from shardwise.training.scaling import GradientScaler
 from shardwise.training.step import StepWork
 from shardwise.training.synchronised import require_synchronised
@@ -126,8 +128,8 @@ def sharded(model: nn.Module, **sharding: Any) -> nn.Module:
 
 def work_on(model: nn.Module, **more: Any) -> StepWork:
     options = TrainOptions(max_grad_norm=more.pop("max_grad_norm", math.inf), dtype=more.pop("dtype", "float32"))
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return StepWork(world=World.current(), model=model, parameters=parameters, options=options, **more)
+    forward = Forward(model, more.pop("loss", WholeLogits()), options.dtype)
+    return StepWork(world=World.current(), forward=forward, parts=parts_of(options, model, 1), **more)
 
 
 @contextmanager
@@ -350,7 +352,7 @@ def frozen() -> dict[str, Any]:
     model.model.layers[1].requires_grad_(True)
     sharded(model)
     work = work_on(model, accumulation=WholeGradients())
-    optimizer = torch.optim.AdamW(work.parameters)
+    optimizer = torch.optim.AdamW(work.parts[0].parameters)
     work.gradient([share_of(batch(4, seed=seed)) for seed in range(2)])
     optimizer.step()
     states = {id(parameter) for parameter in optimizer.state}

@@ -8,16 +8,9 @@ import pytest
 import yaml
 
 from shardwise.errors import ConfigError
-from shardwise.training.config import (
-    FreezeTuning,
-    FullTuning,
-    LoraTuning,
-    WrapSection,
-    config_of,
-    known_keys,
-    read_config,
-)
+from shardwise.training.config import config_of, known_keys, read_config
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.training.sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
 
 NEEDED = ("model=org/name", "data=chats.jsonl", "output=out")
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))

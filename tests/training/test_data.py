@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.data import (
-    IGNORED,
-    EvaluationBatches,
-    Padded,
-    StepLoader,
-    StepSampler,
-    TrainData,
-    pad,
-    read_data,
-    step_loader,
-)
+from shardwise.training.batches import IGNORED, EvaluationBatches, Padded, pad
+from shardwise.training.data import TrainData, read_data
+from shardwise.training.loader import StepLoader, StepSampler, step_loader
 from shardwise.training.masking import encode
 from shardwise.training.options import Epochs, Steps, TrainOptions
 from shardwise.training.rows import Chat, Completion, Row, RowError, Text, read_rows

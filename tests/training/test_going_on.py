@@ -25,13 +25,16 @@ from shardwise.execution.ranks.world import World
 from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
+from shardwise.training.batches import Padded, evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, TrainingProgress
-from shardwise.training.data import Padded, TrainData, evaluation_batches, read_data, step_loader
-from shardwise.training.loop import Evaluation, evaluate, train
+from shardwise.training.data import TrainData, read_data
+from shardwise.training.forward import Forward
+from shardwise.training.loader import step_loader
+from shardwise.training.looking import Evaluation, evaluate
+from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, TrainReport
-from shardwise.training.step import StepWork
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
 OPTIONS = TrainOptions(
@@ -150,13 +153,14 @@ def test_a_loss_that_is_no_number_names_its_rows_and_keeps_nothing(data: TrainDa
 def test_evaluation_is_the_mean_of_all_tokens(data: TrainData) -> None:
     model = tiny.model()
     everything = evaluation_batches(data, Padded(), 8)
-    work = StepWork(world=World.current(), model=model, parameters=list(model.parameters()), options=OPTIONS)
-    loss, tokens = evaluate(work, everything)
+    loss, tokens = evaluate(World.current(), Forward(model), everything)
     [batch] = list(everything)
     with torch.no_grad():
         expected = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
     assert (loss, tokens) == (pytest.approx(float(expected), abs=1e-5), data.supervised_tokens)
-    assert evaluate(work, evaluation_batches(data, Padded(), 3))[0] == pytest.approx(loss, abs=1e-6)
+    assert evaluate(World.current(), Forward(model), evaluation_batches(data, Padded(), 3))[0] == pytest.approx(
+        loss, abs=1e-6
+    )
 
 
 def test_the_best_is_kept_and_known_again(data: TrainData) -> None:

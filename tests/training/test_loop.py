@@ -22,9 +22,12 @@ from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.training.clipping import clip_gradients
-from shardwise.training.data import TrainData, read_data, step_loader
+from shardwise.training.data import TrainData, read_data
+from shardwise.training.forward import Forward
+from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
 from shardwise.training.options import Ratio, Steps, TrainOptions
+from shardwise.training.recipe import parts_of
 from shardwise.training.report import StepFacts
 from shardwise.training.step import StepWork
 
@@ -105,7 +108,7 @@ def outcome(kind: str, shape: str, data: TrainData) -> dict[str, Any]:
     batches = next(iter(step_loader(data, options)))
     parameters = list(model.parameters())
     unlimited = replace(options, max_grad_norm=math.inf)
-    StepWork(world=world, model=model, parameters=parameters, options=unlimited).gradient(batches)
+    StepWork(world=world, forward=Forward(model), parts=parts_of(unlimited, model, 1)).gradient(batches)
     gradients = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}
     norm = clip_gradients(parameters, 0.5)
     clipped = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.training.data import IGNORED, Batch
+from shardwise.training.batches import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
 from shardwise.training.losses import (
     ChunkedLogits,

@@ -17,25 +17,25 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.data import (
+from shardwise.training.batches import (
     IGNORED,
     BatchLayout,
     Flattened,
     Packed,
     Padded,
-    TrainData,
     evaluation_batches,
     flatten,
     pack,
-    read_data,
-    step_loader,
 )
-from shardwise.training.loop import evaluate, train
+from shardwise.training.data import TrainData, read_data
+from shardwise.training.forward import Forward
+from shardwise.training.loader import step_loader
+from shardwise.training.looking import evaluate
+from shardwise.training.loop import train
 from shardwise.training.masking import Example
 from shardwise.training.options import Epochs, TrainOptions
 from shardwise.training.packing import pack_rows
 from shardwise.training.prepare import require_blind_rows
-from shardwise.training.step import StepWork
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,11 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows(
 ) -> None:
     model = build()
     model.set_attn_implementation(attention)
-    parameters = list(model.parameters())
-    work = StepWork(world=World.current(), model=model, parameters=parameters, options=TrainOptions())
-    expected = evaluate(work, evaluation_batches(data, Padded(), 1))
+    world, forward = World.current(), Forward(model)
+    expected = evaluate(world, forward, evaluation_batches(data, Padded(), 1))
     batches = evaluation_batches(data, layout, 2)
     assert max(len(batch.lines) for batch in batches) > 2
-    found = evaluate(work, batches)
+    found = evaluate(world, forward, batches)
     assert found == (pytest.approx(expected[0], abs=1e-6), expected[1])
 
 

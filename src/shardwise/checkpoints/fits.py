@@ -181,5 +181,7 @@ def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:
     for scheduler, told in zip(schedulers, stored, strict=True):
         here = scheduler.state_dict()
         if not isinstance(told, dict) or told.keys() != here.keys():
-            return f"what is stored is not of a {type(scheduler).__name__}"
+            lacking = sorted(here.keys() - told.keys())[:3] if isinstance(told, dict) else []
+            kind = type(scheduler).__name__
+            return f"what is stored is not of a {kind}" + (f" (it lacks {lacking})" if lacking else "")
     return None

@@ -19,9 +19,9 @@ from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, 
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
-    from shardwise.training.config import TrainConfig
     from shardwise.training.data import TrainData
     from shardwise.training.report import Event, TrainReport
+    from shardwise.training.sections import TrainConfig
     from shardwise.training.session import Session
 
 STOPPED = 75

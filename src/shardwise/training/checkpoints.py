@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
+from torch import nn
+
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.folder import steps_in
-from shardwise.checkpoints.state import TrainState
+from shardwise.checkpoints.state import Stateful, TrainState
 from shardwise.errors import ConfigError
+from shardwise.training.parts import TrainedPart
 
 
 class StateKeeper(Protocol):
@@ -116,3 +119,78 @@ class Checkpoints:
 
 
 Checkpointing: TypeAlias = NoCheckpoints | Checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOfPart:
+    """A part's schedule as it is kept beside others: with the part's name, by which another's is refused."""
+
+    part: TrainedPart
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.part.name}: "
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{self._prefix}{key}": value for key, value in self.part.schedule.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.part.schedule.load_state_dict(
+            {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
+        )
+
+
+def state_of(
+    model: nn.Module,
+    parts: Sequence[TrainedPart],
+    steps: Stateful,
+    scaler: Stateful | None,
+    progress: TrainingProgress,
+) -> TrainState:
+    """All of a training that is kept. Optimizers are kept by parameters, schedules by parts; of one part, as is."""
+    if len(parts) == 1:
+        return TrainState(model, parts[0].optimizer, parts[0].schedule, steps, scaler, progress.to_dict())
+    by_name = sorted(parts, key=lambda part: part.name)
+    optimizers = tuple(part.optimizer for part in by_name)
+    return TrainState(model, optimizers, tuple(map(ScheduleOfPart, by_name)), steps, scaler, progress.to_dict())
+
+
+GroupSettings: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
+"""What optimizers have for each of their groups, by part."""
+
+
+def settings_of(parts: Sequence[TrainedPart]) -> GroupSettings:
+    """Copies of what they have now."""
+    return {part.name: [dict(group) for group in part.optimizer.param_groups] for part in parts}
+
+
+def keep_way_of_computing(parts: Sequence[TrainedPart], asked: GroupSettings) -> None:
+    """How an optimizer computes depends on these ranks, not on those that saved it."""
+    for part in parts:
+        for group, before in zip(part.optimizer.param_groups, asked[part.name], strict=True):
+            if "foreach" in before:
+                group["foreach"] = before["foreach"]
+
+
+_SETTINGS = {"initial_lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+"""Of an optimizer's groups, what is asked for by these names."""
+
+
+def overruled(part: TrainedPart, asked: GroupSettings) -> str:
+    """What a checkpoint's optimizer goes on with although something else is asked for now; "" for nothing."""
+    differing = {
+        f"{name} {_shown(after[key])} (asked for now: {_shown(before[key])})": None
+        for before, after in zip(asked[part.name], part.optimizer.param_groups, strict=True)
+        for key, name in _SETTINGS.items()
+        if key in before and key in after and _shown(before[key]) != _shown(after[key])
+    }
+    if not differing:
+        return ""
+    whose = "the optimizer" if len(asked) == 1 else f"the optimizer of {part.name!r}"
+    return f"{whose} goes on with the checkpoint's {', '.join(differing)}; a new run begins with new settings"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -26,7 +26,11 @@ from shardwise.models.policies import (
 )
 from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import Accumulation, ShardedGradients, WholeGradients
-from shardwise.training.config import (
+from shardwise.training.batches import BatchLayout, Flattened, Packed, Padded
+from shardwise.training.losses import ChunkedLogits, WholeLogits
+from shardwise.training.options import TrainOptions
+from shardwise.training.prepare import mixed_precision
+from shardwise.training.sections import (
     DataSection,
     FreezeTuning,
     FullTuning,
@@ -35,10 +39,6 @@ from shardwise.training.config import (
     TrainingSection,
     WrapSection,
 )
-from shardwise.training.data import BatchLayout, Flattened, Packed, Padded
-from shardwise.training.losses import ChunkedLogits, WholeLogits
-from shardwise.training.options import TrainOptions
-from shardwise.training.prepare import mixed_precision
 from shardwise.tuning import configs
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
 

@@ -15,9 +15,9 @@ with a ``forward`` that returns the loss. What a model does to its logits (softc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +27,31 @@ from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.models.standing import computing_device, root_of
 from shardwise.models.view import canonical
-from shardwise.training.data import IGNORED, Batch
+from shardwise.training.batches import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
 from shardwise.training.recorded_logits import LogitsStep, RecordedLogits, StandIn
-from shardwise.training.remembered import remembered
+from shardwise.training.remembered import remembered, with_forward
 from shardwise.training.router_loss import require_router_loss, with_router_loss
 
 
 class Loss(Protocol):
-    """How the loss of a batch is taken."""
+    """How the loss of a batch is taken. Those here are cross entropies; one's own may be anything that is a sum.
+
+    Of all ranks and micro-batches the sums are added up and divided by what they count.
+    """
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The cross entropy of a batch's supervised tokens, summed, in float32. Collective: as the model is.
+        """The loss of a batch's rows, not divided by anything: 0-d, float32. Collective: as the model is.
 
-        In training with the router's loss, where the config asks for one ([Note: Router losses]).
+        That of a batch without rows takes the same part in the model, and is 0: every rank takes part in a step.
+
+        The cross entropy comes in training with the router's loss, where the config asks for one
+        ([Note: Router losses]).
         """
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """What the sum is of: its supervised tokens, say, or its rows."""
         ...
 
 
@@ -61,6 +71,9 @@ class WholeLogits:
         )
         return with_router_loss(loss, model, output, batch)
 
+    def count(self, batch: Batch) -> int:
+        return batch.supervised_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogits:
@@ -76,6 +89,10 @@ class ChunkedLogits:
             raise ConfigError(f"tokens={self.tokens}: logits are computed for at least 1 token at a time")
 
 
+LossChoice: TypeAlias = Loss | ChunkedLogits
+"""How a loss is to be taken; one of one's own as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedLoss:
     """A loss that fits the model, and why it is not the one that was asked for, where it is not."""
@@ -87,7 +104,7 @@ class PreparedLoss:
 def prepare_loss(
     world: World,
     model: nn.Module,
-    choice: WholeLogits | ChunkedLogits,
+    choice: LossChoice,
     computing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> PreparedLoss:
     """A loss for a model. Chunks are tried on a few tokens, and taken only where the loss is that of whole logits.
@@ -99,8 +116,9 @@ def prepare_loss(
     Raises:
         ConfigError: the config asks for a router's loss that cannot be counted.
     """
-    require_router_loss(world, model, computing)
-    if isinstance(choice, WholeLogits):
+    if isinstance(choice, WholeLogits | ChunkedLogits):
+        require_router_loss(world, model, computing)
+    if not isinstance(choice, ChunkedLogits):
         return PreparedLoss(choice)
     head = _head_of(model)
     if head is None:
@@ -165,9 +183,12 @@ class LossInChunks:
         def forward(*args: Any, **keywords: Any) -> torch.Tensor:
             return self._attempt(lambda: self._loss(own, args, keywords, model, batch), batch)
 
-        with _forward_of(root, forward):
+        with with_forward(root, forward):
             found: torch.Tensor = model(**batch.inputs(), use_cache=False)
         return found
+
+    def count(self, batch: Batch) -> int:
+        return batch.supervised_tokens
 
     def _loss(
         self,
@@ -197,7 +218,7 @@ class LossInChunks:
                 rows, following[learned], logits, list(head.parameters()), tokens=self.tokens
             )
 
-        with _forward_of(head, lambda rows: self._attempt(lambda: loss(rows), batch)):
+        with with_forward(head, lambda rows: self._attempt(lambda: loss(rows), batch)):
             result: torch.Tensor = head(hidden.flatten(0, 1).index_select(0, learned))
         return result
 
@@ -338,17 +359,3 @@ def _head_of(model: nn.Module) -> Head | None:
             parent, _, attribute = name.rpartition(".")
             return Head(name, model.get_submodule(parent), attribute, module)
     return None
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """For the time of the block the module has another forward pass."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,17 @@ from pathlib import Path
 from typing import Any, TextIO, assert_never
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, finite
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, as_values
 
 
 def values_of(facts: Event) -> dict[str, Any]:
     """Facts as plain JSON values, with their kind."""
-    values = dataclasses.asdict(facts)
+    values = as_values(facts)
     match facts:
         case StepFacts():
             values |= {"kind": "step", "tokens_per_second": facts.tokens_per_second}
         case EvaluationFacts():
-            values |= {"kind": "evaluation", "perplexity": facts.perplexity}
+            values |= {"kind": "evaluation"}
         case CheckpointFacts():
             values |= {"kind": f"checkpoint_{facts.kind}"}
             del values["told"]
@@ -29,7 +28,7 @@ def values_of(facts: Event) -> dict[str, Any]:
             values |= {"kind": "remark"}
         case _:
             assert_never(facts)
-    return finite(values)
+    return values
 
 
 class MetricsFile:
@@ -126,7 +125,7 @@ class Trackers:
         prefix = {"step": "train"}.get(values["kind"], values["kind"].partition("_")[0])
         numbers = {
             f"{prefix}/{name}": value
-            for name, value in values.items()
+            for name, value in _flat(values).items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
         for tracker in self._trackers:

@@ -28,11 +28,12 @@ from shardwise.storage.hub import HubOptions
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
-from shardwise.training.data import BatchLayout, Flattened, Padded, TrainData, flatten, pack
+from shardwise.training.batches import BatchLayout, Flattened, Padded, flatten, pack
+from shardwise.training.data import TrainData
 from shardwise.training.evaluation import evaluating
+from shardwise.training.forward import computing_in
 from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
-from shardwise.training.step import computing_in
 from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.pretrained import from_pretrained
 from shardwise.verbs.reopen import verify
@@ -200,7 +201,7 @@ def require_blind_rows(model: PreTrainedModel, layout: BatchLayout, options: Tra
         logits: torch.Tensor = model(**batch.to(device).inputs(), use_cache=False).logits
         return logits[0, _PROBE_TOKENS : 2 * _PROBE_TOKENS].float()
 
-    with evaluating(model), computing_in(model, device, options):
+    with evaluating(model), computing_in(model, device, options.dtype):
         usual = said(1, 2)
         leak = float((said(3, 2) - usual).abs().max())
         effect = float((said(1, 4) - usual)[1:].abs().max())

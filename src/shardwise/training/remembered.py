@@ -1,13 +1,27 @@
-"""A part of a model that is run once where it would be run twice on the same."""
+"""Modules that have another forward pass for a while; one that is run once where it would be run twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """For the time of the block the module has another forward pass."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 @contextmanager
@@ -20,7 +34,7 @@ def remembered(module: nn.Module | None) -> Iterator[None]:
     if module is None:
         yield
         return
-    own, before = module.forward, vars(module).get("forward")
+    own = module.forward
     known: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
 
     def forward(*args: Any, **keywords: Any) -> Any:
@@ -31,14 +45,8 @@ def remembered(module: nn.Module | None) -> Iterator[None]:
         known.append((args, keywords, output))
         return output
 
-    module.forward = forward
-    try:
+    with with_forward(module, forward):
         yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """What one of several parts had in a step."""
+
+    learning_rate: float
+    grad_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,7 @@ class StepFacts:
     """Mean cross entropy of the supervised tokens, in nats, before the step's update; with the router's loss, where
     the config asks for one."""
     learning_rate: float
+    """Of the first part."""
     grad_norm: float
     """Of the whole gradient, before it was clipped."""
     tokens: int
@@ -30,6 +39,8 @@ class StepFacts:
     """The most this rank has needed so far: of its accelerator, else of its process."""
     epoch: float = 0.0
     """Passes over the data so far, this step included."""
+    parts: Mapping[str, PartFacts] = field(default_factory=dict)
+    """By name, where there are several; one is as the whole."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -132,16 +143,23 @@ class TrainReport:
             "is_stopped": self.is_stopped,
             "last_step": self.last_step,
             "remarks": list(self.remarks),
-            "steps": [finite(dataclasses.asdict(step)) for step in self.steps],
-            "evaluations": [
-                finite({**dataclasses.asdict(found), "perplexity": found.perplexity}) for found in self.evaluations
-            ],
+            "steps": [as_values(step) for step in self.steps],
+            "evaluations": [as_values(found) for found in self.evaluations],
         }
 
 
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_values(facts: Event) -> dict[str, Any]:
+    """Facts as plain JSON values."""
+    values = dataclasses.asdict(facts)
+    if isinstance(facts, StepFacts) and not facts.parts:
+        del values["parts"]
+    if isinstance(facts, EvaluationFacts):
+        values["perplexity"] = facts.perplexity
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
     """Null for numbers that JSON has not: the norm of a step that float16 skipped, for one, is infinite."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.standing import computing_device
-from shardwise.training.data import IGNORED, Batch
+from shardwise.training.batches import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
 
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")

@@ -20,20 +20,13 @@ from shardwise.models.pretrained import attention_of
 from shardwise.models.selection import Everything, Selection
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
+from shardwise.training.batches import evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.config import TrainConfig
 from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
-from shardwise.training.data import (
-    Malformed,
-    RefuseRows,
-    SkipRows,
-    StepLoader,
-    TrainData,
-    evaluation_batches,
-    read_data,
-    step_loader,
-)
-from shardwise.training.loop import Evaluating, Evaluation, NoEvaluation, train
+from shardwise.training.data import Malformed, RefuseRows, SkipRows, TrainData, read_data
+from shardwise.training.loader import StepLoader, step_loader
+from shardwise.training.looking import Evaluating, Evaluation, NoEvaluation
+from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
 from shardwise.training.prepare import (
     ModelRequest,
@@ -49,6 +42,7 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
+from shardwise.training.sections import TrainConfig
 from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +62,11 @@ def require_synchronised(model: nn.Module, world: World) -> None:
 
 
 def _in_words(names: list[str]) -> str:
+    return f"{few(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Names of parameters, what is alike in one; the first of them."""
     patterns = [pattern for pattern, _ in collapse(names)]
-    shown = ", ".join(patterns[:_SHOWN])
     more = f" and {len(patterns) - _SHOWN} more" if len(patterns) > _SHOWN else ""
-    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+    return ", ".join(patterns[:_SHOWN]) + more

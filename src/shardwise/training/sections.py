@@ -1,0 +1,299 @@
+"""``shardwise train``'s configuration: its sections. What a key may be is said once, here, as types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shardwise.training.options import Epochs, Precision, Ratio, Schedule, Steps, TrainOptions
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+
+NotNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+
+
+Finite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+Words: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Keys with values of exactly their types; others are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """Which model. ``name`` is a folder, an id of the hub, or a URL.
+
+    ``tokenizer`` is a folder or an id of the hub; null: the tokenizer that comes with the model.
+
+    ``resize_vocab`` is how many tokens it is to have; ``tokenizer``: as many as that knows.
+    """
+
+    name: Words
+    revision: Words | None = None
+    tokenizer: Words | None = None
+    attn_implementation: Words | None = None
+    trust_remote_code: bool = False
+    resize_vocab: Count | Literal["tokenizer"] | None = None
+
+
+class FullTuning(Section):
+    """All parameters are trained."""
+
+    method: Literal["full"] = "full"
+
+
+class FreezeTuning(Section):
+    """Some layers, and modules outside of them, are trained; the fields are those of ``shardwise.Freeze``."""
+
+    method: Literal["freeze"]
+    trainable_layers: int = 0
+    trainable_modules: list[Words] = []
+    extra_modules: list[Words] = []
+
+    @model_validator(mode="after")
+    def _something(self) -> FreezeTuning:
+        if self.trainable_modules and not self.trainable_layers:
+            raise ValueError("trainable_modules are inside of trainable_layers, of which there are none")
+        if not self.trainable_layers and not self.extra_modules:
+            raise ValueError("say what is trained: trainable_layers (the last n; -n: the first) or extra_modules")
+        return self
+
+
+class LoraTuning(Section):
+    """A LoRA is trained; names and defaults are those of ``peft.LoraConfig``, whose other keys go into ``options``.
+
+    ``adapter`` is a folder with an adapter to go on from, which has a config of its own.
+    """
+
+    method: Literal["lora"]
+    r: Count = 8
+    lora_alpha: Count = 8
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: list[Words] | Words | None = None
+    target_parameters: list[Words] | None = None
+    modules_to_save: list[Words] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    options: dict[str, Any] = {}
+    adapter: Words | None = None
+    placement: Literal["in_blocks", "replicated"] = "in_blocks"
+
+    @model_validator(mode="after")
+    def _one_config(self) -> LoraTuning:
+        others = [
+            name
+            for name, field in type(self).model_fields.items()
+            if name not in ("method", "adapter", "placement") and getattr(self, name) != field.default
+        ]
+        if self.adapter is not None and others:
+            raise ValueError(f"adapter has a config of its own, so that {', '.join(others)} cannot be given")
+        return self
+
+
+TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Field(discriminator="method")]
+
+
+class DataSection(Section):
+    """What is learned.
+
+    ``train`` is a file of JSON lines or Parquet, a folder, or a data set of the hub; ``split`` and ``subset`` are
+    for the latter two. ``packing`` puts rows together to ``max_length`` tokens.
+    """
+
+    train: Words
+    split: Words = "train"
+    subset: Words | None = None
+    max_length: Annotated[int, Field(ge=2)] = 2048
+    packing: bool = False
+    on_malformed: Literal["refuse", "skip"] = "refuse"
+
+
+class OptimizerSection(Section):
+    """AdamW, and what is done to gradients before it."""
+
+    learning_rate: Finite = 1e-5
+    weight_decay: NotNegative = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Finite = 1e-8
+    max_grad_norm: Positive = 1.0
+
+
+class ScheduleSection(Section):
+    """What becomes of the learning rate, by transformers' schedule of this name.
+
+    The warm-up is a share of all steps, or a number of them; ``options`` are further arguments of that schedule.
+    """
+
+    name: Schedule = "cosine"
+    warmup_ratio: Fraction | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleSection:
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError("warmup_ratio and warmup_steps both say how long the warm-up is; give one of them")
+        return self
+
+
+class TrainingSection(Section):
+    """How long, in which steps. Batch sizes are rows (packs, with packing) of each rank.
+
+    ``loss_chunk_tokens``: logits are computed for so many tokens at a time; null: for all of a batch at once.
+    """
+
+    epochs: Count | None = None
+    max_steps: Count | None = None
+    batch_size: Count = 4
+    gradient_accumulation_steps: Count = 1
+    accumulate: Literal["whole_gradients", "sharded_gradients"] = "whole_gradients"
+    loss_chunk_tokens: Count | None = 512
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _one_duration(self) -> TrainingSection:
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("epochs and max_steps both say how long to train; give one of them")
+        return self
+
+
+WrapNames: TypeAlias = Literal["automatic", "model_plan", "no_split_modules", "module_list", "whole_model"]
+
+
+class WrapSection(Section):
+    """Groups are the modules of these classes, or the innermost ones with at least so many elements."""
+
+    classes: Annotated[list[Words], Field(min_length=1)] | None = None
+    min_parameters: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> WrapSection:
+        if (self.classes is None) == (self.min_parameters is None):
+            raise ValueError("give one of classes and min_parameters")
+        return self
+
+
+class ShardingSection(Section):
+    """How ranks share the work.
+
+    ``precision`` is what forward and backward compute in; ``replicas`` makes as many copies of the sharded model
+    (HSDP). ``activation_checkpointing``: true for every block, n for every n-th.
+    """
+
+    wrap: WrapNames | WrapSection = "automatic"
+    precision: Precision = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    reshard_after_forward: bool | Count = True
+    offload: Literal["none", "cpu"] = "none"
+    activation_checkpointing: bool | Count = False
+    compile: bool = False
+    replicas: Count = 1
+
+
+class CheckpointSection(Section):
+    """Checkpoints to go on from: every so many steps, and whenever the training is stopped.
+
+    ``every`` null: only then. ``resume``: ``auto`` goes on from the latest of the output folder, if there is one;
+    ``never`` wants none to be there; a path is a checkpoint folder of another training.
+    """
+
+    every: Count | None = None
+    keep: Count = 3
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    resume: Literal["auto", "never"] | Words = "auto"
+
+
+class EvaluationSection(Section):
+    """Loss and perplexity on rows that are not learned, every so many steps (null: at the end only)."""
+
+    data: Words | None = None
+    split: Words = "test"
+    subset: Words | None = None
+    every: Count | None = None
+    batch_size: Count | None = None
+    keep_best: bool = True
+
+    @model_validator(mode="after")
+    def _has_data(self) -> EvaluationSection:
+        if self.every is not None and self.data is None:
+            raise ValueError("every says how often, but data does not say on what")
+        return self
+
+
+class LogSection(Section):
+    """Lines on the console, and accelerate's trackers (``tensorboard``, ``wandb``, ...) beside metrics.jsonl."""
+
+    every: Count = 10
+    trackers: list[Words] = []
+    project: Words = "shardwise"
+    tracker_options: dict[str, dict[str, Any]] = {}
+
+
+class OutputSection(Section):
+    """Where everything is written.
+
+    ``dtype`` is that of saved weights; null means that of the model's files.
+    """
+
+    directory: Words
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_shard_size: Words = "50GB"
+
+
+class TrainConfig(Section):
+    """A whole training."""
+
+    model: ModelSection
+    data: DataSection
+    output: OutputSection
+    tuning: TuningSection = FullTuning()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    training: TrainingSection = TrainingSection()
+    sharding: ShardingSection = ShardingSection()
+    checkpoints: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    log: LogSection = LogSection()
+
+    def options(self) -> TrainOptions:
+        """What the loop and a step need to know."""
+        training, schedule, optimizer = self.training, self.schedule, self.optimizer
+        return TrainOptions(
+            learning_rate=optimizer.learning_rate,
+            duration=Epochs(training.epochs or 1) if training.max_steps is None else Steps(training.max_steps),
+            batch_size=training.batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            warmup=(
+                Ratio(schedule.warmup_ratio or 0.0)
+                if schedule.warmup_steps is None
+                else Steps(schedule.warmup_steps)
+            ),
+            schedule=schedule.name,
+            schedule_options=schedule.options,
+            weight_decay=optimizer.weight_decay,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            max_grad_norm=optimizer.max_grad_norm,
+            max_length=self.data.max_length,
+            seed=training.seed,
+            dtype=self.sharding.precision,
+            log_every=self.log.every,
+        )
+
+    def to_yaml(self) -> str:
+        """Every key with its value."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
