@@ -49,7 +49,7 @@ def with_shardwise(request: Request, **keywords: Any) -> Loaded:
     if request.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from shardwise.planning.moves.sharing import OncePerGroup
+        from shardwise.planning.moves.sharing_choice import OncePerGroup
 
         sizes = (request.replicas, dist.get_world_size() // request.replicas)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
-from shardwise.engines.foreseeing import _plan as plan_of_all_ranks
+from shardwise.engines.forecasting import _plan as plan_of_all_ranks
 from shardwise.engines.outline import config_of, outline
 from shardwise.engines.tuned import made_ready
 from shardwise.execution.ranks.line import Patience
@@ -32,7 +32,7 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.groups import group_parameters
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside, strided_view
-from shardwise.planning.moves.sharing import SharedReads, Weighed
+from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader

@@ -539,7 +539,7 @@ def recorded(root: str, log: str | None) -> Any:
 
     with (
         mock.patch("shardwise.checkpoints.write.open_writer", opened),
-        mock.patch("shardwise.execution.writing.marked.open_writer", opened),
+        mock.patch("shardwise.execution.writing.marked_folder.open_writer", opened),
         mock.patch("shardwise.checkpoints.folder.open_writer", opened),
     ):
         yield

@@ -18,7 +18,8 @@ import shardwise
 from shardwise import Checkpointer
 from shardwise.checkpoints import write
 from shardwise.execution.ranks.line import Patience
-from shardwise.execution.writing import chunk_sources, chunk_stream, marked, saving_lock
+from shardwise.execution.writing import chunk_sources, chunk_stream, saving_lock
+from shardwise.execution.writing import marked_folder as marked
 from shardwise.options import CheckpointerOptions, KeepLast
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]

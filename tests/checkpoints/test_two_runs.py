@@ -11,7 +11,7 @@ from tests.verbs.test_two_saves import Before
 
 from shardwise import Checkpointer, FormatError, StorageError
 from shardwise.checkpoints import write
-from shardwise.execution.writing import marked
+from shardwise.execution.writing import marked_folder as marked
 from shardwise.options import AtStep, KeepAll, KeepLast
 from shardwise.storage.writing.opening import open_writer
 

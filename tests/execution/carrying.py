@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from tests.execution.exchanging import CPU, through
 
-from shardwise.execution.memory import common_memory
-from shardwise.execution.memory.common_memory import Address
+from shardwise.execution.memory import shared_memory as common_memory
+from shardwise.execution.memory.shared_memory import Address
 from shardwise.execution.moving.carriers import open_carrier
 from shardwise.execution.ranks.world import World
 from shardwise.planning.moves.parcels import Load, ToAll, ToEach

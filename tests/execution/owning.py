@@ -11,8 +11,8 @@ from tests.verbs.streaming import sharded
 
 from shardwise.errors import ShardwiseError, StorageError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.giving import Giver, agree_on_shares
-from shardwise.execution.writing.owners import write_by_owners
+from shardwise.execution.states.given_parts import Giver, agree_on_shares
+from shardwise.execution.writing.owned_files import write_by_owners
 from shardwise.layout import Origin
 from shardwise.models.revert import revert
 from shardwise.models.view import layout_of, look_inside

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.giving import agree_on_shares
+from shardwise.execution.states.given_parts import agree_on_shares
 from shardwise.models.view import look_inside
 from shardwise.options import TakeFirst
 

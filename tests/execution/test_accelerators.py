@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.execution.memory.copy_in import DeviceLanding
 from shardwise.execution.memory.free import available_memory
-from shardwise.execution.memory.landing import DeviceLanding
 from shardwise.models.accelerators import settle
 
 GIB = 1 << 30

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.ranks.breakages import is_of_a_collective, is_out_of_memory
-from shardwise.execution.ranks.lost_ranks import naming_the_lost
+from shardwise.execution.ranks.causes import is_of_a_collective, is_out_of_memory
+from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 
 GLOO = (

@@ -22,7 +22,7 @@ from shardwise.execution.ranks.agreement import agree_on
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.planning.forecasts.forecast import Available, RequireMemory
-from shardwise.planning.moves.sharing import Alone
+from shardwise.planning.moves.sharing_choice import Alone
 from shardwise.report.forecast import RankForecast
 
 CALM = Patience(beat_s=60, silence_s=600, join_s=600)

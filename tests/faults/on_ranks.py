@@ -23,7 +23,7 @@ import shardwise
 from shardwise.execution.moving import carriers
 from shardwise.execution.ranks import world as world_module
 from shardwise.execution.ranks.line import Patience
-from shardwise.planning.moves.sharing import InIntervals, OncePerGroup, Weighed
+from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup, Weighed
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.reading.local import LocalReader
 
@@ -35,7 +35,7 @@ STAGES = {
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),
-    "join": ("shardwise.execution.reading.sharing", "boxes_of_ranks"),
+    "join": ("shardwise.execution.reading.shared_reads", "boxes_of_ranks"),
     "share": ("shardwise.execution.reading.place", "Placer.values_of"),
     "interval": ("shardwise.execution.reading.place", "Placer.values_of"),
     "send": ("torch.distributed", "all_to_all_single"),
@@ -45,7 +45,7 @@ STAGES = {
     "look": ("shardwise.engines.sharding", "look_inside"),
     "give": ("shardwise.execution.moving.distribute", "_Yard.give"),
     "take": ("shardwise.execution.moving.distribute", "_Yard.take"),
-    "pack": ("shardwise.execution.states.giving", "Giver.share"),
+    "pack": ("shardwise.execution.states.given_parts", "Giver.share"),
     "arrange": ("shardwise.engines.saving", "prepare"),
     "create": ("shardwise.storage.writing.local_writer", "LocalWriter.create"),
     "mark": ("shardwise.engines.saving", "require_lock"),

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.errors import PlacementError
 from shardwise.models.policies import ModuleListBlocks
 from shardwise.models.wrap import Sharding, wrap
-from shardwise.planning.moves.sharing import InIntervals, OncePerGroup
+from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
 
 
 @pytest.fixture(scope="module")

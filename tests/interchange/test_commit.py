@@ -12,7 +12,8 @@ from torch import nn
 
 import shardwise
 from shardwise import StorageError
-from shardwise.execution.writing import distributed_folder, marked, rank_files, whole_file
+from shardwise.execution.writing import distributed_folder, rank_files, whole_file
+from shardwise.execution.writing import marked_folder as marked
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import DistributedFolder, OneFile, RankFiles
 from shardwise.storage.writing.opening import open_writer

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlacementError
 from shardwise.layout import MeshShape, ModelLayout, Origin
 from shardwise.models import _torch_private
-from shardwise.models.foresee import foresee, padded_numels
+from shardwise.models.forecast_layout import foresee, padded_numels
 from shardwise.models.policies import Automatic, Classes, ModuleListBlocks, WholeModel
 from shardwise.models.view import boxes_at, layout_of, look_inside
 from shardwise.models.wrap import Sharding, wrap

@@ -23,7 +23,7 @@ from shardwise.conversion import (
     stack,
     stored_leaves,
 )
-from shardwise.execution.memory.landing import landings
+from shardwise.execution.memory.copy_in import landings
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread

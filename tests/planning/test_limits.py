@@ -23,8 +23,8 @@ from shardwise.planning.loads.pages import MeasuredPages, Way
 from shardwise.planning.loads.schedule import schedule, segments_of
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.moves.exchange import WantedBoxes, dealt
-from shardwise.planning.moves.giving import own_share
 from shardwise.planning.moves.intervals import handed_over, intervals
+from shardwise.planning.moves.replica_parts import own_share
 from shardwise.planning.states.matching import match
 from shardwise.planning.states.sources import NOBODY, FirstRank, choose_sources, settle_dtypes
 from shardwise.storage.contract import ReadPolicy

@@ -15,7 +15,7 @@ from shardwise.planning.forecasts.forecast import (
     shared_tensors,
     uneven_tensors,
 )
-from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed
+from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.report.forecast import GroupForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType

@@ -18,9 +18,9 @@ from shardwise.layout import LocalBox
 from shardwise.planning.loads.consent import Consent, Ignore, Initialize, Refuse
 from shardwise.planning.loads.faults import FaultKind, Faults
 from shardwise.planning.loads.staging import ComputingShare, staging_within
-from shardwise.planning.moves.sharing import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
+from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed, choose, times_read
+from shardwise.planning.saves.file_owners import choose_owners, wanted_by_owners
 from shardwise.planning.saves.fingerprints import FINGERPRINTS_FILE, RecordedSave, from_bytes, to_bytes
-from shardwise.planning.saves.owners import choose_owners, wanted_by_owners
 from shardwise.planning.states.forms import (
     DistributedFolder,
     FullState,

@@ -8,7 +8,7 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
+from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.load_options import LoadOptions
 from shardwise.models.view import look_inside
 

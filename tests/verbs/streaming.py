@@ -21,9 +21,9 @@ from shardwise.engines.save_options import InternalNames
 from shardwise.engines.streaming import StreamOptions
 from shardwise.execution.moving import carriers
 from shardwise.execution.ranks.line import Patience
-from shardwise.execution.states import common_rooms
-from shardwise.execution.states.giving import Giver
-from shardwise.models.lora import MergedAdapter
+from shardwise.execution.states import shared_assembly as common_rooms
+from shardwise.execution.states.given_parts import Giver
+from shardwise.models.lora_weights import MergedAdapter
 from shardwise.models.view import raw_bytes
 from shardwise.planning.states.sources import FirstRank
 from shardwise.verbs.stream import iter_hf_tensors

@@ -7,7 +7,7 @@ from tests import truth, ways, zoo
 from tests.ways import WORLDS, Way
 from transformers import CONFIG_MAPPING
 
-from shardwise.planning.moves.sharing import InIntervals, OncePerGroup
+from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
 from shardwise.testing.http_store import HttpStore
 
 # They differ in what a mesh makes hard: fused rows, stacked experts, transposed and tied matrices, odd sizes.

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tests.verbs.real_shapes import Shapes, deepseek_v3, qwen3_235b, sixty_layers_of_experts
 
-from shardwise.engines.foreseeing import forecast
+from shardwise.engines.forecasting import forecast
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
-from shardwise.models.foresee import foresee
+from shardwise.models.forecast_layout import foresee
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
 from shardwise.planning.forecasts.footprint import Footprints, Reading
@@ -25,7 +25,7 @@ from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.planning.moves.exchange import WantedBoxes
 from shardwise.planning.moves.intervals import handed_over, intervals
-from shardwise.planning.moves.sharing import InIntervals
+from shardwise.planning.moves.sharing_choice import InIntervals
 from shardwise.storage.policies import LOCAL
 
 NOWHERE = Path("/nowhere")

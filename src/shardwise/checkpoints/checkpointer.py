@@ -45,7 +45,7 @@ from shardwise.checkpoints.state import (
 from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError, DisagreementError, StorageError
 from shardwise.execution.memory.garbage import collected_later
-from shardwise.execution.moving.handover import facts_of
+from shardwise.execution.moving.reshard import facts_of
 from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import refuse_meta
@@ -59,13 +59,13 @@ from shardwise.execution.states.replicas import (
     settle_odd,
 )
 from shardwise.execution.states.replicas import tell as tell_of
+from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan, plan_tensors
 from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of, views_of
 from shardwise.execution.writing.chunk_stream import ChunkSource
-from shardwise.execution.writing.chunks import ArchivedChunk, TensorsPlan, plan_tensors
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.giving import Common, in_common
+from shardwise.planning.moves.replica_parts import Common, in_common
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
 from shardwise.tensors import Box, Strided

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.chunks import ArchivedChunk
+from shardwise.execution.writing.chunk_plan import ArchivedChunk
 from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 
 MAX_FINGERPRINTS_BYTES: Final = 256 << 20

@@ -27,7 +27,7 @@ from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.copies import require_one_checkpoint
+from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
 from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.dtypes import in_memory, to_torch

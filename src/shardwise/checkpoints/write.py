@@ -19,10 +19,10 @@ from shardwise.checkpoints.modes import KeepLast, Retention
 from shardwise.checkpoints.state import KeyPath
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.chunk_plan import TensorsPlan, data_file, metadata_of
 from shardwise.execution.writing.chunk_stream import ChunkSource, ChunkStream
-from shardwise.execution.writing.chunks import TensorsPlan, data_file, metadata_of
 from shardwise.execution.writing.committing import let_count
-from shardwise.execution.writing.marked import Marked, Saving, marked_by_first
+from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_first
 from shardwise.execution.writing.saving_lock import Whose, require_lock
 from shardwise.formats.distributed import METADATA
 from shardwise.planning.saves.commit import Commit, Publish, on_its_way

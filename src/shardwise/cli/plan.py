@@ -62,7 +62,7 @@ def plan_command(
     when the model cannot be loaded so.
     """
     from shardwise.cli.launch import fail
-    from shardwise.engines.foreseeing import PlanOptions, sharding_named
+    from shardwise.engines.forecasting import PlanOptions, sharding_named
     from shardwise.engines.tuned import tuning_named
     from shardwise.verbs.plan import plan
 

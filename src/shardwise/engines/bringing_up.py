@@ -13,7 +13,7 @@ from typing import cast
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
-from shardwise.engines.asked import hints_of, require_known, require_meant
+from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
@@ -28,7 +28,7 @@ from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.twins import are_equal
+from shardwise.execution.reading.tied_values import are_equal
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models import pretrained, wrap
 from shardwise.models.replicated import average_replicated_gradients
@@ -39,7 +39,7 @@ from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.machine import file_space
-from shardwise.storage.reading.beside import Beside
+from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter

@@ -17,7 +17,7 @@ from shardwise.planning.forecasts.forecast import (
 from shardwise.planning.loads.comparing import CompareCopies, SampledBlocks
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.pages import MeasuredPages, Pages
-from shardwise.planning.moves.sharing import SharedReads, Weighed
+from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,15 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.memory.materialize import Managers, devices_of, home_of, managers_of, offloads_shards
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Arrangement, Destination, arrange
-from shardwise.execution.reading.sharing import SharingPeers, peers_in
+from shardwise.execution.reading.shared_reads import SharingPeers, peers_in
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import initialize, pretrained
 from shardwise.models.additions import NOTHING_ADDED, Additions
-from shardwise.models.foresee import padded_numels
+from shardwise.models.forecast_layout import padded_numels
 from shardwise.models.initialize import BufferRules, ComputedBuffer
+from shardwise.models.placement import refuse_subclasses
 from shardwise.models.programs import Program
-from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.models.vocabulary import Drawn
 from shardwise.planning.forecasts.forecast import (

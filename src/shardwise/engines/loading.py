@@ -25,8 +25,8 @@ from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.audit import require_equal_buffers
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.sharing import SharePlan, plan_sharing, read_shared
-from shardwise.execution.reading.twins import unequal_twins
+from shardwise.execution.reading.shared_reads import SharePlan, plan_sharing, read_shared
+from shardwise.execution.reading.tied_values import unequal_twins
 from shardwise.layout import TensorKind
 from shardwise.planning.loads.load_plan import Init, Keep, LoadPlan, Recompute, Tie
 from shardwise.report.load_report import LoadReport, TouchedPages

@@ -18,7 +18,7 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.reading.edited import edited
 from shardwise.execution.reading.outgoing import Outgoing
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.twins import are_equal
+from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.formats.checkpoint_index import CheckpointIndex, beside
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
@@ -41,7 +41,7 @@ from shardwise.report.merge_report import MergeAdapterReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.beside import Beside
+from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import open_storage
 from shardwise.tensors import DType, row_blocks
 

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import give_value
 from shardwise.execution.memory.materialize import home_among, managers_of, materialize
-from shardwise.execution.moving.handover import gather
+from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, Values, refuse_meta
 from shardwise.execution.states.replicas import equal_on_all
@@ -19,8 +19,8 @@ from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind
 from shardwise.models.dtypes import in_memory
 from shardwise.models.initialize import recompute_attributes, recompute_buffers
+from shardwise.models.placement import refuse_subclasses
 from shardwise.models.selection import Everything, Selection, names_outside
-from shardwise.models.standing import refuse_subclasses
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.states.forms import FullState, StateForm

@@ -28,7 +28,7 @@ from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
 from shardwise.execution.reading.place import Placer
-from shardwise.execution.reading.twins import are_equal
+from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint

@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.copies import Copies, require_one_checkpoint
+from shardwise.execution.reading.checkpoint_copies import Copies, require_one_checkpoint
 from shardwise.execution.reading.place import identities_of
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.planning.loads.comparing import CompareCopies
@@ -87,8 +87,9 @@ def read_index(
 ) -> OpenSource:
     """The headers of a checkpoint whose storage has been opened on every rank. Collective: yes.
 
-    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in ``execution/reading/copies.py``. One
-    that is refused is closed, unless it is the user's (``is_own`` False).
+    What the ranks have opened is one checkpoint, see [Note: One checkpoint] in
+    ``execution/reading/checkpoint_copies.py``. One that is refused is closed, unless it is the user's (``is_own``
+    False).
     """
     reader = opened.reader
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from shardwise.conversion import Bindings
-from shardwise.engines.asked import in_words
+from shardwise.engines.arguments import in_words
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex

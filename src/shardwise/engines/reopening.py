@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from shardwise.engines.foreseeing import forecast_of
+from shardwise.engines.forecasting import forecast_of
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint

@@ -23,7 +23,7 @@ from shardwise.engines.save_options import (
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.giving import Shares
+from shardwise.execution.states.given_parts import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.dtypes import from_torch, saved_dtype
 from shardwise.models.revert import Output, names_in_file, revert

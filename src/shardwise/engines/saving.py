@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.engines.asked import world_of
+from shardwise.engines.arguments import world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.save_options import (
     CompareWithMemory,
@@ -24,9 +24,9 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.materialize import home_of
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.giving import Giver, agree_on_shares
+from shardwise.execution.states.given_parts import Giver, agree_on_shares
 from shardwise.execution.writing.committing import Begun, begin_save, commit_save, undo_save
-from shardwise.execution.writing.owners import write_by_owners
+from shardwise.execution.writing.owned_files import write_by_owners
 from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.writing.write import Emitter
 from shardwise.layout import TensorKind

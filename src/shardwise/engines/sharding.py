@@ -22,8 +22,8 @@ from shardwise.execution.states.supply import compare, require_alike_models, sur
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
 from shardwise.models.groups import group_parameters
+from shardwise.models.placement import is_sharded, refuse_unmovable
 from shardwise.models.rebind import Bound, look_at
-from shardwise.models.standing import is_sharded, refuse_unmovable
 from shardwise.models.trained import TrainedDtype
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrap import Sharding

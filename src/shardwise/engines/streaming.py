@@ -14,22 +14,22 @@ from torch import nn
 from shardwise.conversion import Stored, computes
 from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.execution.memory.common_memory import is_common
 from shardwise.execution.memory.materialize import home_of
+from shardwise.execution.memory.shared_memory import is_common
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import assemble, part_of
-from shardwise.execution.states.common_rooms import CommonRooms, put_together
-from shardwise.execution.states.giving import Giver, MergingGiver, agree_on_shares
+from shardwise.execution.states.given_parts import Giver, MergingGiver, agree_on_shares
+from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
-from shardwise.models.lora import MergedAdapter, without_adapter
+from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
-from shardwise.planning.moves.giving import Boxes
+from shardwise.planning.moves.replica_parts import Boxes
 from shardwise.planning.states.sources import EveryRank, FirstRank
 from shardwise.report.names import collapse
 from shardwise.tensors import Box, numel

@@ -28,7 +28,7 @@ from shardwise.interchange.trainer_beside import RestoreRandom as RestoreRandom
 from shardwise.models.blocks import CompileBlocks as CompileBlocks
 from shardwise.models.blocks import Off as Off
 from shardwise.models.blocks import PerBlock as PerBlock
-from shardwise.models.lora import MergedAdapter as MergedAdapter
+from shardwise.models.lora_weights import MergedAdapter as MergedAdapter
 from shardwise.models.optimizer_state import ByName as ByName
 from shardwise.models.optimizer_state import ByPosition as ByPosition
 from shardwise.models.policies import Automatic as Automatic
@@ -56,10 +56,10 @@ from shardwise.planning.loads.consent import TakeFirst as TakeFirst
 from shardwise.planning.loads.pages import HugePages as HugePages
 from shardwise.planning.loads.pages import MeasuredPages as MeasuredPages
 from shardwise.planning.loads.pages import SmallPages as SmallPages
-from shardwise.planning.moves.sharing import Alone as Alone
-from shardwise.planning.moves.sharing import InIntervals as InIntervals
-from shardwise.planning.moves.sharing import OncePerGroup as OncePerGroup
-from shardwise.planning.moves.sharing import Weighed as Weighed
+from shardwise.planning.moves.sharing_choice import Alone as Alone
+from shardwise.planning.moves.sharing_choice import InIntervals as InIntervals
+from shardwise.planning.moves.sharing_choice import OncePerGroup as OncePerGroup
+from shardwise.planning.moves.sharing_choice import Weighed as Weighed
 from shardwise.planning.states.forms import DistributedFolder as DistributedFolder
 from shardwise.planning.states.forms import FullState as FullState
 from shardwise.planning.states.forms import OneFile as OneFile

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.models.standing import computing_device, root_of
+from shardwise.models.placement import computing_device, root_of
 from shardwise.training.batches import Batch
 from shardwise.training.losses import Loss, WholeLogits
 from shardwise.training.options import Precision

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.checkpoints.state import TrainState
 from shardwise.errors import RankLostError, ShardwiseError, TrainingError
-from shardwise.execution.ranks.lost_ranks import naming_the_lost
+from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import module_of
 from shardwise.training.batches import Batch

@@ -25,7 +25,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models.standing import computing_device, root_of
+from shardwise.models.placement import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.batches import IGNORED, Batch
 from shardwise.training.evaluation import evaluating

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.models.standing import computing_device
+from shardwise.models.placement import computing_device
 from shardwise.training.batches import IGNORED, Batch
 from shardwise.training.evaluation import evaluating
 

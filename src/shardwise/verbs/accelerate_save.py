@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.asked import world_of
+from shardwise.engines.arguments import world_of
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.accelerate_writing import FilesPlace, write_model, write_optimizer
 from shardwise.models.selection import Everything, Selection

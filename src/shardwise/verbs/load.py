@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardwise.engines.asked import agree_on_call, hints_of, require_meant, world_of
+from shardwise.engines.arguments import agree_on_call, hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_call import LoadCall, load_checkpoint
 from shardwise.engines.load_options import LoadOptions

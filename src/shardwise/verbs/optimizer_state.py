@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.asked import world_of
+from shardwise.engines.arguments import world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.optimizer_states import brought, set_values, take_out
 from shardwise.execution.states.agreed import StateOptions, require_same_call

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Unpack
 
-from shardwise.engines.asked import hints_of, require_known, require_meant
-from shardwise.engines.foreseeing import PlanOptions, forecast_of
+from shardwise.engines.arguments import hints_of, require_known, require_meant
+from shardwise.engines.forecasting import PlanOptions, forecast_of
 from shardwise.engines.outline import settled
 from shardwise.report.forecast import Forecast
 

@@ -7,7 +7,7 @@ from typing import Literal, Unpack, overload
 
 from transformers import PreTrainedModel
 
-from shardwise.engines.asked import agree_on_call, world_of
+from shardwise.engines.arguments import agree_on_call, world_of
 from shardwise.engines.bringing_up import bring_up, settle_call
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions

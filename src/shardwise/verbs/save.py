@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engines.asked import hints_of, require_meant
+from shardwise.engines.arguments import hints_of, require_meant
 from shardwise.engines.save_options import HubNames, PeftNames, SaveOptions, Trust, Verification, WrittenNames
 from shardwise.engines.save_plan import SaveRequest
 from shardwise.engines.saving import carry_out_save

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.asked import hints_of, require_meant, world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.sharding import ShardCall, ShardOptions, carry_out_shard
 from shardwise.models.trained import AsItIs, TrainedDtype

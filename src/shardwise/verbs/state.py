@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardwise.engines.asked import world_of
+from shardwise.engines.arguments import world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.model_states import set_values, take_out
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, by_canonical_names, require_same_call

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.engines.save_options import HubNames, WrittenNames
 from shardwise.engines.streaming import StreamOptions, Targets, walk_tensors
 from shardwise.errors import ConfigError
-from shardwise.models.lora import MergedAdapter
+from shardwise.models.lora_weights import MergedAdapter
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import OnDiffering, TakeFirst

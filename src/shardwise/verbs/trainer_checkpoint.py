@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.asked import hints_of, require_meant, world_of
+from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.trainer_beside import RandomNumbers, RestoreRandom, Scheduler
 from shardwise.interchange.trainer_restoring import TrainerCall, look, restore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Unpack
 
-from shardwise.engines.asked import agree_on_call, world_of
+from shardwise.engines.arguments import agree_on_call, world_of
 from shardwise.engines.bringing_up import bring_up, settle_call
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions

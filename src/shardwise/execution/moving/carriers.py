@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.execution.memory.common_memory import open_windows
+from shardwise.execution.memory.shared_memory import open_windows
 from shardwise.execution.ranks.world import World
 from shardwise.planning.moves.parcels import Load, ToAll, ToEach
 

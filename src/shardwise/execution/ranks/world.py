@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise import errors
 from shardwise.errors import ConfigError, DisagreementError
 from shardwise.execution.ranks.line import ANY_CALL, Line, Patience
+from shardwise.execution.ranks.liveness import keep_beating
 from shardwise.execution.ranks.messages import (
     SILENT,
     Failure,
@@ -33,7 +34,6 @@ from shardwise.execution.ranks.messages import (
     packed,
     unpacked,
 )
-from shardwise.execution.ranks.presence import keep_beating
 from shardwise.models import process_groups
 from shardwise.storage import machine
 

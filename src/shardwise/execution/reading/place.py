@@ -20,8 +20,8 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.errors import StorageError
+from shardwise.execution.memory.copy_in import Landing, as_stored, landings, memory_of
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.execution.memory.landing import Landing, as_stored, landings, memory_of
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.workers import Workers

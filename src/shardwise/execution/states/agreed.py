@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, CoverageError, PlacementError
 from shardwise.execution.moving.exchange import Traffic
-from shardwise.execution.moving.handover import (
+from shardwise.execution.moving.reshard import (
     Handover,
     TensorFacts,
     boxes_of,

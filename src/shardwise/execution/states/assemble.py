@@ -8,7 +8,7 @@ import torch
 
 from shardwise.execution.moving.exchange import Exchange, TakePieces
 from shardwise.execution.ranks.world import World
-from shardwise.execution.states.giving import Giver
+from shardwise.execution.states.given_parts import Giver
 from shardwise.models.view import strided_view
 from shardwise.planning.moves.parcels import Parcel, Round
 from shardwise.tensors import Box

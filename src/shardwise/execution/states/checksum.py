@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from shardwise.execution.memory.landing import memory_of
+from shardwise.execution.memory.copy_in import memory_of
 from shardwise.models.view import raw_bytes
 from shardwise.tensors import row_blocks
 from shardwise.tensors.fingerprint import LANES, MODULUS, block_weight, fingerprint, lane_weights

@@ -1,10 +1,10 @@
 """Compares the values of replicas before anything is taken out of a model.
 
-[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves.giving`). Where
-their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are equal
-where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ for good
-reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of them, so
-that they belong together.
+[Note: Patchworks] Of what several ranks hold each gives a part (:mod:`shardwise.planning.moves.replica_parts`).
+Where their values differ, what is put together is on no rank. Parameters, and what optimizers hold of them, are
+equal where gradients are averaged; if they are not, something is wrong, and the ranks say so. Buffers may differ
+for good reasons, as the running statistics of BatchNorm do: those of the first rank that holds them count, all of
+them, so that they belong together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.execution.moving.handover import Handover, facts_of, hand_over, landing
+from shardwise.execution.moving.reshard import Handover, facts_of, hand_over, landing
 from shardwise.execution.ranks.messages import digest_of
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.checksum import checksums
 from shardwise.layout import place_of
 from shardwise.models.view import local_boxes, local_tensor, strided_view
 from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.giving import Common, in_common, shares_of_first
+from shardwise.planning.moves.replica_parts import Common, in_common, shares_of_first
 from shardwise.report.names import collapse
 
 T = TypeVar("T")

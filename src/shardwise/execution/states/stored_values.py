@@ -11,9 +11,9 @@ from shardwise.conversion import Expression, key_of
 from shardwise.errors import StorageError
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.copies import require_one_checkpoint
+from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
 from shardwise.execution.reading.place import Destination, Placer, arrange
-from shardwise.execution.reading.twins import are_equal
+from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.states.agreed import untied
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models.dtypes import to_torch
@@ -43,7 +43,7 @@ class StoredValues:
     read_bytes: int = 0
 
     def told(self, world: World) -> list[dict[str, Brought]]:
-        """All of it, as if one brought it. The ranks' files are one checkpoint, see execution/reading/copies.py."""
+        """All of it, as if one brought it. The ranks' files are one checkpoint, see checkpoint_copies."""
         require_one_checkpoint(world, self.reader, self.index, SampledBlocks(), self.budget_bytes)
         return [
             {

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from shardwise.execution.memory.copy_in import memory_of
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.execution.memory.landing import memory_of
 from shardwise.execution.reading.place import bytes_of
-from shardwise.execution.writing.chunks import ArchivedChunk
+from shardwise.execution.writing.chunk_plan import ArchivedChunk
 from shardwise.layout import place_of
 from shardwise.models.at_once import copy_all
 from shardwise.models.view import local_boxes, strided_view

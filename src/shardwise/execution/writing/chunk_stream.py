@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from shardwise.execution.writing.archive import envelope
-from shardwise.execution.writing.chunks import ArchivedChunk
+from shardwise.execution.writing.chunk_plan import ArchivedChunk
 from shardwise.execution.writing.sink import Sink
 from shardwise.storage.contract import StorageWriter
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from shardwise.errors import FormatError, PlacementError, StorageError
-from shardwise.execution.moving.handover import TensorFacts, facts_of
+from shardwise.execution.moving.reshard import TensorFacts, facts_of
 from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.chunk_plan import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
 from shardwise.execution.writing.chunk_sources import InPlace, places_of, views_of
 from shardwise.execution.writing.chunk_stream import ChunkStream
-from shardwise.execution.writing.chunks import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
 from shardwise.execution.writing.committing import let_count, remove_unnamed
-from shardwise.execution.writing.marked import Marked, marked_by_first
+from shardwise.execution.writing.marked_folder import Marked, marked_by_first
 from shardwise.execution.writing.saving_lock import Whose, require_lock
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.distributed import METADATA, read_metadata

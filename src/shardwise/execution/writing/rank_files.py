@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import FormatError, PlacementError, StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.committing import let_count, remove_unnamed
-from shardwise.execution.writing.marked import Marked, marked_by_first
+from shardwise.execution.writing.marked_folder import Marked, marked_by_first
 from shardwise.execution.writing.saving_lock import Whose, new_token, require_lock, take_lock
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor

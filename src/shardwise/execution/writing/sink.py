@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from shardwise.execution.memory.landing import memory_of
+from shardwise.execution.memory.copy_in import memory_of
 from shardwise.execution.reading.workers import Ahead
 from shardwise.planning.saves.save_plan import Extent
 from shardwise.storage.contract import StorageWriter

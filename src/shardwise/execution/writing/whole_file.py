@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import PlacementError
 from shardwise.execution.moving.distribute import LocalTensor
-from shardwise.execution.moving.handover import Handover, facts_of, hand_over, held_by_rank, landing
+from shardwise.execution.moving.reshard import Handover, facts_of, hand_over, held_by_rank, landing
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.sink import Sink
 from shardwise.execution.writing.torch_out import Levels, Nest, RoomyFile

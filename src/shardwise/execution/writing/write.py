@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.execution.memory.landing import as_stored, memory_of
+from shardwise.execution.memory.copy_in import as_stored, memory_of
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import bytes_of

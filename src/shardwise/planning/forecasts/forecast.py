@@ -25,7 +25,7 @@ from shardwise.planning.forecasts.footprint import Footprint, Footprints, Readin
 from shardwise.planning.loads.load_plan import LoadPlan
 from shardwise.planning.loads.staging import staging_within
 from shardwise.planning.moves.intervals import intervals
-from shardwise.planning.moves.sharing import (
+from shardwise.planning.moves.sharing_choice import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
     Alone,

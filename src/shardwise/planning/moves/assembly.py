@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from shardwise.conversion import Expression, pieces, skeleton
 from shardwise.planning.moves.exchange import cut
-from shardwise.planning.moves.giving import Boxes
 from shardwise.planning.moves.parcels import Parcel, Piece, Round
+from shardwise.planning.moves.replica_parts import Boxes
 from shardwise.tensors import Box, Strided
 
 

@@ -28,7 +28,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models import initialize
 from shardwise.models.dtypes import from_torch
-from shardwise.models.foresee import foresee
+from shardwise.models.forecast_layout import foresee
 from shardwise.models.groups import MAX_PADDING
 from shardwise.models.policies import (
     Automatic,
@@ -52,7 +52,7 @@ from shardwise.planning.forecasts.forecast import (
     uneven_tensors,
 )
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
-from shardwise.planning.moves.sharing import SharedReads, Weighed
+from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy

@@ -25,7 +25,7 @@ from shardwise.models.view import Held, boxes_of_ranks, strided_view
 from shardwise.planning.moves.exchange import WantedBoxes, dealt, hull, rounds
 from shardwise.planning.moves.intervals import handed_over, intervals
 from shardwise.planning.moves.parcels import Parcel, Round
-from shardwise.planning.moves.sharing import (
+from shardwise.planning.moves.sharing_choice import (
     ETHERNET_BYTES_PER_S,
     FABRIC_BYTES_PER_S,
     InIntervals,

@@ -15,11 +15,11 @@ from typing import Self
 
 import torch
 
-from shardwise.execution.memory.common_memory import Address, CommonMemory, Entered, enter
+from shardwise.execution.memory.shared_memory import Address, CommonMemory, Entered, enter
 from shardwise.execution.moving.exchange import Exchange
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import into, part_of
-from shardwise.execution.states.giving import Giver
+from shardwise.execution.states.given_parts import Giver
 from shardwise.planning.moves.parcels import Round
 from shardwise.tensors import Box
 
@@ -164,7 +164,7 @@ def put_together(world: World, rounds: Sequence[Round], giver: Giver, rooms: Com
     """Fill the rooms, round by round; yields each complete round, whose tensors can then be taken.
 
     A generator that all ranks go through alike. Closing it on all ranks after the same round is no fault. All ranks
-    see one memory (:func:`shardwise.execution.memory.common_memory.is_common`).
+    see one memory (:func:`shardwise.execution.memory.shared_memory.is_common`).
 
     Collective: yes.
     Memory: as of :class:`CommonRooms`.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from shardwise.errors import RankLostError, ShardwiseError
-from shardwise.execution.ranks.breakages import is_of_a_collective, is_out_of_memory
+from shardwise.execution.ranks.causes import is_of_a_collective, is_out_of_memory
 from shardwise.execution.ranks.line import Line
 from shardwise.execution.ranks.world import World
 

@@ -11,18 +11,18 @@ import torch
 
 from shardwise.conversion import Expression
 from shardwise.errors import ConfigError
-from shardwise.execution.memory.landing import memory_of
+from shardwise.execution.memory.copy_in import memory_of
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import assemble
-from shardwise.execution.states.giving import Giver
+from shardwise.execution.states.given_parts import Giver
 from shardwise.execution.writing.sink import Sink, WrittenTensors
 from shardwise.formats.safetensors_header import NewFile
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.moves.assembly import plan_assembly
-from shardwise.planning.moves.giving import Boxes
 from shardwise.planning.moves.parcels import ALIGNMENT_BYTES, Round, staged
-from shardwise.planning.saves.owners import choose_owners, wanted_by_owners
+from shardwise.planning.moves.replica_parts import Boxes
+from shardwise.planning.saves.file_owners import choose_owners, wanted_by_owners
 from shardwise.storage.contract import StorageWriter
 from shardwise.tensors import Box, contiguous_strides
 
