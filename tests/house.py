@@ -10,6 +10,10 @@ Definitions:
 - *a reader of load*: the modules of the package that importing ``shardwise.verbs.load`` brings, at any depth;
   imports for type checkers only do not count. Their lines of code.
 - *circles*: modules that import each other.
+- *the walk*: ``load``'s ``model``, followed from call to call: into every function of the package that it is given
+  to, itself or under another name (``held = model``), with the functions defined inside; each function once.
+  What is made of it, and methods of objects, are not followed. A *return* is a step from a room to one above it,
+  by the order of the import contract.
 - *long*: functions of more than 50 lines, files of more than 400.
 """
 
@@ -18,10 +22,13 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "shardwise"
@@ -38,6 +45,7 @@ def main() -> None:
     lines = {name: lines_of_code(path.read_text()) for name, path in modules.items()}
     reader = closure(f"{PACKAGE}.verbs.load", trees)
     twice = names_in_two_modules(trees)
+    stays = walk(f"{PACKAGE}.verbs.load", "load", "model", trees)
     long_functions = [
         f"{name}.{node.name} ({_length(node)})"
         for name, tree in trees.items()
@@ -58,6 +66,9 @@ def main() -> None:
         "files of more than 400 lines": long_files,
         "a reader of load: modules": sorted(reader),
         "a reader of load: lines of code": sum(lines[name] for name in reader),
+        "the walk: functions": list(dict.fromkeys(stays)),
+        "the walk: files": sorted({stay.partition(":")[0] for stay in stays}),
+        "the walk: returns to a higher room": climbs(stays),
     }
     for what, found in told.items():
         print(f"{what:40} {found if isinstance(found, int) else len(found):>8,}")
@@ -133,6 +144,103 @@ def closure(start: str, trees: dict[str, ast.Module]) -> set[str]:
         todo += {".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)}
         todo += _imported(trees[name])
     return found - {PACKAGE}
+
+
+Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
+
+
+def walk(module: str, function: str, parameter: str, trees: dict[str, ast.Module]) -> list[str]:
+    """The functions that a parameter of one is given to, in the order of the code, with returns to the caller."""
+    stays: list[str] = []
+    seen: set[tuple[str, str]] = set()
+
+    def enter(module: str, name: str, tracked: set[str]) -> None:
+        found = _defined(trees, module, name)
+        if found is None or (found[0], name) in seen:
+            return
+        home, node = found
+        seen.add((home, name))
+        place = f"{home}:{name}"
+        stays.append(place)
+        names = _names_in(home, trees)
+        for child in ast.walk(node):
+            if isinstance(child, ast.Assign) and isinstance(child.value, ast.Name) and child.value.id in tracked:
+                tracked |= {target.id for target in child.targets if isinstance(target, ast.Name)}
+        for call in sorted(
+            (child for child in ast.walk(node) if isinstance(child, ast.Call)), key=lambda child: child.lineno
+        ):
+            callee = _callee(call, home, names)
+            given = callee and _given(call, trees, *callee, tracked)
+            if callee and given:
+                before = len(stays)
+                enter(*callee, given)
+                if len(stays) > before:
+                    stays.append(place)
+
+    enter(module, function, {parameter})
+    return stays
+
+
+def climbs(stays: list[str]) -> list[str]:
+    """The steps of a walk that lead from a room to one above it."""
+    order = [
+        room.strip("( )")
+        for layer in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0][
+            "layers"
+        ]
+        for room in layer.split("|")
+    ]
+    heights = {room: -number for number, room in enumerate(order)}
+
+    def height(stay: str) -> int:
+        return heights.get(stay.partition(":")[0].split(".")[1], 0)
+
+    return [f"{one} -> {other}" for one, other in itertools.pairwise(stays) if height(other) > height(one)]
+
+
+def _defined(trees: dict[str, ast.Module], module: str, name: str) -> tuple[str, Function] | None:
+    for node in trees[module].body if module in trees else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return module, node
+    return None
+
+
+def _names_in(module: str, trees: dict[str, ast.Module]) -> dict[str, tuple[str, str]]:
+    """What names mean in a module: (module, "") or (module, name in it)."""
+    names: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(trees[module]):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = (whole, "") if whole in trees else (node.module, alias.name)
+    return names
+
+
+def _callee(call: ast.Call, module: str, names: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
+    match call.func:
+        case ast.Name(name):
+            return names.get(name, (module, name))
+        case ast.Attribute(ast.Name(inside), name) if names.get(inside, ("", "x"))[1] == "":
+            return names[inside][0], name
+    return None
+
+
+def _given(call: ast.Call, trees: dict[str, ast.Module], module: str, name: str, tracked: set[str]) -> set[str]:
+    """The parameters of a function that a call gives something that is tracked."""
+    found = _defined(trees, module, name)
+    if found is None:
+        return set()
+    parameters = [item.arg for item in (*found[1].args.posonlyargs, *found[1].args.args)]
+    given = {
+        parameter
+        for parameter, value in zip(parameters, call.args, strict=False)
+        if isinstance(value, ast.Name) and value.id in tracked
+    }
+    return given | {
+        item.arg
+        for item in call.keywords
+        if item.arg and isinstance(item.value, ast.Name) and item.value.id in tracked
+    }
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
