@@ -34,7 +34,15 @@ from shardwise.training.looking import Evaluation, evaluate
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.report import CheckpointFacts, EvaluationFacts, Event, Remark, StepFacts, TrainReport
+from shardwise.training.report import (
+    CheckpointFacts,
+    EvaluationFacts,
+    Event,
+    PartFacts,
+    Remark,
+    StepFacts,
+    TrainReport,
+)
 from shardwise.training.stopping import StopRequest, stopping_on_signals
 
 OPTIONS = TrainOptions(
@@ -501,7 +509,7 @@ def test_a_tracker_of_accelerate_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "fake", Fake)
     options = {"fake": {"mood": "good"}}
     trackers = Trackers(["fake"], tmp_path, "mine", {"a": {"b": 1, "c": None}}, options)
-    trackers.tell(step(3))
+    trackers.tell(replace(step(3), parts={"a": PartFacts(0.1, math.inf)}))
     trackers.tell(EvaluationFacts(3, 2.0, 5, 0.1, True))
     trackers.close()
     assert told[:3] == [
@@ -511,6 +519,8 @@ def test_a_tracker_of_accelerate_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert told[3][0] == "step 3"
     assert told[3][1]["train/loss"] == 1.0
+    assert told[3][1]["train/parts.a.learning_rate"] == 0.1
+    assert "train/parts.a.grad_norm" not in told[3][1]
     assert set(told[4][1]) == {
         f"evaluation/{name}" for name in ("loss", "perplexity", "seconds", "supervised_tokens")
     }

@@ -241,6 +241,11 @@ def test_a_part_without_a_name_or_with_another_norm_is_refused(wrong: dict[str, 
         towers.right(towers.Towers(), **wrong)
 
 
+def test_a_dtype_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype='fp16': it must be one of float32, bfloat16, float16"):
+        OwnParts([], "fp16")
+
+
 class OfLeft(towers.OfBoth):
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return super().summed(lambda **inputs: {"left": model(**inputs)["left"]}, batch)

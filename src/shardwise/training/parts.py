@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -114,10 +114,17 @@ class OwnParts:
     """What is trained, by optimizers and schedules of one's own; in place of :class:`TrainOptions`.
 
     Every parameter that requires a gradient is in one part. ``dtype`` is what is computed in.
+
+    Raises:
+        ConfigError: there is no such dtype.
     """
 
     parts: Sequence[TrainedPart]
     dtype: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Precision):
+            raise ConfigError(f"dtype={self.dtype!r}: it must be one of {', '.join(get_args(Precision))}")
 
 
 def require_parts(model: nn.Module, parts: Sequence[TrainedPart]) -> None:

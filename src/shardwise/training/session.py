@@ -42,7 +42,7 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
-from shardwise.training.sections import TrainConfig
+from shardwise.training.sections import DataSection, EvaluationSection, TrainConfig
 from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
 
@@ -90,13 +90,7 @@ class Session:
             revision=None if config.model.tokenizer else config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        name = DataName(config.data.train, config.data.split, config.data.subset)
-        malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
-        data = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
-        held_out = None
-        if config.evaluation.data is not None:
-            name = DataName(config.evaluation.data, config.evaluation.split, config.evaluation.subset)
-            held_out = read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
+        data, held_out = _read_rows(config, tokenizer)
         request = ModelRequest(
             config.model.name,
             options,
@@ -220,6 +214,18 @@ class Session:
             dtype=section.dtype or self.stored,
             max_shard_size=section.max_shard_size,
         )
+
+
+def _read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TrainData, TrainData | None]:
+    """What is learned, and what is only looked at. Collective: yes."""
+    malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
+
+    def read(section: DataSection | EvaluationSection, path: str) -> TrainData:
+        name = DataName(path, section.split, section.subset)
+        return read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
+
+    data, held_out = read(config.data, config.data.train), config.evaluation.data
+    return data, None if held_out is None else read(config.evaluation, held_out)
 
 
 def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:

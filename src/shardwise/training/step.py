@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class StepGradient:
         return math.hypot(*self.norms)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepWork:
     """How a step comes about; made once for a training.
 
@@ -83,21 +84,25 @@ class StepWork:
             # FSDP2 averages gradients over the ranks; as their sum is meant, the number of ranks is a factor.
             (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
             total += loss.detach()
-        members = [part.parameters_in(self.forward.model) for part in self.parts]
-        loss_sum, norms, is_heard = self._summed(total, members, tell())
-        for part, parameters, norm in zip(self.parts, members, norms, strict=True):
+        loss_sum, norms, is_heard = self._summed(total, tell())
+        for part, parameters, norm in zip(self.parts, self._members, norms, strict=True):
             scale_gradients(parameters, clip_factor(norm, part.max_grad_norm) / self.scaling.scale)
         tokens, supervised_tokens, counted = counts.read()
         return StepGradient(loss_sum / max(counted, 1), norms, tokens, supervised_tokens, is_heard)
 
+    @cached_property
+    def _members(self) -> list[list[nn.Parameter]]:
+        """The parameters of each part, in the model's order, in which their norms are summed."""
+        return [part.parameters_in(self.forward.model) for part in self.parts]
+
     def _summed(
-        self, loss: torch.Tensor, members: Sequence[Sequence[nn.Parameter]], told: Sequence[bool]
+        self, loss: torch.Tensor, told: Sequence[bool]
     ) -> tuple[float, tuple[float, ...], tuple[bool, ...]]:
         """The loss of all ranks, the norms of their gradients, and whether any of them told something."""
         kinds = [part.norm_type for part in self.parts]
         shares = [
             norm_share(parameters, kind, self.world.size).to(loss.device)
-            for parameters, kind in zip(members, kinds, strict=True)
+            for parameters, kind in zip(self._members, kinds, strict=True)
         ]
         if math.inf in kinds:
             greatest = reduced(torch.stack(shares), math.inf, self.world.group).to(loss.device) / self.world.size
