@@ -68,12 +68,13 @@ def test_every_rank_gets_every_message_in_the_order_of_ranks(size):
 def test_nothing_but_signs_of_life_stays_in_the_store():
     with Ranks(3) as ranks:
         kept = []
-        for _ in range(2):
+        for _ in range(6):
             for _ in range(4):
                 ranks.each(lambda line: meet(line, b"hello"))
             ranks.each(lambda line: line.part())
             kept.append(ranks.store.num_keys())
-        assert kept[0] == kept[1]
+        # A rank that has not run for a while on a busy machine has left no beat, or one more.
+        assert max(kept) - min(kept) <= 3, kept
 
 
 def test_a_later_line_of_the_same_ranks_does_not_hear_an_earlier_one():
