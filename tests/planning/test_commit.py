@@ -82,6 +82,7 @@ def test_weights_that_a_new_config_would_belie_are_set_aside_first():
 def test_a_single_file_counts_whatever_an_index_says():
     standing = look_at_folder([SINGLE, INDEX, "a.safetensors"], index_of("a.safetensors"))
     assert standing.weights == {SINGLE}
+    assert standing.named == {"a.safetensors"}, "what the index names may be about to count"
     assert obsolete(ONE, standing) == [INDEX]
     assert obsolete(SEVERAL, standing) == [SINGLE]
 

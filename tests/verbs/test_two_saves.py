@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.errors import StorageError
+from shardwise.errors import CheckpointError, StorageError
 from shardwise.execution.writing import saving_lock
 from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.opening import open_writer
@@ -229,6 +229,27 @@ def test_a_save_counts_and_says_so_though_another_took_the_folder_over_and_died(
     unmark(target)
     save(4, target, size)
     assert seed_in(target) == 4
+
+
+def test_files_that_an_index_is_about_to_make_count_are_left_by_one_that_takes_over_and_dies(tmp_path, monkeypatch):
+    """Several files over a single one count when that is out of the way, the step after their index."""
+    save(1, tmp_path, ONE)
+
+    def other():
+        unmark(tmp_path)
+        with (
+            meanwhile(monkeypatch, lambda name, file="", *_: name == "write" and MARK not in file, fail),
+            pytest.raises(CheckpointError, match="dies"),
+        ):
+            save(3, tmp_path, SEVERAL)
+
+    def fail():
+        raise RuntimeError("dies")
+
+    with meanwhile(monkeypatch, lambda name, *_: name == "rename" and _[1].endswith(".older"), other):
+        save(2, tmp_path, SEVERAL)
+    assert seed_in(tmp_path) == 2
+    assert shardwise.verify(tmp_path).compared
 
 
 def is_before_the_config(name, *arguments):

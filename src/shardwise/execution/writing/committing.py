@@ -81,8 +81,9 @@ def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Map
             writer.sync_names()
             held.require()
         for step in commit.steps:
+            if isinstance(step, Remove) or step in commit.aside:
+                held.require()  # these concern the files of others, which nothing of this save's fences
             if isinstance(step, Remove):
-                held.require()
                 _require_there(writer, commit.then)
             _take(writer, step)
         _require_counting(writer, commit)
@@ -222,8 +223,9 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
         left = [name for name in obsolete(plan, FolderState(standing.files, nothing)) if name != plan.index_file]
         if standing.weights:
             writer.sync_names()  # what counts must last before weights that were set aside for it go
+        kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
         for name in left:
-            if name not in standing.weights and (standing.weights or not name.endswith(OLDER)):
+            if name not in kept and (standing.weights or not name.endswith(OLDER)):
                 writer.remove(
                     name
                 )  # its space may be needed; with nothing that counts, older weights are the only ones

@@ -26,10 +26,17 @@ _OF_A_SAVE = (
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """What a folder holds before a save: its files, and those of them that make up the weights that count."""
+    """What a folder holds before a save.
+
+    Attributes:
+        files: all of them.
+        weights: those that make up the weights that count.
+        named: those that the index names. Beside a single file they do not count, but may be about to.
+    """
 
     files: frozenset[str]
     weights: frozenset[str]
+    named: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +107,15 @@ def is_on_its_way(file: str) -> bool:
 
 def look_at_folder(files: Collection[str], index: bytes | None, single_file: str = SINGLE_FILE) -> FolderState:
     """What is there, of the names in a folder and of its index file; an index that makes no sense names nothing."""
-    weights = {single_file} & set(files)
-    if not weights and index is not None:
+    named: set[str] = set()
+    if index is not None:
         try:
-            named = json.loads(index)["weight_map"].values()
-            weights = {name for name in named if isinstance(name, str)} & set(files)
+            values = json.loads(index)["weight_map"].values()
+            named = {name for name in values if isinstance(name, str)} & set(files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            weights = set()
-    return FolderState(frozenset(files), frozenset(weights))
+            named = set()
+    weights = {single_file} & set(files) or named
+    return FolderState(frozenset(files), frozenset(weights), frozenset(named))
 
 
 def commit_of(
