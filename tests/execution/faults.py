@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwise.errors import CoverageError, FormatError, StorageError
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
+from shardwise.storage import machine
 
 
 def raise_on(ranks: tuple[int, ...], same: bool) -> tuple[str, str]:
@@ -72,7 +73,7 @@ def first_on_host(with_names: bool = False) -> bool:
     """With names, every rank has a host name of its own, as containers of one machine have."""
     name = f"container-{dist.get_rank()}" if with_names else socket.gethostname()
     with mock.patch("socket.gethostname", return_value=name):
-        return World.current().is_first_on_host()
+        return World.current().is_first_of(machine.file_space())
 
 
 def exit_on(rank: int) -> None:

@@ -35,7 +35,6 @@ from shardwise.execution.ranks.messages import (
     unpacked,
 )
 from shardwise.models import process_groups
-from shardwise.storage import machine
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -244,10 +243,6 @@ class World:
 
         self.require_equal(len(values), "the number of values that are added up")
         return self.together(add)
-
-    def is_first_on_host(self) -> bool:
-        """Whether this rank is the lowest one of those that see its machine's files. Collective: yes."""
-        return self.is_first_of(machine.file_space())
 
     def is_first_of(self, place: str) -> bool:
         """Whether this rank is the lowest one that is at this place. Collective: yes."""
