@@ -114,7 +114,7 @@ ALL: dict[str, Scene] = {
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)  # a merge is taken over a thousand times
 @everywhere
 @pytest.mark.parametrize("scene", ALL)
 def test_every_moment(scene: str, verb: str, store: str) -> None:
