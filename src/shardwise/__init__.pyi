@@ -3,6 +3,7 @@
 from shardwise import options as options
 from shardwise import report as report
 from shardwise import storage as storage
+from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
 from shardwise.checkpoints.reopened import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState

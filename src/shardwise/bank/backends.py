@@ -1,0 +1,341 @@
+"""Adds the adapters of many tenants to what a layer of the base gives, and leads gradients back: two ways to do it.
+
+[Note: Segments, not masks] Rows of one tenant lie side by side, and only they meet its matrices. A mask would have
+every row meet all of them, times 0; but 0 times NaN is NaN.
+
+[Note: Straight into the buffer] The matrices are no inputs of the autograd function: their gradients are added to
+views of the tenant's flat buffer. A scalar that requires a gradient, the *anchor*, stands for them, so that the
+function has a backward pass in the first layer, too, whose input requires none; on every rank alike, also one that
+has no rows of a tenant, as FSDP2 gathers for the backward pass of what requires a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.bank import dropout
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPair:
+    """A tenant's matrices at one site, float32: views of its flat buffer, and of that of its gradient."""
+
+    A: torch.Tensor
+    """(r, in)"""
+    B: torch.Tensor
+    """(out, r)"""
+    a_grad: torch.Tensor
+    b_grad: torch.Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SitePart:
+    """The rows ``start <= i < stop`` of a layer's input are a tenant's."""
+
+    pair: TenantPair
+    start: int
+    stop: int
+    keys: torch.Tensor | None = None
+    """Of its rows, for its dropout; None where it has none."""
+    site: int = 0
+
+    def dropped(self, values: torch.Tensor) -> torch.Tensor:
+        if self.keys is None:
+            return values
+        return dropout.dropped(values, self.keys, self.site, self.pair.dropout)
+
+
+class Backend(Protocol):
+    """How the adapters of a layer are computed; all of these agree but for rounding.
+
+    ``x`` is (rows, in), ``out`` and ``g`` are (rows, out); parts are in order and do not overlap.
+    """
+
+    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        """Add the adapters to ``out``; returns what :meth:`lead_back` wants to have again."""
+        ...
+
+    def lead_back(
+        self,
+        parts: Sequence[SitePart],
+        x: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        g: torch.Tensor,
+        x_grad: torch.Tensor | None,
+    ) -> None:
+        """Add to the gradients of the matrices, and to that of ``x``, where it is wanted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLoop:
+    """One tenant after the other, by the products that PEFT takes, in its order: the reference.
+
+    The scale is applied as a number of Python's, in float32 whatever the dtype.
+    """
+
+    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        kept = []
+        for part in parts:
+            pair, rows = part.pair, slice(part.start, part.stop)
+            z = F.linear(part.dropped(x[rows]), pair.A.to(x.dtype))
+            out[rows] += F.linear(z, pair.B.to(x.dtype)) * pair.scaling
+            kept.append(z)
+        return kept
+
+    def lead_back(
+        self,
+        parts: Sequence[SitePart],
+        x: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        g: torch.Tensor,
+        x_grad: torch.Tensor | None,
+    ) -> None:
+        for part, z in zip(parts, kept, strict=True):
+            pair, rows = part.pair, slice(part.start, part.stop)
+            scaled = g[rows] * pair.scaling
+            pair.b_grad.add_(scaled.T @ z)
+            z_grad = scaled @ pair.B.to(g.dtype)
+            pair.a_grad.add_(z_grad.T @ part.dropped(x[rows]))
+            if x_grad is not None:
+                x_grad[rows] += part.dropped(z_grad @ pair.A.to(g.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProducts:
+    """Tenants side by side whose ranks are alike once rounded up, by one grouped product each.
+
+    Matrices are padded with zeros to that rank for the time of the product; the padding has no place in a buffer.
+    Offsets end where the rows do: what a grouped product leaves behind them is garbage.
+    """
+
+    def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        for run in runs(parts, x.dtype):
+            if len(run) == 1:
+                kept += SegmentLoop().add(run, x, out)
+                continue
+            rows = slice(run[0].start, run[-1].stop)
+            offsets, scales = _offsets(run, x.device), _scales(run, x.device)
+            packed_lora_A, packed_lora_B = _packed(run, x.dtype)
+            z = F.grouped_mm(_dropped(run, x), packed_lora_A.transpose(-2, -1), offs=offsets)
+            scaled = (z * scales).to(z.dtype)
+            out[rows] += F.grouped_mm(scaled, packed_lora_B.transpose(-2, -1), offs=offsets)
+            kept.append(scaled)
+        return kept
+
+    def lead_back(
+        self,
+        parts: Sequence[SitePart],
+        x: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        g: torch.Tensor,
+        x_grad: torch.Tensor | None,
+    ) -> None:
+        for run, scaled in zip(runs(parts, x.dtype), kept, strict=True):
+            if len(run) == 1:
+                SegmentLoop().lead_back(run, x, [scaled], g, x_grad)
+                continue
+            rows = slice(run[0].start, run[-1].stop)
+            own, offsets = g[rows].contiguous(), _offsets(run, x.device)
+            packed_lora_A, packed_lora_B = _packed(run, g.dtype)
+            b_grads = F.grouped_mm(own.T, scaled, offs=offsets)
+            z_grad = F.grouped_mm(own, packed_lora_B, offs=offsets)
+            z_grad = (z_grad * _scales(run, x.device)).to(z_grad.dtype)
+            a_grads = F.grouped_mm(z_grad.T, _dropped(run, x), offs=offsets)
+            for part, a_grad, b_grad in zip(run, a_grads, b_grads, strict=True):
+                part.pair.a_grad.add_(a_grad[: part.pair.rank])
+                part.pair.b_grad.add_(b_grad[:, : part.pair.rank])
+            if x_grad is not None:
+                found = F.grouped_mm(z_grad, packed_lora_A, offs=offsets)
+                for part in run:
+                    x_grad[part.start : part.stop] += part.dropped(
+                        found[part.start - rows.start : part.stop - rows.start]
+                    )
+
+
+def padded_rank(rank: int, dtype: torch.dtype) -> int:
+    """The rank a grouped product takes: rows of 16 bytes, or a multiple."""
+    step = 16 // dtype.itemsize
+    return -(-rank // step) * step
+
+
+def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
+    """Parts that follow each other without a gap and have one padded rank."""
+    found: list[list[SitePart]] = []
+    for part in parts:
+        last = found[-1][-1] if found else None
+        if (
+            last is not None
+            and last.stop == part.start
+            and padded_rank(last.pair.rank, dtype) == padded_rank(part.pair.rank, dtype)
+        ):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def _offsets(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
+    return torch.tensor([part.stop - run[0].start for part in run], dtype=torch.int32, device=device)
+
+
+def _scales(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
+    """Of each row, (rows, 1), float32."""
+    scales = torch.tensor([part.pair.scaling for part in run], dtype=torch.float32, device=device)
+    counts = torch.tensor([part.stop - part.start for part in run], device=device)
+    return scales.repeat_interleave(counts, output_size=run[-1].stop - run[0].start).unsqueeze(1)
+
+
+def _dropped(run: Sequence[SitePart], x: torch.Tensor) -> torch.Tensor:
+    if all(part.keys is None for part in run):
+        return x[run[0].start : run[-1].stop].contiguous()
+    return torch.cat([part.dropped(x[part.start : part.stop]) for part in run])
+
+
+def _packed(run: Sequence[SitePart], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tenants, rank, in) and (tenants, out, rank), padded with zeros."""
+    first = run[0].pair
+    rank = padded_rank(first.rank, dtype)
+    A = first.A.new_zeros((len(run), rank, first.A.shape[1]), dtype=dtype)
+    B = first.B.new_zeros((len(run), first.B.shape[0], rank), dtype=dtype)
+    for number, part in enumerate(run):
+        A[number, : part.pair.rank] = part.pair.A
+        B[number, :, : part.pair.rank] = part.pair.B
+    return A, B
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedAlways:
+    """Tenants one after the other: exact, and as many products as tenants."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAlways:
+    """Grouped products wherever torch can take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewestProducts:
+    """Grouped products where they are fewer, and what is padded costs no more than twice."""
+
+
+BackendChoice: TypeAlias = LoopedAlways | GroupedAlways | FewestProducts
+
+
+def choose_backend(
+    choice: BackendChoice, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor
+) -> tuple[Backend, str]:
+    """The backend of one layer, and why in a few words. Arithmetic alone: nothing is timed."""
+    if isinstance(choice, LoopedAlways):
+        return SegmentLoop(), "loop: as asked"
+    if why := _why_not_grouped(x, out):
+        return SegmentLoop(), f"loop: {why}"
+    found = runs(parts, x.dtype)
+    if len(found) == len(parts):
+        return SegmentLoop(), "loop: no two neighbours of one rank"
+    if isinstance(choice, FewestProducts):
+        needed = sum((part.stop - part.start) * part.pair.rank for part in parts)
+        taken = sum((part.stop - part.start) * padded_rank(part.pair.rank, x.dtype) for part in parts)
+        if taken > 2 * needed:
+            return SegmentLoop(), "loop: padded ranks would cost more than twice"
+    return GroupedProducts(), "grouped: fewer products"
+
+
+def _why_not_grouped(x: torch.Tensor, out: torch.Tensor) -> str:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out.dtype != x.dtype:
+        return f"no grouped product of {x.dtype} to {out.dtype}"
+    if x.device.type == "cuda" and x.dtype is not torch.bfloat16:
+        return f"no grouped product of {x.dtype} on CUDA"
+    step = 16 // x.dtype.itemsize
+    if x.shape[1] % step or out.shape[1] % step:
+        return f"widths that are no multiples of {step}"
+    return ""
+
+
+def adapt(
+    anchor: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    parts: Sequence[SitePart],
+    backend: Backend,
+) -> torch.Tensor:
+    """``y`` with the adapters' part of each row; ``x`` is (rows, in), ``y`` is (rows, out)."""
+    apply: Any = _SegmentedProducts.apply
+    out: torch.Tensor = apply(anchor, x, y, tuple(parts), backend)
+    return out
+
+
+class _SegmentedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _anchor: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        parts: tuple[SitePart, ...],
+        backend: Backend,
+    ) -> torch.Tensor:
+        out = y.clone()
+        kept = backend.add(parts, x, out)
+        ctx.parts, ctx.backend = parts, backend
+        ctx.save_for_backward(x, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        x, *kept = ctx.saved_tensors
+        x_grad = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        ctx.backend.lead_back(ctx.parts, x, kept, outer[0], x_grad)
+        return None, x_grad, outer[0], None, None
+
+
+def adapt_embedding(
+    anchor: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, parts: Sequence[SitePart], factor: float
+) -> torch.Tensor:
+    """``y`` (rows, width) with the adapters' part; ``ids`` is (rows,), ``factor`` the scale of the layer's own."""
+    apply: Any = _AdaptedEmbedding.apply
+    out: torch.Tensor = apply(anchor, ids, y, tuple(parts), factor)
+    return out
+
+
+class _AdaptedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _anchor: torch.Tensor,
+        ids: torch.Tensor,
+        y: torch.Tensor,
+        parts: tuple[SitePart, ...],
+        factor: float,
+    ) -> torch.Tensor:
+        out = y.clone()
+        for part in parts:
+            pair, rows = part.pair, slice(part.start, part.stop)
+            found = F.embedding(ids[rows], pair.A.T) @ pair.B.T * pair.scaling * factor
+            out[rows] += found.to(out.dtype)
+        ctx.parts, ctx.factor = parts, factor
+        ctx.save_for_backward(ids)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        for part in ctx.parts:
+            pair, rows = part.pair, slice(part.start, part.stop)
+            scaled = outer[0][rows].float() * ctx.factor * pair.scaling
+            pair.b_grad.add_(scaled.T @ F.embedding(ids[rows], pair.A.T))
+            # Sorted by torch, not added up by whoever comes first: the same sum each time, on CUDA too.
+            pair.a_grad.T.index_put_((ids[rows],), scaled @ pair.B, accumulate=True)
+        return None, None, outer[0], None, None

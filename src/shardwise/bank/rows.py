@@ -1,0 +1,169 @@
+"""Rows of tenants, checked, and dealt to forward passes.
+
+[Note: Own lengths] A tenant's rows are padded to the longest of its own, on all ranks, rounded up to a multiple;
+never to another tenant's. Tenants whose rows come out alike go through the base together, others in a pass of their
+own. So what a tenant computes on does not depend on who else is there, and products have enough rows that their
+rounding does not, either (of fewer than 16 it would).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from shardwise.errors import ConfigError, DisagreementError
+from shardwise.training.batches import IGNORED
+
+RowTensors: TypeAlias = Mapping[str, torch.Tensor]
+"""``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (-100 where nothing is learned; not
+shifted, as transformers has it; by default all tokens) and ``weights`` (of the labels), all of that shape."""
+
+_KEYS = ("input_ids", "attention_mask", "labels", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRow:
+    """One row without padding, on the CPU: (tokens,) each."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def rows_of(
+    who: str, batch: RowTensors, *, words: int, longest: int, may_have_weights: bool = True
+) -> list[TenantRow]:
+    """The rows of a batch, cut to their own lengths.
+
+    Args:
+        who: whose they are, for errors.
+        batch: see :data:`RowTensors`; of no rows, too.
+        words: token ids are below it.
+        longest: the most tokens a row may have.
+        may_have_weights: whether the tenant's loss takes any.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    if unknown := sorted(set(batch) - set(_KEYS)):
+        raise ConfigError(f"{who}: a batch has {', '.join(_KEYS)}, and not {', '.join(map(repr, unknown))}")
+    ids = batch.get("input_ids")
+    if ids is None or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"{who}: a batch has input_ids, integers of shape (rows, tokens)")
+    for key in _KEYS[1:]:
+        if key in batch and batch[key].shape != ids.shape:
+            raise ConfigError(f"{who}: {key} is {tuple(batch[key].shape)}, and input_ids {tuple(ids.shape)}")
+    if "weights" in batch and not may_have_weights:
+        raise ConfigError(f"{who}: weights need reduction=WeightedSum(); the mean over tokens takes none")
+    ids = ids.cpu().long()
+    mask = (
+        batch["attention_mask"].cpu() != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
+    )
+    lengths = mask.sum(1)
+    if bool((mask != (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))).any()):
+        raise ConfigError(f"{who}: attention_mask must have padding at the end of rows alone")
+    if len(ids) and (int(lengths.min()) < 2 or int(lengths.max()) > longest):
+        raise ConfigError(
+            f"{who}: rows have {int(lengths.min())} to {int(lengths.max())} tokens; they may have 2 to {longest}"
+        )
+    labels = batch["labels"].cpu().long() if "labels" in batch else ids
+    weights = batch["weights"].cpu().float() if "weights" in batch else torch.ones(ids.shape)
+    for key, values, floor in (("input_ids", ids, 0), ("labels", labels.masked_fill(labels == IGNORED, 0), 0)):
+        own = values[mask]
+        if own.numel() and (int(own.min()) < floor or int(own.max()) >= words):
+            raise ConfigError(
+                f"{who}: {key} are from {int(own.min())} to {int(own.max())}; the model has {words} tokens"
+            )
+    if not bool(weights[mask].isfinite().all()):
+        raise ConfigError(f"{who}: weights are not all finite")
+    return [
+        TenantRow(ids[row, :length], labels[row, :length], weights[row, :length])
+        for row, length in enumerate(lengths.tolist())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What a rank tells of a tenant's rows."""
+
+    name: str | None
+    rows: int
+    longest: int
+    learned_tokens: int
+
+
+def facts_of(name: str | None, rows: Sequence[TenantRow]) -> RowFacts:
+    learned = sum(int((row.labels[1:] != IGNORED).sum()) for row in rows)
+    return RowFacts(name, len(rows), max((len(row.input_ids) for row in rows), default=0), learned)
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedRows:
+    """What all ranks know of the rows of one entry of a call."""
+
+    name: str | None
+    rows: tuple[int, ...]
+    """By rank."""
+    longest: int
+    learned_tokens: int
+
+
+def agreed_rows(told: Sequence[Sequence[RowFacts]]) -> list[AgreedRows]:
+    """What ranks have told, put together.
+
+    Raises:
+        DisagreementError: ranks have named other tenants, or in another order.
+    """
+    names = [[facts.name for facts in own] for own in told]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            raise DisagreementError(
+                f"rank {rank} has rows of {own}, and rank 0 of {names[0]}; name the same tenants in the same order "
+                "on every rank, with a batch of no rows where there are none"
+            )
+    return [
+        AgreedRows(
+            entries[0].name,
+            tuple(facts.rows for facts in entries),
+            max(facts.longest for facts in entries),
+            sum(facts.learned_tokens for facts in entries),
+        )
+        for entries in zip(*told, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass through the base: how long its rows are, and the entries of the call that are in it, in order."""
+
+    tokens: int
+    entries: tuple[int, ...]
+
+
+def plan_passes(
+    agreed: Sequence[AgreedRows], ranks: Mapping[str, int], *, multiple: int, longest: int
+) -> list[PassPlan]:
+    """Passes for the entries that have rows on any rank, the same on every rank. See [Note: Own lengths].
+
+    Entries of like rank are neighbours, so that they can be computed at once; those without an adapter come last.
+
+    Args:
+        agreed: the entries of a call.
+        ranks: of each tenant's matrices.
+        multiple: of which rows' lengths are.
+        longest: the most tokens a row may have, padding included.
+    """
+    lengths: dict[int, list[int]] = {}
+    for number, entry in enumerate(agreed):
+        if sum(entry.rows):
+            tokens = min(-(-entry.longest // multiple) * multiple, longest)
+            lengths.setdefault(tokens, []).append(number)
+
+    def order(number: int) -> tuple[bool, int, int]:
+        name = agreed[number].name
+        return name is None, 0 if name is None else ranks[name], number
+
+    return [PassPlan(tokens, tuple(sorted(entries, key=order))) for tokens, entries in sorted(lengths.items())]

@@ -1,0 +1,205 @@
+"""Asks PEFT where a LoRA sits in a model, and how it begins: on a model on meta, which is thrown away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.conversion import Bindings
+from shardwise.errors import ConfigError
+from shardwise.layout import LocalBox
+from shardwise.models.additions import Additions
+from shardwise.models.initialize import initialize_whole, programs_for
+from shardwise.models.programs import Program, fill_from_program, program_of
+from shardwise.models.view import Held, look_inside
+from shardwise.tensors import Box, Strided, contiguous_strides
+from shardwise.tuning import peft_compat
+from shardwise.tuning.lora import with_lora
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """A matrix of an adapter: its FQN beside an adapter named "default", and its shape."""
+
+    fqn: str
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Its name in PEFT's files."""
+        return self.fqn.replace(f".{_ADAPTER}", "")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite:
+    """A linear layer with an adapter: ``y + scaling * lora_B(lora_A(dropout(x)))``; A (r, in), B (out, r)."""
+
+    module: str
+    lora_A: AdaptedMatrix
+    lora_B: AdaptedMatrix
+    r: int
+    scaling: float
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSite:
+    """An embedding with one; A is (r, words), B (width, r)."""
+
+    module: str
+    lora_A: AdaptedMatrix
+    lora_B: AdaptedMatrix
+    r: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSite:
+    """A parameter of fused experts with one for each expert; A is (r * experts, in), B (out, r * experts)."""
+
+    module: str
+    parameter: str
+    lora_A: AdaptedMatrix
+    lora_B: AdaptedMatrix
+    r: int
+    scaling: float
+    experts: int
+
+
+AdaptedSite: TypeAlias = LinearSite | EmbeddingSite | ExpertsSite
+
+
+@dataclass(frozen=True)
+class AdapterOutline:
+    """An adapter that is in no model: its sites in the order of the model, and how its matrices begin."""
+
+    sites: tuple[AdaptedSite, ...]
+    model: nn.Module
+    held: Mapping[str, Held]
+    additions: Additions
+    programs: Mapping[str, Program]
+
+    def matrices(self) -> Iterator[AdaptedMatrix]:
+        for site in self.sites:
+            yield site.lora_A
+            yield site.lora_B
+
+    def begin(self, matrix: AdaptedMatrix, values: torch.Tensor, seed: int) -> None:
+        """Give a matrix the values it begins with: those that ``from_pretrained`` gives it with ``Lora(config)``.
+
+        They follow from (seed, FQN) alone. ``values`` is contiguous.
+        """
+        program = self.programs[matrix.fqn]
+        if not program.is_elementwise:
+            whole = initialize_whole(
+                self.model, list(self.held.values()), self.held[matrix.fqn], self.additions, seed=seed
+            )
+            program = program_of(whole)
+        shape = matrix.shape
+        box = LocalBox(Box((0,) * len(shape), shape), Strided(0, shape, contiguous_strides(shape)))
+        fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
+
+
+def adapter_words(config: LoraConfig) -> str:
+    """A config in words that are the same in every process."""
+    return peft_compat.in_words(config)
+
+
+def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
+    """What PEFT would put into a model.
+
+    Args:
+        base: on meta, in float32; PEFT's modules are put into it.
+        config: of matrices alone.
+
+    Raises:
+        ConfigError: nothing matches, or there is something in the config that is no plain pair of matrices.
+    """
+    _require_matrices(config)
+    made = with_lora(base, Bindings({}), config, _ADAPTER, None)
+    held = {name: item for item in look_inside(made.model) for name in item.names}
+    faults: list[str] = []
+    sites: list[AdaptedSite] = []
+    adapted: Any = made.model
+    for name, layer in peft_compat.layers(adapted):
+        module = name.removeprefix(_PREFIX).replace(".base_layer", "")
+        try:
+            sites.append(_site(module, layer, {id(item.tensor): item.fqn for item in held.values()}))
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults[:20]))
+    programs = programs_for(
+        made.model,
+        list({id(item): item for item in held.values()}.values()),
+        _begun(made.additions),
+        made.additions,
+    )
+    return AdapterOutline(tuple(sites), made.model, held, made.additions, programs)
+
+
+def _begun(additions: Additions) -> list[str]:
+    return sorted(additions.begun)
+
+
+def _require_matrices(config: LoraConfig) -> None:
+    """Refuse what is no pair of matrices beside a weight.
+
+    Raises:
+        ConfigError: naming each option.
+    """
+    peft_compat.require_supported(config, starts_anew=True)
+    faults = []
+    if config.use_dora:
+        faults.append("use_dora=True needs norms of whole weights at each step; leave it out")
+    if config.bias != "none":
+        faults.append(f"bias={config.bias!r} trains the base, which all adapters share; pass 'none'")
+    if getattr(config, "lora_bias", False):
+        faults.append("lora_bias=True is no pair of matrices; leave it out")
+    if config.modules_to_save:
+        names = ", ".join(sorted(config.modules_to_save))
+        faults.append(f"modules_to_save ({names}) are copies of the base; make them target_modules")
+    if faults:
+        raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults))
+
+
+def _site(module: str, layer: Any, names: Mapping[int, str]) -> AdaptedSite:
+    """One layer of PEFT's, in our words.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    from peft.tuners.lora import Embedding, Linear, ParamWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    base = layer.get_base_layer()
+    found = [
+        AdaptedMatrix(names[id(getattr(owner, local))], tuple(getattr(owner, local).shape))
+        for owner, local in peft_compat.matrices(layer, _ADAPTER)
+    ]
+    r, scaling = layer.r[_ADAPTER], float(layer.scaling[_ADAPTER])
+    if len(found) == 2 and math.isfinite(scaling):
+        lora_A, lora_B = found
+        if isinstance(layer, ParamWrapper) and getattr(base, layer.parameter_name).ndim == 3:
+            return ExpertsSite(module, layer.parameter_name, lora_A, lora_B, r, scaling, layer.num_experts)
+        if isinstance(layer, Embedding):  # on which PEFT has no dropout, whatever the config says
+            return EmbeddingSite(module, lora_A, lora_B, r, scaling)
+        if isinstance(layer, Linear) and isinstance(base, nn.Linear | Conv1D):
+            dropout = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
+            return LinearSite(module, lora_A, lora_B, r, scaling, float(dropout))
+    raise ConfigError(
+        f"{module}: a {type(base).__name__} adapted as {type(layer).__name__}; only linear layers, embeddings and "
+        "fused experts can be, take it out of the targets"
+    )

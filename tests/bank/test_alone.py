@@ -1,0 +1,340 @@
+"""Each tenant of a bank comes out as if it had been alone in plain PEFT: one process."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import zoo
+from tests.bank import banking
+from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import shardwise
+from shardwise import Sharding
+from shardwise.bank.backends import GroupedAlways, LoopedAlways, SegmentLoop
+from shardwise.bank.dropout import dropped, row_keys
+from shardwise.bank.passes import EntryRows, FusedPass
+from shardwise.bank.rows import PassPlan, rows_of
+from shardwise.bank.tenant import WeightedSum
+from shardwise.errors import TrainingError
+from shardwise.models.blocks import PerBlock
+
+MICRO_BATCHES = 3 * STEPS
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+def bank_of(base: Path, members: dict[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or LoopedAlways())
+    for name, recipe in members.items():
+        create(bank, name, recipe)
+    return bank
+
+
+@pytest.fixture(scope="module")
+def begun(base: Path) -> dict[str, dict[str, torch.Tensor]]:
+    bank = bank_of(base, recipes())
+    return {name: adapter(bank, name) for name in recipes()}
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, begun: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: banking.alone(base, name, recipe, begun[name], pad_to=64) for name, recipe in recipes().items()}
+
+
+def require_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# ── together as alone ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("backend", "limit"), [(LoopedAlways(), 1e-6), (GroupedAlways(), 5e-4)], ids=["loop", "grouped"]
+)
+def test_each_tenant_comes_out_as_alone(base, begun, alone, backend, limit):
+    """Ranks, alphas, targets (tied embeddings, too), optimizers, clips, windows of 1 to 3, lengths: all differ."""
+    bank = bank_of(base, recipes(), backend)
+    before = [(values.data_ptr(), values.clone()) for values in bank._model.parameters()]
+    told = train(bank, recipes(), MICRO_BATCHES)
+    assert any(why.startswith("grouped") for why in told[0].backends) == isinstance(backend, GroupedAlways)
+    assert told[0].passes == 1
+    found = {name: distance(adapter(bank, name), alone[name], begun[name]) for name in recipes()}
+    assert max(found.values()) <= limit, found
+    assert all(
+        pointer == values.data_ptr() and kept.equal(values)
+        for (pointer, kept), values in zip(before, bank._model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("wrong", ["swapped", "unscaled"])
+def test_a_bank_that_is_wrong_is_found_out(base, begun, alone, monkeypatch, wrong):
+    members = {name: recipes()[name] for name in ("ada", "eve")}
+    own = SegmentLoop.add
+
+    def add(self, parts, x, out):
+        if wrong == "swapped":
+            parts = [replace(part, pair=other.pair) for part, other in zip(parts, reversed(parts), strict=True)]
+        else:
+            parts = [replace(part, pair=replace(part.pair, scaling=1.5)) for part in parts]
+        return own(self, parts, x, out)
+
+    monkeypatch.setattr(SegmentLoop, "add", add)
+    bank = bank_of(base, members)
+    train(bank, members, STEPS)
+    assert distance(adapter(bank, "ada"), alone["ada"], begun["ada"]) > 1e-3
+
+
+def test_tenants_come_and_go_unnoticed(base, begun, alone):
+    """Added late, removed in the middle of a window, added again: neighbours are bitwise as without."""
+    members = recipes()
+    steady = {name: members[name] for name in ("ada", "dee")}
+    quiet = bank_of(base, steady)
+    train(quiet, steady, 12)
+
+    bank = bank_of(base, steady)
+    pointers = [values.data_ptr() for values in bank._model.parameters()]
+    train(bank, steady, 4)
+    create(bank, "bob", members["bob"])
+    train(bank, {**steady, "bob": members["bob"]}, 3, first=4)  # one of bob's windows, and a half
+    assert bank.names == ("ada", "dee", "bob")
+    bank.remove("bob")
+    train(bank, steady, 2, first=7)
+    create(bank, "bob", members["bob"])
+    require_equal(adapter(bank, "bob"), begun["bob"])
+    train(bank, steady, 3, first=9)
+    for name in steady:
+        require_equal(adapter(bank, name), adapter(quiet, name))
+    train(bank, {"bob": members["bob"]}, 2 * STEPS)
+    assert distance(adapter(bank, "bob"), alone["bob"], begun["bob"]) <= 1e-6
+    assert pointers == [values.data_ptr() for values in bank._model.parameters()]
+    assert bank.trained_counts()["ada"] == sum(values.numel() for values in begun["ada"].values())
+    for name in bank.names:
+        bank.remove(name)
+    assert not any(module._forward_hooks for module in bank._model.modules())
+
+
+def test_matrices_begin_as_a_lora_that_is_loaded(base, begun):
+    """From (seed, name) alone, whoever else is there."""
+    recipe = recipes()["eve"]
+    model = shardwise.from_pretrained(
+        base, tuning=shardwise.Lora(recipe.lora()), options=shardwise.options.LoadOptions(seed=recipe.seed)
+    )
+    loaded = {
+        name.replace(".default", ""): values.detach() for name, values in model.named_parameters() if "lora" in name
+    }
+    require_equal(loaded, begun["eve"])
+    orthogonal = Recipe({"r": 4, "init_lora_weights": "orthogonal", "target_modules": ["q_proj"]}, seed=5)
+    found = adapter(bank_of(base, {"x": orthogonal}), "x")
+    require_equal(found, adapter(bank_of(base, {**recipes(), "x": orthogonal}), "x"))
+    assert any(values.any() for key, values in found.items() if "lora_B" in key)
+
+
+# ── weights, and evaluation ───────────────────────────────────────────────────────────────────────
+
+
+def test_a_sum_with_the_callers_weights(base):
+    """Of one micro-batch: the gradient is that of the sum, whatever the tokens are."""
+    recipe = replace(
+        recipes()["ada"], more={"reduction": WeightedSum()}, optimizer=lambda own: torch.optim.SGD(own, lr=1.0)
+    )
+    mean = replace(recipes()["ada"], optimizer=recipe.optimizer)
+    bank = bank_of(base, {"sum": recipe, "mean": mean})
+    begin = adapter(bank, "sum")
+    batch = rows_for("ada", recipe, 0)
+    weights = torch.full(batch["labels"].shape, 0.5)
+    told = bank.forward_backward([("sum", {**batch, "weights": weights}), ("mean", batch)]).tenants
+    learned = int((batch["labels"][:, 1:] != -100).sum())
+    assert told["sum"].learned_tokens == learned
+    assert told["sum"].loss == pytest.approx(0.5 * learned * told["mean"].loss, rel=1e-6)
+    steps = bank.optim_step("sum", max_grad_norm=1e9), bank.optim_step("mean")
+    assert steps[0].grad_norm == pytest.approx(0.5 * learned * steps[1].grad_norm, rel=1e-5)
+    moved = {key: (adapter(bank, "sum")[key] - values) / (0.5 * learned) for key, values in begin.items()}
+    expected = {key: adapter(bank, "mean")[key] - values for key, values in begin.items()}
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_log_probabilities_with_and_without_an_adapter(base, begun):
+    members = {
+        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.5}) for name, recipe in recipes().items()
+    }
+    bank = bank_of(base, members)
+    train(bank, members, 6)
+    batch = rows_for("dee", members["dee"], 0)
+    found = bank.forward([(None, batch), ("dee", batch), ("ada", batch), ("dee", batch)])
+    with zoo.silenced():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    for row, length in enumerate(lengths):
+        ids = batch["input_ids"][row : row + 1, :length]
+        expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected[batch["labels"][row, 1:length] == -100] = 0
+        torch.testing.assert_close(found[0][row], expected, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(found[1][row], found[0][row], atol=1e-4)
+        assert not torch.allclose(found[2][row], found[1][row], atol=1e-4)
+        assert found[3][row].equal(found[1][row]), "an evaluation has no dropout"
+    assert not any(values.requires_grad for own in found for values in own)
+
+
+# ── activations computed again ────────────────────────────────────────────────────────────────────
+
+
+def recompute(model: Any, **how: Any) -> None:
+    """As transformers does it, under the name that it has now."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **how})
+    model.train()
+
+
+def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = False) -> dict[str, torch.Tensor]:
+    """Two micro-batches forward, then both backward, the older one first."""
+    tenants = [bank._tenants[name] for name in members]
+    passes = []
+    for number in (0, 1):
+        order = tenants[:: 1 if number == 0 else -1]
+        entries = [
+            EntryRows(t, rows_of("", rows_for(t.name, members[t.name], number), words=64, longest=64), 0)
+            for t in order
+        ]
+        plan = PassPlan(16, tuple(range(len(entries))))
+        passes.append(FusedPass(plan, entries, torch.device("cpu"), LoopedAlways(), is_training=True))
+    for each in passes:
+        each.forward(bank._model, bank._switch)
+    if mixed_up:
+        passes[0].route, passes[1].route = passes[1].route, passes[0].route
+    for each in passes:
+        each.backward(bank._switch, dict.fromkeys(each.spans, 1.0))
+        if not mixed_up:
+            each.route.require_reached()
+    found = {tenant.name: tenant.gradient.clone() for tenant in tenants}
+    for tenant in tenants:
+        tenant.gradient.zero_()
+    return found
+
+
+def test_activations_computed_again_meet_their_own_rows(base):
+    members = {
+        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.3}, rows=3)
+        for name, recipe in recipes().items()
+        if name in ("ada", "dee", "eve")
+    }
+    plain = two_in_flight(bank_of(base, members), members)
+    assert all(gradient.any() for gradient in plain.values())
+    bank = bank_of(base, members, sharding=Sharding(activation_checkpointing=PerBlock()))
+    require_equal(two_in_flight(bank, members), plain)
+    mixed = two_in_flight(bank, members, mixed_up=True)
+    assert not torch.allclose(mixed["ada"], plain["ada"], rtol=1e-2)
+
+    for use_reentrant in (False, True):
+        model = shardwise.from_pretrained(base)
+        recompute(model, use_reentrant=use_reentrant)
+        bank = shardwise.AdapterBank(model, backend=LoopedAlways())
+        for name, recipe in members.items():
+            create(bank, name, recipe)
+        require_equal(two_in_flight(bank, members), plain)
+
+
+def test_a_layer_that_the_backward_pass_goes_by_is_named(base):
+    """It would be trained on nothing, without a word; and what has been gathered before is kept."""
+    recipe = Recipe({"r": 4, "target_modules": ["q_proj", "lm_head"]}, accumulation=2)
+    bank = bank_of(base, {"ada": recipe})
+    bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
+    before = bank._tenants["ada"].gradient.clone()
+    cut = bank._model.model.layers[0].register_forward_hook(lambda module, args, output: output.detach())
+    with pytest.raises(TrainingError, match=r"has not come to model.layers.0.self_attn.q_proj: the loss does not"):
+        bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
+    cut.remove()
+    assert bank._tenants["ada"].gradient.equal(before)
+    bank.forward_backward([("ada", rows_for("ada", recipe, 1))])
+    assert bank.optim_step("ada").is_taken
+
+
+# ── dropout, and going on ─────────────────────────────────────────────────────────────────────────
+
+
+def test_dropout_is_a_tenants_own(base):
+    """The same alone and together, padded or not; another for each step; and no generator of torch's is moved."""
+    members = {
+        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.3}) for name, recipe in recipes().items()
+    }
+    together, single = bank_of(base, members), bank_of(base, {"ada": members["ada"]})
+    state = torch.get_rng_state()
+    train(together, members, 6)
+    train(single, {"ada": members["ada"]}, 6)
+    assert torch.get_rng_state().equal(state)
+    require_equal(adapter(together, "ada"), adapter(single, "ada"))
+    without = bank_of(base, {"ada": recipes()["ada"]})
+    train(without, {"ada": recipes()["ada"]}, 6)
+    key = next(key for key in adapter(without, "ada") if "lora_B" in key)
+    assert not torch.allclose(adapter(without, "ada")[key], adapter(single, "ada")[key], atol=1e-4)
+
+
+def test_dropout_drops_what_it_says():
+    values = torch.ones(8 * 50, 40)
+    found = dropped(values, row_keys(5, 0, 8), 3, 0.25)
+    assert float((found == 0).double().mean()) == pytest.approx(0.25, abs=0.01)
+    assert found.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    rows = found.view(8, 50, 40)
+    assert not rows[0].equal(rows[1])
+    assert dropped(values[: 3 * 50], row_keys(5, 2, 3), 3, 0.25).equal(rows[2:5].flatten(0, 1))
+    assert not dropped(values, row_keys(5, 0, 8), 4, 0.25).equal(found)
+
+
+def test_a_tenant_goes_on_from_its_state(base):
+    members = {
+        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.2})
+        for name, recipe in recipes().items()
+        if name != "bob"
+    }
+    whole = bank_of(base, members)
+    train(whole, members, 12)
+    first = bank_of(base, members)
+    train(first, members, 6)
+    states = {name: first.state_dict(name) for name in members}
+    other = bank_of(base, dict(reversed(members.items())))
+    for name in members:
+        other.load_state_dict(name, states[name])
+    train(other, members, 6, first=6)
+    for name in members:
+        require_equal(adapter(other, name), adapter(whole, name))
+
+
+def test_a_state_of_another_is_refused(base):
+    bank = bank_of(base, recipes())
+    states = {name: bank.state_dict(name) for name in recipes()}
+    before = {name: adapter(bank, name) for name in recipes()}
+    with pytest.raises(
+        shardwise.ConfigError, match=r"no state of 'ada':\n(.*\n)*.*q_proj.lora_A.weight: \(16, 32\) in the state"
+    ):
+        bank.load_state_dict("ada", states["dee"])
+    with pytest.raises(shardwise.ConfigError, match="it has no optimizer_class"):
+        bank.load_state_dict(
+            "ada", {key: value for key, value in states["ada"].items() if key != "optimizer_class"}
+        )
+    with pytest.raises(shardwise.ConfigError, match="seed 3, and 0 here"):
+        bank.load_state_dict("ada", states["eve"])
+    bank.forward_backward([("bob", rows_for("bob", recipes()["bob"], 0))])
+    with pytest.raises(shardwise.ConfigError, match="'bob' has gathered 1 micro-batches"):
+        bank.state_dict("bob")
+    for name in ("ada", "dee", "eve"):
+        require_equal(adapter(bank, name), before[name])
+
+
+def test_the_base_alone_is_as_if_there_were_no_bank(base):
+    bank = bank_of(base, recipes())
+    train(bank, recipes(), 2)
+    ids = torch.arange(8).unsqueeze(0)
+    with zoo.silenced(), torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
+        assert bank._model(ids).logits.equal(expected)
+    assert isinstance(bank._model, nn.Module)

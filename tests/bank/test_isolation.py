@@ -1,0 +1,329 @@
+"""No tenant is felt by another: what one does, or what is wrong with it, leaves the others' bits as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests.bank import banking
+from tests.bank.banking import Recipe, adamw, adapter, create, recipes, rows_for, train
+from tests.bank.test_alone import bank_of, require_equal
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
+
+import shardwise
+from shardwise.bank.backends import GroupedAlways, LoopedAlways
+from shardwise.bank.rows import AgreedRows, plan_passes
+from shardwise.bank.tenant import WeightedSum
+from shardwise.errors import ConfigError, TrainingError
+from shardwise.models.blocks import CompileBlocks
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+def everything(bank: Any, name: str) -> dict[str, torch.Tensor]:
+    """Matrices and moments."""
+    state = bank.state_dict(name)
+    moments = {
+        f"{number}.{key}": values
+        for number, own in state["optimizer"]["state"].items()
+        for key, values in own.items()
+        if isinstance(values, torch.Tensor)
+    }
+    return {**state["adapter"], **moments}
+
+
+QUIET = ("ada", "dee", "eve")
+
+
+def members_with(troubled: Recipe) -> dict[str, Recipe]:
+    return {"ada": recipes()["ada"], "x": troubled, "dee": recipes()["dee"], "eve": recipes()["eve"]}
+
+
+X = Recipe({"r": 4, "target_modules": ["q_proj", "v_proj"]}, max_grad_norm=1.0, more={"reduction": WeightedSum()})
+
+
+@pytest.fixture(scope="module")
+def calm(base: Path) -> dict[str, dict[str, Any]]:
+    """What the others are without any trouble, by backend."""
+    found = {}
+    for backend in (LoopedAlways(), GroupedAlways()):
+        bank = bank_of(base, members_with(X), backend)
+        train(bank, members_with(X), 4)
+        found[str(backend)] = {name: everything(bank, name) for name in (*QUIET, "x")}
+    return found
+
+
+def poisoned(bank: Any, value: float) -> None:
+    bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = value
+
+
+@pytest.mark.parametrize("backend", [LoopedAlways(), GroupedAlways()], ids=["loop", "grouped"])
+@pytest.mark.parametrize("trouble", ["nan", "inf", "weights", "rows", "decay", "learning rate"])
+def test_others_are_what_they_were_to_the_bit(base, calm, backend, trouble):
+    recipe = X
+    if trouble == "decay":
+        recipe = replace(X, optimizer=adamw(lr=1.0, weight_decay=0.9))
+    if trouble == "learning rate":
+        recipe = replace(X, optimizer=adamw(lr=1e9))
+    if trouble == "rows":
+        recipe = replace(X, rows=20)
+    members = members_with(recipe)
+    bank = bank_of(base, members, backend)
+    if trouble in ("nan", "inf"):
+        poisoned(bank, float(trouble))
+
+    def rows(name, own, number):
+        batch = rows_for(name, own, number)
+        weights = {"weights": torch.full(batch["labels"].shape, 1e6)} if (name, trouble) == ("x", "weights") else {}
+        return {**batch, **weights}
+
+    before = everything(bank, "x")
+    told = train(bank, members, 4, rows=rows)
+    for name in QUIET:
+        require_equal(everything(bank, name), calm[str(backend)][name])
+    if trouble in ("nan", "inf"):
+        require_equal(everything(bank, "x"), before)
+        steps = [step for step in told if hasattr(step, "is_taken")]
+        assert [step.is_taken for step in steps] == [True, False, True, True] * 4
+        assert bank.state_dict("x")["steps"] == 0
+        assert bank.state_dict("x")["windows"] == 4
+
+
+def test_who_is_idle_stays_as_it_is(base):
+    """Decay, moments and a schedule are moved by a tenant's own steps alone."""
+    members = {
+        "a": replace(recipes()["ada"], schedule=banking.falling),
+        "b": replace(recipes()["ada"], schedule=banking.falling),
+    }
+    bank = bank_of(base, members)
+    train(bank, members, 2)
+    before, rate = everything(bank, "b"), bank._tenants["b"].part.learning_rate
+    for number in range(3):
+        bank.forward_backward([("a", rows_for("a", members["a"], number))])
+        bank.optim_step("a", weight_decay=0.5)
+    require_equal(everything(bank, "b"), before)
+    assert bank._tenants["b"].part.learning_rate == rate
+    assert bank._tenants["b"].part.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert bank._tenants["a"].part.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_an_exception_half_way_leaves_windows_as_they_were(base):
+    """In the forward pass, and in the backward pass: what was gathered stays, what was half gathered goes."""
+    members = {"bob": recipes()["bob"], "ada": recipes()["ada"]}
+    quiet, bank = bank_of(base, members), bank_of(base, members)
+    train(quiet, members, 4)
+
+    layer = bank._model.model.layers[0]
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    def in_backward(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(raises)
+
+    for number in range(4):
+        batches = [(name, rows_for(name, recipe, number)) for name, recipe in members.items()]
+        for hook in (raises, in_backward):
+            handle = layer.register_forward_hook(hook)
+            with pytest.raises(Exception, match="half way"):
+                bank.forward_backward(batches)
+            handle.remove()
+        bank.forward_backward(batches)
+        bank.optim_step("ada")
+        if number % 2:
+            bank.optim_step("bob")
+    for name in members:
+        require_equal(everything(bank, name), everything(quiet, name))
+
+
+def test_lengths_are_a_tenants_own():
+    """A tenant's rows are as long as its own longest wants, in whatever company; one pass for each length."""
+    entries = [
+        AgreedRows("a", (2, 0), 7, 9),
+        AgreedRows("b", (1, 1), 65, 9),
+        AgreedRows(None, (1, 0), 3, 1),
+        AgreedRows("c", (1, 1), 60, 9),
+        AgreedRows("d", (0, 0), 0, 0),
+    ]
+    plans = plan_passes(entries, {"a": 8, "b": 4, "c": 4, "d": 4}, multiple=64, longest=100)
+    assert [(plan.tokens, plan.entries) for plan in plans] == [(64, (3, 0, 2)), (100, (1,))]
+
+
+def test_a_base_that_draws_is_found_out(base):
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    noisy = bank._model.model.norm.register_forward_hook(lambda module, args, output: output + torch.rand(()) * 0)
+    with pytest.raises(TrainingError, match="the base has drawn random numbers"):
+        bank.forward_backward([("ada", rows_for("ada", recipes()["ada"], 0))])
+    noisy.remove()
+    assert not bank._tenants["ada"].gradient.any()
+
+
+# ── refused by name ───────────────────────────────────────────────────────────────────────────────
+
+
+def tiny(**changes: Any) -> Any:
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**banking.SIZES, **changes}))
+
+
+def test_bases_that_couple_tenants_are_refused(base):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(
+        ConfigError, match="rotary_emb has dynamic rotary embeddings, which follow from the longest"
+    ):
+        shardwise.AdapterBank(tiny(rope_parameters=rope))
+    routed = tiny()
+    routed.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="config.output_router_logits is on"):
+        shardwise.AdapterBank(routed)
+    images = ResNetForImageClassification(
+        ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    )
+    with pytest.raises(
+        ConfigError, match="normalization is a BatchNorm2d, which normalises over all tenants' rows"
+    ):
+        shardwise.AdapterBank(images)
+    compiled = shardwise.from_pretrained(
+        base, sharding=shardwise.Sharding(compiling=CompileBlocks(backend="eager"))
+    )
+    with pytest.raises(ConfigError, match=r"model.layers.0 is compiled, and would not notice"):
+        shardwise.AdapterBank(compiled)
+    with pytest.raises(ConfigError, match="is not a model of transformers without adapters"):
+        shardwise.AdapterBank(
+            shardwise.from_pretrained(base, tuning=shardwise.Lora(LoraConfig(target_modules=["q_proj"])))
+        )
+    with pytest.raises(ConfigError, match="pad_to=0"):
+        shardwise.AdapterBank(tiny(), pad_to=0)
+
+
+def test_dropout_of_the_base_is_refused_in_training_mode():
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    bank = shardwise.AdapterBank(AutoModelForCausalLM.from_config(config))
+    create(bank, "x", Recipe({"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}))
+    batch = rows_for("x", X, 0)
+    bank._model.train()
+    with pytest.raises(ConfigError, match=r"random numbers in training mode \(transformer.drop has p=0.1"):
+        bank.forward_backward([("x", batch)])
+    bank._model.eval()
+    assert bank.forward_backward([("x", batch)]).tenants["x"].learned_tokens
+    assert bank.optim_step("x").is_taken
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "a\\b", "", ".hidden", "a..b", "end.", "x" * 129, "a b", "ä", 5, "a\n"]
+)
+def test_names_that_are_none(base, name):
+    bank = bank_of(base, {})
+    with pytest.raises(ConfigError, match="is no name of an adapter"):
+        bank.create(name, recipes()["ada"].lora())
+    assert bank.names == ()
+
+
+def refused(base: Path, match: str, config: Any = None, **keywords: Any) -> None:
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    with pytest.raises(ConfigError, match=match):
+        bank.create("x", LoraConfig(**{"target_modules": ["q_proj"], **(config or {})}), **keywords)
+    assert bank.names == ("ada",)
+    assert sum(len(module._forward_hooks) for module in bank._model.modules()) == 4
+
+
+@pytest.mark.parametrize(
+    ("match", "config"),
+    [
+        ("use_dora=True needs norms of whole weights", {"use_dora": True}),
+        ("bias='all' trains the base", {"bias": "all"}),
+        (r"modules_to_save \(lm_head\) are copies", {"modules_to_save": ["lm_head"]}),
+        ("init_lora_weights='pissa' changes the base", {"init_lora_weights": "pissa"}),
+        ("nothing is named 'q_prj'; the nearest are q_proj", {"target_modules": ["q_prj", "v_proj"]}),
+        (
+            "only linear layers, embeddings and fused experts",
+            {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+        ),
+    ],
+)
+def test_configs_that_are_no_pairs_of_matrices(base, match, config):
+    refused(base, match, config)
+
+
+@pytest.mark.parametrize(
+    ("match", "keywords"),
+    [
+        ("LBFGS is not known to treat each element for itself", {"optimizer": torch.optim.LBFGS}),
+        ("Adafactor is not known to treat", {"optimizer": torch.optim.Adafactor}),
+        ("Own is not known to treat", {"optimizer": lambda own: type("Own", (torch.optim.SGD,), {})(own)}),
+        (
+            "must be made of the parameter it is given",
+            {"optimizer": lambda own: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+        ),
+        ("accumulation=0: a window has", {"accumulation": 0}),
+        ("max_grad_norm=0: it is above 0", {"max_grad_norm": 0}),
+        ("seed=1.5: it is an integer", {"seed": 1.5}),
+        ("reduction='mean': pass TokenMean", {"reduction": "mean"}),
+    ],
+)
+def test_options_that_cannot_be(base, match, keywords):
+    refused(base, match, **keywords)
+
+
+def test_calls_that_cannot_be(base):
+    members = {"ada": recipes()["ada"], "bob": recipes()["bob"], "cy": replace(recipes()["cy"], more={})}
+    bank = bank_of(base, members)
+    batch = rows_for("ada", members["ada"], 0)
+    ids = batch["input_ids"]
+
+    def require(match: str, *batches: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            bank.forward_backward(list(batches))
+
+    require("there is no adapter 'zoe'; there are ada, bob, cy", ("zoe", batch))
+    require("'ada' is named twice", ("ada", batch), ("ada", batch))
+    require(r"input_ids are from 0 to 64; the model has 64 tokens", ("ada", {"input_ids": torch.tensor([[0, 64]])}))
+    require(r"labels are from -5 to", ("ada", {**batch, "labels": torch.full_like(ids, -5)}))
+    require("labels is .*, and input_ids", ("ada", {**batch, "labels": ids[:1]}))
+    require("and not 'token_type_ids'", ("ada", {**batch, "token_type_ids": ids}))
+    require(
+        "padding at the end of rows alone", ("ada", {**batch, "attention_mask": batch["attention_mask"].flip(1)})
+    )
+    require(
+        "rows have 65 to 65 tokens; they may have 2 to 64",
+        ("ada", {"input_ids": torch.zeros((1, 65), dtype=torch.int64)}),
+    )
+    require("weights need reduction=WeightedSum", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
+    require("integers of shape", ("ada", {"input_ids": ids.float()}))
+    with pytest.raises(ConfigError, match="the window of 'ada' has 0 micro-batches of 1"):
+        bank.optim_step("ada")
+    bank.forward_backward([("ada", batch)])
+    require("the window of 'ada' is full", ("bob", batch), ("ada", batch))
+    assert not bank._tenants["bob"].window.micro_batches
+    for changes, match in (
+        ({"lrate": 1.0}, "lrate: AdamW has .*lr.*max_grad_norm"),
+        ({"lr": float("nan")}, "lr=nan is no number"),
+        ({"lr": "1"}, "lr='1' is no number"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0 is no number"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            bank.optim_step("ada", **changes)
+    for number in range(3):
+        bank.forward_backward([("cy", rows_for("cy", members["cy"], number))])
+    with pytest.raises(ConfigError, match="lr: the schedule of this tenant sets it"):
+        bank.optim_step("cy", lr=1.0)
+    with pytest.raises(ConfigError, match="there is an adapter 'ada' already"):
+        create(bank, "ada", members["ada"])
+    with pytest.raises(ConfigError, match="there is no adapter 'zoe'"):
+        bank.remove("zoe")
+    assert bank.optim_step("ada", lr=0.5).learning_rate == 0.5
+
+
+def test_weights_must_be_finite(base):
+    bank = bank_of(base, {"x": X})
+    batch = rows_for("x", X, 0)
+    weights = torch.full(batch["labels"].shape, float("nan"))
+    with pytest.raises(ConfigError, match="'x': weights are not all finite"):
+        bank.forward_backward([("x", {**batch, "weights": weights})])
+    assert adapter(bank, "x")
