@@ -147,27 +147,33 @@ def train(
     micro_batches: int,
     *,
     first: int = 0,
+    began: Mapping[str, int] | None = None,
     rank: int = 0,
     size: int = 1,
     rows: Callable[..., dict[str, torch.Tensor]] = rows_for,
 ) -> list[Any]:
     """Micro-batches of all members at once; each steps at the end of its own window, until it has ``STEPS``.
 
-    The rows of a tenant are dealt to the ranks one by one; those of one tenant are all on one rank, in turn.
+    The rows of a tenant are dealt to the ranks one after the other; those of one tenant are all on one rank, in
+    turn. ``began`` says with which micro-batch a tenant came; it begins with its own first rows.
     """
     told = []
     for number in range(first, first + micro_batches):
-        ready = {name: recipe for name, recipe in members.items() if number < STEPS * recipe.accumulation}
+        own = {name: number - (began or {}).get(name, 0) for name in members}
+        ready = {name: recipe for name, recipe in members.items() if own[name] < STEPS * recipe.accumulation}
         batches = []
         for name, recipe in ready.items():
-            batch = rows(name, recipe, number)
+            batch = rows(name, recipe, own[name])
             if name == "dee" and size > 1:
                 batches.append((name, batch if rank == number % size else no_rows()))
             else:
-                batches.append((name, {key: values[rank::size] for key, values in batch.items()}))
+                half = -(-recipe.rows // size)
+                batches.append(
+                    (name, {key: values[rank * half : (rank + 1) * half] for key, values in batch.items()})
+                )
         told.append(bank.forward_backward(batches))
         for name, recipe in ready.items():
-            if (number + 1) % recipe.accumulation == 0:
+            if (own[name] + 1) % recipe.accumulation == 0:
                 told.append(bank.optim_step(name))
     return told
 

@@ -1,0 +1,175 @@
+"""What ranks do in the tests of a bank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tests.bank import banking
+from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for, train
+from torch.distributed.fsdp import FSDPModule
+
+import shardwise
+from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.bank.backends import GroupedAlways, LoopedAlways
+from shardwise.errors import ShardwiseError
+from shardwise.models.blocks import PerBlock
+
+LATE = 4
+"""Micro-batches before the tenant ``eve`` comes."""
+
+
+def bank_of(base: Path, members: Mapping[str, Recipe], backend: Any = None, **keywords: Any) -> Any:
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(base, **keywords), backend=backend or LoopedAlways())
+    for name, recipe in members.items():
+        create(bank, name, recipe)
+    return bank
+
+
+def here() -> dict[str, int]:
+    return {"rank": dist.get_rank(), "size": dist.get_world_size()}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Collectives of torch's that are called in the block."""
+    calls: Counter[str] = Counter()
+    own = dist.all_reduce
+
+    def all_reduce(*args: Any, **keywords: Any) -> Any:
+        calls["all_reduce"] += 1
+        return own(*args, **keywords)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = own
+
+
+def together(base: Path, kind: str) -> dict[str, Any]:
+    """All tenants, one of them added late, on a base sharded by FSDP2, with activations computed again."""
+    members = recipes() if kind == "loop" else {name: recipes()[name] for name in ("ada", "dee", "eve")}
+    micro_batches = {"loop": 3 * STEPS, "grouped": STEPS + LATE, "not reduced": 2 * LATE}[kind]
+    late = members.pop("eve")
+    backend = GroupedAlways() if kind == "grouped" else LoopedAlways()
+    sharding = shardwise.Sharding(activation_checkpointing=PerBlock())
+    bank = bank_of(base, members, backend, sharding=sharding)
+    begin = {name: adapter(bank, name) for name in members}
+    assert isinstance(bank._model, FSDPModule)
+    shards = [(values.to_local().data_ptr(), values.to_local().clone()) for values in bank._model.parameters()]
+    if kind == "not reduced":
+        AdapterBank._sum_over_ranks, own = lambda self, tenant: None, AdapterBank._sum_over_ranks
+    try:
+        with counted() as calls:
+            told = train(bank, members, LATE, **here())
+            create(bank, "eve", late)
+            begin["eve"] = adapter(bank, "eve")
+            more = {**members, "eve": late}
+            told += train(bank, more, micro_batches - LATE, first=LATE, began={"eve": LATE}, **here())
+    finally:
+        if kind == "not reduced":
+            AdapterBank._sum_over_ranks = own
+    base_is_same = all(
+        values.to_local().data_ptr() == pointer and values.to_local().equal(kept)
+        for values, (pointer, kept) in zip(bank._model.parameters(), shards, strict=True)
+    )
+    return {
+        "adapters": {name: adapter(bank, name) for name in begin},
+        "begin": begin,
+        "steps": [(step.is_taken, step.grad_norm) for step in told if hasattr(step, "is_taken")],
+        "all_reduces": calls["all_reduce"],
+        "base is same": base_is_same,
+        "backends": {why for each in told if hasattr(each, "passes") for why in each.backends},
+        "losses": told[0].tenants["ada"].loss,
+    }
+
+
+def resumed(base: Path, names: list[str], states: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Half of a training with dropout, or the other half of it; what comes of it, and its states."""
+    members = with_dropout({name: recipes()[name] for name in names})
+    bank = bank_of(base, members)
+    if states:
+        for name in members:
+            bank.load_state_dict(name, states[name])
+    where = here() if dist.is_initialized() else {}
+    told = train(bank, members, 6, first=6 if states else 0, **where)
+    found = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
+    return {
+        "states": {name: bank.state_dict(name) for name in members},
+        "losses": [each.tenants["ada"].loss for each in told if hasattr(each, "passes")],
+        "log probabilities": found,
+    }
+
+
+def with_dropout(members: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    return {name: replace(own, config={**own.config, "lora_dropout": 0.3}) for name, own in members.items()}
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def faults(base: Path) -> dict[str, Any]:
+    """What is wrong on one rank, or differs, is one error on both; and then all goes on."""
+    members = {name: recipes()[name] for name in ("ada", "dee", "bob")}
+    bank, quiet = bank_of(base, members), bank_of(base, members)
+    rank = dist.get_rank()
+    ada, good = members["ada"], rows_for("ada", members["ada"], 0)
+    bad = {**good, "input_ids": good["input_ids"] + 100 * rank}
+    errors = {
+        "rows of one rank": said(lambda: bank.forward_backward([("ada", bad)])),
+        "other tenants": said(lambda: bank.forward_backward([(("ada", "dee")[rank], good)])),
+        "another config": said(lambda: bank.create("x", replace(ada, config={**ada.config, "r": 4 + rank}).lora())),
+        "another rate": said(lambda: bank.create("x", ada.lora(), optimizer=banking.adamw(lr=0.1 + rank))),
+        "another seed": said(lambda: bank.create("x", ada.lora(), seed=rank)),
+    }
+    assert bank.names == ("ada", "dee", "bob")
+    train(bank, members, 2, **here())
+    bank.forward_backward([("ada", good), ("dee", good)])
+    errors["another step"] = said(lambda: bank.optim_step(("ada", "dee")[rank]))
+    errors["other changes"] = said(lambda: bank.optim_step("ada", lr=0.1 + rank))
+    bank.optim_step("ada")
+    bank.optim_step("dee")
+
+    train(quiet, members, 2, **here())
+    quiet.forward_backward([("ada", good), ("dee", good)])
+    quiet.optim_step("ada")
+    quiet.optim_step("dee")
+
+    # An exception in the forward pass of all ranks, between two gathers.
+    layer = bank._model.model.layers[1].mlp
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    handle = layer.register_forward_hook(raises)
+    batch = [(name, rows_for(name, recipe, 5)) for name, recipe in members.items()]
+    errors["half way"] = said(lambda: bank.forward_backward(batch))
+    handle.remove()
+
+    # Not a number in what one rank has: nobody steps, and the others are as without.
+    for each in (bank, quiet):
+        each.forward_backward(batch)
+    verdicts = []
+    if rank == 1:
+        bank._tenants["ada"].gradient[3] = math.nan
+    for name in ("ada", "dee"):
+        verdicts.append(bank.optim_step(name).is_taken)
+        quiet.optim_step(name)
+    return {
+        "errors": errors,
+        "verdicts": verdicts,
+        "dee": (adapter(bank, "dee"), adapter(quiet, "dee")),
+        "ada": (adapter(bank, "ada"), adapter(quiet, "ada")),
+    }

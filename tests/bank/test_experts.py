@@ -1,0 +1,88 @@
+"""Adapters on fused experts: as PEFT's ``target_parameters``, without a weight that has one added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.bank import banking, on_ranks
+from tests.bank.banking import Recipe, adapter, distance, rows_for, train
+from tests.bank.test_alone import bank_of, require_equal
+
+import shardwise
+from shardwise.errors import ConfigError
+
+STEPS = 20
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def members() -> dict[str, Recipe]:
+    return {
+        "ada": Recipe({"r": 2, "target_modules": [], "target_parameters": BOTH}, rows=3),
+        "bob": Recipe(
+            {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"], "target_parameters": BOTH[1:]}, tokens=12
+        ),
+        "cy": Recipe({"r": 8, "target_modules": ["v_proj", "o_proj"]}),
+    }
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_experts(tmp_path_factory.mktemp("experts"))
+
+
+def together(base: Path) -> dict[str, Any]:
+    where = on_ranks.here() if dist.is_initialized() else {}
+    bank = bank_of(base, members())
+    begin = {name: adapter(bank, name) for name in members()}
+    train(bank, members(), STEPS, **where)
+    return {name: (adapter(bank, name), begin[name]) for name in members()}
+
+
+def require_as_alone(base: Path, found: dict[str, Any], limit: float) -> None:
+    for name, recipe in members().items():
+        own, begin = found[name]
+        alone = banking.alone(base, name, recipe, begin, steps=STEPS, pad_to=64)
+        assert distance(own, alone, begin) <= limit, name
+
+
+def test_experts_of_each_tenant_come_out_as_alone(base):
+    """PEFT folds an adapter into the experts' weights; here rows go through both, so sums are in another order."""
+    require_as_alone(base, together(base), 1e-5)
+
+
+@pytest.mark.distributed
+def test_experts_on_two_ranks(worlds, base):
+    first, second = worlds(2).run(together, base)
+    require_equal(first["ada"][0], second["ada"][0])
+    require_as_alone(base, first, 1e-5)
+
+
+def test_experts_are_as_they_were_when_nobody_adapts_them(base):
+    bank = bank_of(base, {})
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        before = bank._model(ids).logits
+    banking.create(bank, "ada", members()["ada"])
+    bank.forward_backward([("ada", rows_for("ada", members()["ada"], 0))])
+    bank.optim_step("ada", lr=0.5)
+    with torch.no_grad():
+        assert bank._model(ids).logits.equal(before)
+    adapted, alone = bank.forward([("ada", {"input_ids": ids}), (None, {"input_ids": ids})])
+    assert not torch.allclose(adapted[0], alone[0], atol=1e-3)
+    torch.testing.assert_close(alone[0], before[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    bank.remove("ada")
+    assert not any("forward" in vars(module) for module in bank._model.modules())
+
+
+def test_experts_that_are_not_fused_as_known_are_refused(base):
+    model = shardwise.from_pretrained(base)
+    model.model.layers[0].mlp.experts.has_bias = True
+    bank = shardwise.AdapterBank(model)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: experts with biases"):
+        banking.create(bank, "ada", members()["ada"])
+    with pytest.raises(ConfigError, match=r"lora_dropout"):
+        bank.create("x", Recipe({"target_modules": [], "target_parameters": BOTH, "lora_dropout": 0.1}).lora())

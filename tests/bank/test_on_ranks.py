@@ -1,0 +1,77 @@
+"""A bank on two ranks: as alone in one process, whatever rank the rows are on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.bank import banking, on_ranks
+from tests.bank.banking import STEPS, distance, recipes
+from tests.bank.test_alone import require_equal
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("loop", 1e-5), ("grouped", 5e-4)])
+def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
+    """One comes late; one is on one rank alone, in turn; windows of 1 to 3; activations are computed again."""
+    first, second = worlds(2).run(on_ranks.together, base, kind)
+    for name, begin in first["begin"].items():
+        recipe = recipes()[name]
+        alone = banking.alone(base, name, recipe, begin, pad_to=64)
+        assert distance(first["adapters"][name], alone, begin) <= limit, name
+        require_equal(first["adapters"][name], second["adapters"][name])
+    assert first["base is same"]
+    assert second["base is same"]
+    assert first["steps"] == second["steps"]
+    assert first["losses"] == second["losses"]
+    assert len(first["steps"]) == STEPS * len(first["begin"]), "each took all of its own"
+    assert first["all_reduces"] == len(first["steps"]), "one for each tenant and step, and no other"
+    assert any(why.startswith("grouped") for why in first["backends"]) == (kind == "grouped")
+
+
+def test_gradients_that_are_not_summed_are_found_out(worlds, base):
+    first, _ = worlds(2).run(on_ranks.together, base, "not reduced")
+    begin = first["begin"]["ada"]
+    alone = banking.alone(base, "ada", recipes()["ada"], begin, steps=2 * on_ranks.LATE, pad_to=64)
+    assert distance(first["adapters"]["ada"], alone, begin) > 1e-2
+
+
+def test_another_number_of_ranks_goes_on(worlds, base):
+    """From two ranks to one, with dropout, which is of a tenant's rows and not of ranks."""
+    members = recipes()
+    half, _ = worlds(2).run(on_ranks.resumed, base, list(members), None)
+    states = half["states"]
+    found = on_ranks.resumed(base, list(members), states)
+    whole = on_ranks.resumed(base, list(members), on_ranks.resumed(base, list(members), None)["states"])
+    for name in members:
+        one, other = (each["states"][name]["adapter"] for each in (found, whole))
+        assert distance(one, other, states[name]["adapter"]) <= 1e-5, name
+    assert half["losses"] != found["losses"]
+    torch.testing.assert_close(found["log probabilities"], whole["log probabilities"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_fault_of_one_rank_is_everybodys(worlds, base):
+    first, second = worlds(2).run(on_ranks.faults, base)
+    assert first["errors"] == second["errors"]
+    for what, match in {
+        "rows of one rank": "ConfigError: rank 1: 'ada': input_ids are from 1",
+        "other tenants": "DisagreementError: rank 1 has rows of ['dee'], and rank 0 of ['ada']",
+        "another config": "DisagreementError: the adapter 'x' (its config or options) on rank 1 is not that of",
+        "another rate": "DisagreementError: the adapter 'x' (its config or options)",
+        "another seed": "DisagreementError: the adapter 'x' (its config or options)",
+        "another step": "DisagreementError: the tenant that takes a step, or how on rank 1 is not that of rank 0",
+        "other changes": "DisagreementError: the tenant that takes a step",
+        "half way": "half way",
+    }.items():
+        assert match in first["errors"][what], what
+    assert first["verdicts"] == second["verdicts"] == [False, True]
+    require_equal(*first["dee"])
+    require_equal(first["ada"][0], second["ada"][0])
+    assert not all(one.equal(other) for one, other in zip(*(each.values() for each in first["ada"]), strict=True))
