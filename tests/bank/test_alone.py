@@ -78,7 +78,8 @@ def test_each_tenant_comes_out_as_alone(base, begun, alone, backend, limit):
 
 @pytest.mark.parametrize("wrong", ["swapped", "unscaled"])
 def test_a_bank_that_is_wrong_is_found_out(base, begun, alone, monkeypatch, wrong):
-    members = {name: recipes()[name] for name in ("ada", "eve")}
+    eve = recipes()["eve"]
+    members = {"ada": recipes()["ada"], "eve": replace(eve, config={**eve.config, "r": 4})}
     own = SegmentLoop.add
 
     def add(self, parts, x, out):
@@ -224,7 +225,7 @@ def two_in_flight(bank: Any, members: dict[str, Recipe], *, mixed_up: bool = Fal
 
 def test_activations_computed_again_meet_their_own_rows(base):
     members = {
-        name: replace(recipe, config={**recipe.config, "lora_dropout": 0.3}, rows=3)
+        name: replace(recipe, config={**recipe.config, "r": 4, "lora_dropout": 0.3}, rows=3)
         for name, recipe in recipes().items()
         if name in ("ada", "dee", "eve")
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -18,6 +17,7 @@ from typing_extensions import TypedDict
 
 from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice, FewestProducts
+from shardwise.bank.files import config_of, lent, outlined, read_tenant
 from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.passes import EntryRows, FusedPass
 from shardwise.bank.routing import RouteSwitch
@@ -42,13 +42,13 @@ from shardwise.bank.tenant import (
     WeightedSum,
     require_name,
 )
+from shardwise.engines.save_options import SaveOptions, Trust, Verification
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.models.build import build_on_meta
-from shardwise.models.modules import original_class
 from shardwise.models.standing import computing_device
+from shardwise.report.save_report import SaveReport
 from shardwise.training.evaluation import evaluating
-from shardwise.tuning.sites import adapter_words, outline_adapter
+from shardwise.verbs.save import save_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -182,11 +182,9 @@ class AdapterBank:
     def _made(self, name: str, config: LoraConfig, options: TenantOptions) -> Tenant:
         if require_name(name) in self._tenants:
             raise ConfigError(f"there is an adapter {name!r} already; remove it, or take another name")
-        kind: Any = original_class(self._model)
-        base = build_on_meta(kind, copy.deepcopy(self._model.config), torch.float32, Path())
-        outline = outline_adapter(base, config)
+        outline = outlined(self._model, config)
         self._hooks.require_fitting(outline.sites)
-        return Tenant(name, outline, options, self._device, adapter_words(config))
+        return Tenant(name, config, outline, options, self._device)
 
     def remove(self, name: str) -> None:
         """Forget a tenant, and what it has gathered. Collective: no, but every rank does it."""
@@ -248,6 +246,13 @@ class AdapterBank:
                 self._note(call, each)
         return sums, len(passes)
 
+    def _look(self, call: _Call) -> None:
+        """Forward passes alone."""
+        with evaluating(self._model):
+            for each in self._passes(call, is_training=False):
+                each.forward(self._model, self._switch)
+                self._note(call, each)
+
     def optim_step(self, name: str, **changes: Any) -> TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
 
@@ -291,7 +296,7 @@ class AdapterBank:
     def forward(self, batches: Sequence[tuple[str | None, RowTensors]]) -> list[list[torch.Tensor]]:
         """The log probability of each label, without gradients and without dropout.
 
-        Collective: yes. One short meeting, and what FSDP2 gathers for each pass.
+        Collective: yes. Two short meetings, and what FSDP2 gathers for each pass.
 
         Args:
             batches: as of :meth:`forward_backward`; None for the base without an adapter. A tenant may come twice.
@@ -300,11 +305,7 @@ class AdapterBank:
         stands before it; 0 where it is none.
         """
         call = self._called(batches, lambda tenant: None, lambda names: None)
-        passes = self._passes(call, is_training=False)
-        with evaluating(self._model):
-            for each in passes:
-                each.forward(self._model, self._switch)
-                self._note(call, each)
+        self._world.together(lambda: self._look(call))
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
@@ -326,6 +327,46 @@ class AdapterBank:
             ConfigError: it is that of another, naming what differs; nothing is changed then.
         """
         load_tenant_state(self._tenant(name), state)
+
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────
+
+    def save(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        verify: Verification = Trust(),  # noqa: B008 - frozen
+        options: SaveOptions = SaveOptions(),  # noqa: B008
+    ) -> SaveReport:
+        """Save a tenant as ``PeftModel.from_pretrained`` loads it, with all that ``save_adapter`` promises.
+
+        Its optimizer is not saved; see :meth:`state_dict`. Collective: yes.
+        """
+        whole = self._world.together(lambda: lent(self._model, self._tenant(name)))
+        return save_adapter(whole, directory, dtype=dtype, verify=verify, options=options)
+
+    def load(self, name: str, directory: str | os.PathLike[str], **keywords: Unpack[TenantKeywords]) -> None:
+        """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
+
+        Collective: yes. If it fails, there is no such tenant.
+
+        Args:
+            name: as of :meth:`create`.
+            directory: with ``adapter_config.json``, and a file of tensors.
+            keywords: as of :meth:`create`.
+
+        Raises:
+            CoverageError: the tensors are not those that the config wants of this base.
+            FormatError, StorageError: the folder cannot be read.
+            ConfigError, DisagreementError: as of :meth:`create`.
+        """
+        self.create(name, self._world.together(lambda: config_of(directory)), **keywords)
+        try:
+            read_tenant(self._world, self._model, self._tenants[name], directory)
+        except BaseException:
+            self.remove(name)
+            raise
 
     # ── within ────────────────────────────────────────────────────────────────────────────────────
 
@@ -403,7 +444,7 @@ class AdapterBank:
 
     def _words(self) -> int:
         embeddings: Any = self._model.get_input_embeddings()
-        return int(embeddings.num_embeddings)
+        return int(embeddings.weight.shape[0])
 
     def _longest(self) -> int:
         config: Any = self._model.config

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,7 +17,17 @@ from shardwise.bank.backends import TenantPair
 from shardwise.errors import ConfigError
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, scale_gradients
 from shardwise.training.parts import RateSchedule, TrainedPart, Unchanging
-from shardwise.tuning.sites import AdaptedSite, AdapterOutline, EmbeddingSite, ExpertsSite, LinearSite
+from shardwise.tuning.sites import (
+    AdaptedSite,
+    AdapterOutline,
+    EmbeddingSite,
+    ExpertsSite,
+    LinearSite,
+    adapter_words,
+)
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 OptimizerMaker: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 ScheduleMaker: TypeAlias = Callable[[Optimizer], RateSchedule]
@@ -139,11 +150,12 @@ class Tenant:
     """An adapter and all that is its own. Memory: four numbers of float32 for each trained one, with AdamW."""
 
     def __init__(
-        self, name: str, outline: AdapterOutline, options: TenantOptions, device: torch.device, words: str
+        self, name: str, config: LoraConfig, outline: AdapterOutline, options: TenantOptions, device: torch.device
     ) -> None:
         self.name = name
         self.options = options
-        self.words = words
+        self.config = copy.deepcopy(config)
+        self.words = adapter_words(config)
         """Its config, in words that are the same in every process."""
         self.sites = outline.sites
         self.shapes = {matrix.key: matrix.shape for matrix in outline.matrices()}

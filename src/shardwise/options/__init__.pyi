@@ -1,5 +1,10 @@
 """How each verb does what it does, as values. Stated here, loaded when used."""
 
+from shardwise.bank.backends import FewestProducts as FewestProducts
+from shardwise.bank.backends import GroupedAlways as GroupedAlways
+from shardwise.bank.backends import LoopedAlways as LoopedAlways
+from shardwise.bank.tenant import TokenMean as TokenMean
+from shardwise.bank.tenant import WeightedSum as WeightedSum
 from shardwise.checkpoints.modes import Asynchronous as Asynchronous
 from shardwise.checkpoints.modes import AtStep as AtStep
 from shardwise.checkpoints.modes import CheckpointerOptions as CheckpointerOptions

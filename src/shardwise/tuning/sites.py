@@ -112,6 +112,11 @@ class AdapterOutline:
         fill_from_program(program, values, [box], seed=seed, fqn=matrix.fqn)
 
 
+def name_in_base(name: str) -> str:
+    """The name that something has in the base, of that in PEFT's model around it."""
+    return name.removeprefix(_PREFIX).replace(".base_layer", "")
+
+
 def adapter_words(config: LoraConfig) -> str:
     """A config in words that are the same in every process."""
     return peft_compat.in_words(config)
@@ -134,7 +139,7 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
     sites: list[AdaptedSite] = []
     adapted: Any = made.model
     for name, layer in peft_compat.layers(adapted):
-        module = name.removeprefix(_PREFIX).replace(".base_layer", "")
+        module = name_in_base(name)
         try:
             sites.append(_site(module, layer, {id(item.tensor): item.fqn for item in held.values()}))
         except ConfigError as error:

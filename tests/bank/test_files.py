@@ -1,0 +1,104 @@
+"""A tenant saved is an adapter of PEFT's; and one of PEFT's is a tenant."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from tests import zoo
+from tests.bank import banking, test_experts
+from tests.bank.banking import adapter, recipes, rows_for, train
+from tests.bank.on_ranks import here
+from tests.bank.test_alone import bank_of, require_equal
+from transformers import AutoModelForCausalLM
+
+import shardwise
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dict[str, Any]:
+    """Adapters of all kinds, and what the model gives with each."""
+    members = test_experts.members() if experts else recipes()
+    where = here() if dist.is_initialized() else {}
+    bank = bank_of(base, members)
+    train(bank, members, 6, **where)
+    shards = [values.to_local() if hasattr(values, "to_local") else values for values in bank._model.parameters()]
+    before = [values.clone() for values in shards]
+    for name in members:
+        bank.save(name, folder / name)
+    found = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
+    for name in members:
+        bank.load(f"{name}-again", folder / name)
+        require_equal(adapter(bank, f"{name}-again"), adapter(bank, name))
+    again = bank.forward([(f"{name}-again", rows_for(name, members[name], 0)) for name in members])
+    torch.testing.assert_close(again, found)
+    assert all(one.equal(other) for one, other in zip(shards, before, strict=True)), "nothing writes to the base"
+    return {"adapters": {name: adapter(bank, name) for name in members}, "log probabilities": found}
+
+
+def require_of_peft(base: Path, folder: Path, found: dict[str, Any], members: dict[str, Any]) -> None:
+    for number, (name, recipe) in enumerate(members.items()):
+        with zoo.silenced(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            model = PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder / name
+            )
+        loaded = {
+            key.replace(".default", ""): own.detach() for key, own in model.named_parameters() if "lora_" in key
+        }
+        require_equal(loaded, found["adapters"][name])
+        batch = rows_for(name, recipe, 0)
+        for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            ids = batch["input_ids"][row : row + 1, :length]
+            expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            expected[batch["labels"][row, 1:length] == -100] = 0
+            torch.testing.assert_close(found["log probabilities"][number][row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tenant_saved_is_an_adapter_of_pefts(base, tmp_path):
+    found = trained_and_saved(base, tmp_path)
+    require_of_peft(base, tmp_path, found, recipes())
+    config = json.loads((tmp_path / "ada" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, ["q_proj", "v_proj"])
+    assert config["base_model_name_or_path"] == str(base)
+
+
+def test_adapters_of_experts_are_saved_as_pefts(tmp_path):
+    base = banking.save_experts(tmp_path / "base")
+    found = trained_and_saved(base, tmp_path, experts=True)
+    require_of_peft(base, tmp_path, found, test_experts.members())
+
+
+@pytest.mark.distributed
+def test_a_tenant_saved_by_two_ranks(worlds, base, tmp_path):
+    first, second = worlds(2).run(trained_and_saved, base, tmp_path)
+    require_equal(first["adapters"]["cy"], second["adapters"]["cy"])
+    require_of_peft(base, tmp_path, first, recipes())
+
+
+def test_folders_that_are_no_adapter_of_this_base(base, tmp_path):
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    with pytest.raises(shardwise.FormatError, match=r"there is no adapter_config.json"):
+        bank.load("x", tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(banking.save_base(tmp_path / "base"), dtype=torch.float32)
+    get_peft_model(other, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "peft")
+    config = tmp_path / "peft" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
+    with pytest.raises(shardwise.CoverageError, match=r"q_proj.lora_A.*\(4, 32\)"):
+        bank.load("x", tmp_path / "peft")
+    assert bank.names == ("ada",)
+    config.write_text(config.read_text().replace('"r": 8', '"r": 4'))
+    bank.load("x", tmp_path / "peft", seed=3)
+    assert bank.names == ("ada", "x")
+    bank.forward_backward([("x", rows_for("ada", recipes()["ada"], 0))])
+    assert bank.optim_step("x").is_taken
