@@ -13,7 +13,7 @@ from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
 import shardwise
 from shardwise import Sharding
@@ -339,3 +339,63 @@ def test_the_base_alone_is_as_if_there_were_no_bank(base):
         expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
         assert bank._model(ids).logits.equal(expected)
     assert isinstance(bank._model, nn.Module)
+
+
+# ── other models ──────────────────────────────────────────────────────────────────────────────────
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        (GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=64), ["c_attn", "c_proj", "wte"]),
+        (
+            Gemma3TextConfig(
+                **{**banking.SIZES, **SMALL}, query_pre_attn_scalar=16, sliding_window=8, tie_word_embeddings=True
+            ),
+            ["embed_tokens", "k_proj"],
+        ),
+    ],
+    ids=["transposed weights", "scaled embeddings"],
+)
+def test_layers_of_other_models(tmp_path, config, targets):
+    torch.manual_seed(1)
+    with zoo.silenced():
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    recipe = Recipe({"r": 4, "target_modules": targets, "fan_in_fan_out": "wte" in targets}, rows=3)
+    bank = bank_of(tmp_path, {"ada": recipe, "eve": replace(recipe, seed=1)})
+    begin = adapter(bank, "ada")
+    train(bank, {"ada": recipe, "eve": recipe}, 5)
+    assert (
+        distance(adapter(bank, "ada"), banking.alone(tmp_path, "ada", recipe, begin, steps=5, pad_to=64), begin)
+        <= 1e-6
+    )
+
+
+# ── 16 bits ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients_of(bank: Any, members: dict[str, Recipe]) -> dict[str, torch.Tensor]:
+    """After one step, so that no matrix is zero."""
+    train(bank, members, 1)
+    bank.forward_backward([(name, rows_for(name, recipe, 1)) for name, recipe in members.items()])
+    return {name: bank._tenants[name].gradient.clone() for name in members}
+
+
+def test_a_base_of_16_bits_keeps_matrices_in_32(base):
+    """Both backends, and both near to what 32 bits have; ranks of 3 and 4 are one product of 8."""
+    members = {name: recipes()[name] for name in ("ada", "dee", "eve")}
+    exact = gradients_of(bank_of(base, members), members)
+    for backend in (LoopedAlways(), GroupedAlways()):
+        bank = bank_of(base, members, backend, dtype=torch.bfloat16)
+        found = gradients_of(bank, members)
+        told = bank.forward([(name, rows_for(name, members[name], 0)) for name in members])
+        assert all(own.dtype is torch.float32 for each in told for own in each)
+        assert all(
+            values.dtype is torch.float32 for name in members for values in bank._tenants[name].matrices.values()
+        )
+        for name in members:
+            away = float((found[name] - exact[name]).norm() / exact[name].norm())
+            assert away < 0.1, (backend, name, away)

@@ -34,18 +34,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return banking.save_experts(tmp_path_factory.mktemp("experts"))
 
 
-def together(base: Path) -> dict[str, Any]:
+def together(base: Path, steps: int = STEPS) -> dict[str, Any]:
     where = on_ranks.here() if dist.is_initialized() else {}
     bank = bank_of(base, members())
     begin = {name: adapter(bank, name) for name in members()}
-    train(bank, members(), STEPS, **where)
+    train(bank, members(), steps, **where)
     return {name: (adapter(bank, name), begin[name]) for name in members()}
 
 
-def require_as_alone(base: Path, found: dict[str, Any], limit: float) -> None:
+def require_as_alone(base: Path, found: dict[str, Any], limit: float, steps: int = STEPS) -> None:
     for name, recipe in members().items():
         own, begin = found[name]
-        alone = banking.alone(base, name, recipe, begin, steps=STEPS, pad_to=64)
+        alone = banking.alone(base, name, recipe, begin, steps=steps, pad_to=64)
         assert distance(own, alone, begin) <= limit, name
 
 
@@ -56,9 +56,9 @@ def test_experts_of_each_tenant_come_out_as_alone(base):
 
 @pytest.mark.distributed
 def test_experts_on_two_ranks(worlds, base):
-    first, second = worlds(2).run(together, base)
+    first, second = worlds(2).run(together, base, 6)
     require_equal(first["ada"][0], second["ada"][0])
-    require_as_alone(base, first, 1e-5)
+    require_as_alone(base, first, 1e-5, 6)
 
 
 def test_experts_are_as_they_were_when_nobody_adapts_them(base):

@@ -15,7 +15,7 @@ from tests.bank.test_alone import bank_of, require_equal
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, ResNetConfig, ResNetForImageClassification
 
 import shardwise
-from shardwise.bank.backends import GroupedAlways, LoopedAlways
+from shardwise.bank.backends import GroupedAlways, LoopedAlways, SegmentLoop
 from shardwise.bank.rows import AgreedRows, plan_passes
 from shardwise.bank.tenant import WeightedSum
 from shardwise.errors import ConfigError, TrainingError
@@ -94,6 +94,23 @@ def test_others_are_what_they_were_to_the_bit(base, calm, backend, trouble):
         assert [step.is_taken for step in steps] == [True, False, True, True] * 4
         assert bank.state_dict("x")["steps"] == 0
         assert bank.state_dict("x")["windows"] == 4
+
+
+def test_masks_in_place_of_segments_would_be_found_out(base, monkeypatch):
+    """0 times NaN is NaN: what the tests above look for can happen."""
+
+    def add(self, parts, x, out):
+        for part in parts:
+            mask = torch.zeros((len(x), 1))
+            mask[part.start : part.stop] = 1
+            out += mask * (x @ part.pair.A.T @ part.pair.B.T) * part.pair.scaling
+        return [x[part.start : part.stop] @ part.pair.A.T for part in parts]
+
+    monkeypatch.setattr(SegmentLoop, "add", add)
+    bank = bank_of(base, members_with(X))
+    poisoned(bank, float("nan"))
+    steps = [told.is_taken for told in train(bank, members_with(X), 1) if hasattr(told, "is_taken")]
+    assert steps == [False] * 4
 
 
 def test_who_is_idle_stays_as_it_is(base):
@@ -189,6 +206,8 @@ def test_bases_that_couple_tenants_are_refused(base):
         ConfigError, match="normalization is a BatchNorm2d, which normalises over all tenants' rows"
     ):
         shardwise.AdapterBank(images)
+    with pytest.raises(ConfigError, match="Qwen3Model gives no logits of tokens"):
+        shardwise.AdapterBank(tiny().model)
     compiled = shardwise.from_pretrained(
         base, sharding=shardwise.Sharding(compiling=CompileBlocks(backend="eager"))
     )

@@ -36,12 +36,19 @@ def require_base(model: nn.Module, ranks: int) -> PreTrainedModel:
             f"{type(model).__name__} is not a model of transformers without adapters; bring the base up by "
             "shardwise.from_pretrained without tuning="
         )
-    faults = [*_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
+    faults = [*_headless(model), *_compiled(model), *_by_modules(model), *_by_config(model), *_placed(model, ranks)]
     if faults:
         raise ConfigError(
             f"{type(model).__name__} cannot be the base of many adapters:\n  " + "\n  ".join(faults[:20])
         )
     return model
+
+
+def _headless(model: PreTrainedModel) -> Iterator[str]:
+    if model.get_output_embeddings() is None:
+        yield f"{type(model).__name__} gives no logits of tokens; take the class with the head (...ForCausalLM)"
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "it has an encoder of its own, for which a bank has no rows; take a causal language model"
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
