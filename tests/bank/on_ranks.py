@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,16 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, recipes, rows_for, train
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import shardwise
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.backends import GroupedAlways, LoopedAlways
 from shardwise.errors import ShardwiseError
 from shardwise.models.blocks import PerBlock
+from shardwise.models.policies import MinSize
 
 LATE = 4
 """Micro-batches before the tenant ``eve`` comes."""
@@ -91,6 +94,26 @@ def together(base: Path, kind: str) -> dict[str, Any]:
     }
 
 
+def other_groups(base: Path, kind: str) -> dict[str, Any]:
+    """Every layer a group of FSDP2's, adapted ones among them; or computed in 16 bits."""
+    members = {name: recipes()[name] for name in ("ada", "bob", "cy")}
+    sharding = {
+        "every layer": shardwise.Sharding(wrap=MinSize(1)),
+        "16 bits": shardwise.Sharding(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bank = bank_of(base, members, sharding=sharding)
+        begin = {name: adapter(bank, name) for name in members}
+        told = train(bank, members, 6, **here())
+    return {
+        "adapters": {name: adapter(bank, name) for name in members},
+        "begin": begin,
+        "losses": [own.loss for each in told if hasattr(each, "passes") for own in each.tenants.values()],
+        "groups": sum(isinstance(module, FSDPModule) for module in bank._model.modules()),
+    }
+
+
 def resumed(base: Path, names: list[str], states: Mapping[str, Any] | None) -> dict[str, Any]:
     """Half of a training with dropout, or the other half of it; what comes of it, and its states."""
     members = with_dropout({name: recipes()[name] for name in names})
@@ -153,10 +176,15 @@ def faults(base: Path) -> dict[str, Any]:
     def raises(*_: Any) -> None:
         raise RuntimeError("half way")
 
-    handle = layer.register_forward_hook(raises)
     batch = [(name, rows_for(name, recipe, 5)) for name, recipe in members.items()]
-    errors["half way"] = said(lambda: bank.forward_backward(batch))
-    handle.remove()
+    for where, hook in (
+        ("half way", raises),
+        ("half way back", lambda _m, _a, output: output.register_hook(raises) and None),
+    ):
+        handle = layer.register_forward_hook(hook)
+        errors[where] = said(lambda: bank.forward_backward(batch))
+        handle.remove()
+    kinds = {type(values).__name__ for values in bank._model.parameters()}
 
     # Not a number in what one rank has: nobody steps, and the others are as without.
     for each in (bank, quiet):
@@ -170,6 +198,7 @@ def faults(base: Path) -> dict[str, Any]:
     return {
         "errors": errors,
         "verdicts": verdicts,
+        "kinds": kinds | {type(values).__name__ for values in bank._model.parameters()},
         "dee": (adapter(bank, "dee"), adapter(quiet, "dee")),
         "ada": (adapter(bank, "ada"), adapter(quiet, "ada")),
     }

@@ -36,6 +36,20 @@ def test_each_tenant_comes_out_as_alone(worlds, base, kind, limit):
     assert any(why.startswith("grouped") for why in first["backends"]) == (kind == "grouped")
 
 
+def test_whatever_the_groups_are(worlds, base):
+    """Where embeddings and linear layers are groups by themselves; and in 16 bits, near to it."""
+    first, _ = worlds(2).run(on_ranks.other_groups, base, "every layer")
+    assert first["groups"] > 15
+    for name, begin in first["begin"].items():
+        recipe = recipes()[name]
+        alone = banking.alone(base, name, recipe, begin, steps=6 // recipe.accumulation, pad_to=64)
+        assert distance(first["adapters"][name], alone, begin) <= 1e-5, name
+    half, other = worlds(2).run(on_ranks.other_groups, base, "16 bits")
+    assert half["losses"] == other["losses"] != first["losses"]
+    assert half["losses"] == pytest.approx(first["losses"], rel=0.03)
+    require_equal(half["adapters"]["cy"], other["adapters"]["cy"])
+
+
 def test_gradients_that_are_not_summed_are_found_out(worlds, base):
     first, _ = worlds(2).run(on_ranks.together, base, "not reduced")
     begin = first["begin"]["ada"]
@@ -69,9 +83,11 @@ def test_a_fault_of_one_rank_is_everybodys(worlds, base):
         "another step": "DisagreementError: the tenant that takes a step, or how on rank 1 is not that of rank 0",
         "other changes": "DisagreementError: the tenant that takes a step",
         "half way": "half way",
+        "half way back": "half way",
     }.items():
         assert match in first["errors"][what], what
     assert first["verdicts"] == second["verdicts"] == [False, True]
+    assert first["kinds"] == {"DTensor"}, "nothing is left gathered"
     require_equal(*first["dee"])
     require_equal(first["ada"][0], second["ada"][0])
     assert not all(one.equal(other) for one, other in zip(*(each.values() for each in first["ada"]), strict=True))

@@ -45,7 +45,7 @@ from shardwise.bank.tenant import (
 from shardwise.engines.save_options import SaveOptions, Trust, Verification
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.models.standing import computing_device
+from shardwise.models.standing import computing_device, root_of
 from shardwise.report.save_report import SaveReport
 from shardwise.training.evaluation import evaluating
 from shardwise.verbs.save import save_adapter
@@ -305,7 +305,11 @@ class AdapterBank:
         stands before it; 0 where it is none.
         """
         call = self._called(batches, lambda tenant: None, lambda names: None)
-        self._world.together(lambda: self._look(call))
+        try:
+            self._world.together(lambda: self._look(call))
+        except BaseException:
+            _recover(self._model)
+            raise
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
@@ -437,9 +441,7 @@ class AdapterBank:
         except BaseException:
             for tenant, gradient in zip(tenants, before, strict=True):
                 tenant.gradient.zero_() if gradient is None else tenant.gradient.copy_(gradient)
-            for module in self._model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            _recover(self._model)
             raise
 
     def _words(self) -> int:
@@ -455,6 +457,17 @@ class AdapterBank:
 def _require_named_once(names: Sequence[str | None]) -> None:
     if twice := sorted({str(name) for name in names if names.count(name) > 1}):
         raise ConfigError(f"{', '.join(map(repr, twice))} is named twice; give a tenant's rows as one batch")
+
+
+def _recover(model: nn.Module) -> None:
+    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no."""
+    root: Any = root_of(model)
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_scaled_at_once(tenant: Tenant | None) -> bool:

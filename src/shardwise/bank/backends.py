@@ -259,7 +259,7 @@ def _why_not_grouped(x: torch.Tensor, out: torch.Tensor) -> str:
     if x.device.type == "cuda" and x.dtype is not torch.bfloat16:
         return f"no grouped product of {x.dtype} on CUDA"
     step = 16 // x.dtype.itemsize
-    if x.shape[1] % step or out.shape[1] % step:
+    if x.shape[-1] % step or out.shape[-1] % step:
         return f"widths that are no multiples of {step}"
     return ""
 
@@ -271,7 +271,10 @@ def adapt(
     parts: Sequence[SitePart],
     backend: Backend,
 ) -> torch.Tensor:
-    """``y`` with the adapters' part of each row; ``x`` is (rows, in), ``y`` is (rows, out)."""
+    """``y`` with the adapters' part of each row; ``x`` is (..., in), ``y`` (..., out), and parts count rows of both.
+
+    What is returned is no view: FSDP2 would warn of one that leaves a group.
+    """
     apply: Any = _SegmentedProducts.apply
     out: torch.Tensor = apply(anchor, x, y, tuple(parts), backend)
     return out
@@ -287,8 +290,8 @@ class _SegmentedProducts(torch.autograd.Function):
         parts: tuple[SitePart, ...],
         backend: Backend,
     ) -> torch.Tensor:
-        out = y.clone()
-        kept = backend.add(parts, x, out)
+        out = y.clone(memory_format=torch.contiguous_format)
+        kept = backend.add(parts, x.flatten(0, -2), out.flatten(0, -2))
         ctx.parts, ctx.backend = parts, backend
         ctx.save_for_backward(x, *kept)
         return out
@@ -296,15 +299,16 @@ class _SegmentedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         x, *kept = ctx.saved_tensors
-        x_grad = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        ctx.backend.lead_back(ctx.parts, x, kept, outer[0], x_grad)
+        x_grad = x.new_zeros(x.shape) if ctx.needs_input_grad[1] else None
+        flat = None if x_grad is None else x_grad.flatten(0, -2)
+        ctx.backend.lead_back(ctx.parts, x.flatten(0, -2), kept, outer[0].flatten(0, -2), flat)
         return None, x_grad, outer[0], None, None
 
 
 def adapt_embedding(
     anchor: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, parts: Sequence[SitePart], factor: float
 ) -> torch.Tensor:
-    """``y`` (rows, width) with the adapters' part; ``ids`` is (rows,), ``factor`` the scale of the layer's own."""
+    """``y`` (..., width) with the adapters' part; ``ids`` is (...), ``factor`` the scale of the layer's own."""
     apply: Any = _AdaptedEmbedding.apply
     out: torch.Tensor = apply(anchor, ids, y, tuple(parts), factor)
     return out
@@ -320,11 +324,12 @@ class _AdaptedEmbedding(torch.autograd.Function):
         parts: tuple[SitePart, ...],
         factor: float,
     ) -> torch.Tensor:
-        out = y.clone()
+        out = y.clone(memory_format=torch.contiguous_format)
+        flat, ids = out.flatten(0, -2), ids.flatten()
         for part in parts:
             pair, rows = part.pair, slice(part.start, part.stop)
             found = F.embedding(ids[rows], pair.A.T) @ pair.B.T * pair.scaling * factor
-            out[rows] += found.to(out.dtype)
+            flat[rows] += found.to(out.dtype)
         ctx.parts, ctx.factor = parts, factor
         ctx.save_for_backward(ids)
         return out
@@ -332,9 +337,10 @@ class _AdaptedEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
+        gradient = outer[0].flatten(0, -2)
         for part in ctx.parts:
             pair, rows = part.pair, slice(part.start, part.stop)
-            scaled = outer[0][rows].float() * ctx.factor * pair.scaling
+            scaled = gradient[rows].float() * ctx.factor * pair.scaling
             pair.b_grad.add_(scaled.T @ F.embedding(ids[rows], pair.A.T))
             # Sorted by torch, not added up by whoever comes first: the same sum each time, on CUDA too.
             pair.a_grad.T.index_put_((ids[rows],), scaled @ pair.B, accumulate=True)

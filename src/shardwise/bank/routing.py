@@ -72,18 +72,15 @@ class Route:
 
     def linear(self, site: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.require_rows(site, x)
-        flat, out = x.flatten(0, -2), y.flatten(0, -2)
-        parts = self.parts(site, len(flat) // self.rows)
-        backend, why = choose_backend(self.choice, parts, flat, out) if parts else (SegmentLoop(), "no rows")
+        parts = self.parts(site, x.shape[:-1].numel() // self.rows)
+        backend, why = choose_backend(self.choice, parts, x, y) if parts else (SegmentLoop(), "no rows")
         self.chosen[why] += 1
-        return self.note(site, adapt(self.anchor, flat, out, parts, backend).view(y.shape))
+        return self.note(site, adapt(self.anchor, x, y, parts, backend))
 
     def embedding(self, site: str, ids: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         self.require_rows(site, ids.unsqueeze(-1))
-        flat = ids.flatten()
-        parts = self.parts(site, len(flat) // self.rows)
-        found = adapt_embedding(self.anchor, flat, y.flatten(0, -2), parts, factor)
-        return self.note(site, found.view(y.shape))
+        parts = self.parts(site, ids.numel() // self.rows)
+        return self.note(site, adapt_embedding(self.anchor, ids, y, parts, factor))
 
     def bounds(self) -> list[int]:
         """Where the rows of each member begin, and where those of the last end."""

@@ -1,0 +1,116 @@
+"""Both backends are the sum that they stand for, forward and backward, whatever the parts are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.bank.backends import (
+    FewestProducts,
+    GroupedAlways,
+    GroupedProducts,
+    LoopedAlways,
+    SegmentLoop,
+    SitePart,
+    TenantPair,
+    adapt,
+    choose_backend,
+    runs,
+)
+
+IN, OUT = 8, 12
+
+
+@st.composite
+def parts_of(draw, dtype=torch.float32):
+    """Tenants side by side, some rows of nobody between them, and after."""
+    parts, start = [], 0
+    for number in range(draw(st.integers(1, 4))):
+        start += draw(st.sampled_from([0, 0, 0, 3]))
+        rows, rank = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+        generator = torch.Generator().manual_seed(number)
+        a = torch.randn(rank, IN, generator=generator, dtype=dtype)
+        b = torch.randn(OUT, rank, generator=generator, dtype=dtype)
+        pair = TenantPair(a, b, torch.zeros_like(a), torch.zeros_like(b), draw(st.sampled_from([0.5, 2.0])))
+        parts.append(SitePart(pair, start, start + rows))
+        start += rows
+    return parts, start + draw(st.integers(0, 3))
+
+
+def expected(parts, x, y, weights):
+    """By torch's own derivatives, out of place."""
+    leaves = [(part.pair.A.clone().requires_grad_(), part.pair.B.clone().requires_grad_()) for part in parts]
+    out = y.clone()
+    for part, (a, b) in zip(parts, leaves, strict=True):
+        delta = torch.zeros_like(y)
+        delta[part.start : part.stop] = x[part.start : part.stop] @ a.T @ b.T * part.pair.scaling
+        out = out + delta
+    (out * weights).sum().backward()
+    return out, [(a.grad, b.grad) for a, b in leaves]
+
+
+@given(st.data(), st.sampled_from(["loop", "grouped"]), st.booleans())
+def test_the_sum_and_its_derivatives(data, kind, twice):
+    dtype = torch.float64 if kind == "loop" else torch.float32
+    parts, rows = data.draw(parts_of(dtype))
+    x, y, weights = (torch.randn(rows, width, dtype=dtype) for width in (IN, OUT, OUT))
+    ours, theirs = [(x.clone().requires_grad_(), y.clone().requires_grad_()) for _ in range(2)]
+    backend = SegmentLoop() if kind == "loop" else GroupedProducts()
+    anchor = torch.zeros((), requires_grad=True)
+    for _ in range(1 + twice):  # gradients are added up
+        out = adapt(anchor, *ours, parts, backend)
+        (out * weights).sum().backward()
+    want, gradients = expected(parts, *theirs, weights)
+    close = {"rtol": 1e-4, "atol": 1e-4} if kind == "grouped" else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(out, want, **close)
+    for part, (a, b) in zip(parts, gradients, strict=True):
+        torch.testing.assert_close(part.pair.a_grad, a * (1 + twice), **close)
+        torch.testing.assert_close(part.pair.b_grad, b * (1 + twice), **close)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.grad, other.grad * (1 + twice), **close)
+    assert anchor.grad is None
+
+
+@given(parts_of())
+def test_runs_leave_nothing_out(drawn):
+    parts, _ = drawn
+    found = runs(parts, torch.float32)
+    assert [part for run in found for part in run] == parts
+    for run in found:
+        assert all(one.stop == other.start for one, other in itertools.pairwise(run))
+        assert len({-(-part.pair.rank // 4) for part in run}) == 1
+
+
+def pairs(*ranks: int, width: int = OUT) -> list[SitePart]:
+    made = []
+    for number, rank in enumerate(ranks):
+        a, b = torch.ones(rank, IN), torch.ones(width, rank)
+        made.append(SitePart(TenantPair(a, b, a, b, 1.0), 4 * number, 4 * number + 4))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "width", "dtype", "why"),
+    [
+        (LoopedAlways(), (4, 4), OUT, torch.float32, "loop: as asked"),
+        (FewestProducts(), (4, 4), OUT, torch.float32, "grouped: fewer products"),
+        (FewestProducts(), (4, 8), OUT, torch.float32, "loop: no two neighbours of one rank"),
+        (FewestProducts(), (4, 8, 8), OUT, torch.float32, "grouped: fewer products"),
+        (FewestProducts(), (1, 1), OUT, torch.float32, "loop: padded ranks would cost more than twice"),
+        (GroupedAlways(), (1, 1), OUT, torch.float32, "grouped: fewer products"),
+        (GroupedAlways(), (4, 4), 13, torch.float32, "loop: widths that are no multiples of 4"),
+        (GroupedAlways(), (4, 4), OUT, torch.float64, "loop: no grouped product of torch.float64 to torch.float64"),
+    ],
+)
+def test_what_is_chosen_and_why(choice, ranks, width, dtype, why):
+    parts = pairs(*ranks, width=width)
+    rows = parts[-1].stop
+    backend, told = choose_backend(
+        choice, parts, torch.ones(rows, IN, dtype=dtype), torch.ones(rows, width, dtype=dtype)
+    )
+    assert told == why
+    assert isinstance(backend, GroupedProducts) == why.startswith("grouped")
