@@ -315,6 +315,7 @@ def test_calls_that_cannot_be(base):
     )
     require("weights need reduction=WeightedSum", ("ada", {**batch, "weights": torch.ones(ids.shape)}))
     require("integers of shape", ("ada", {"input_ids": ids.float()}))
+    require("None is the base, which is not trained", (None, batch))
     with pytest.raises(ConfigError, match="the window of 'ada' has 0 micro-batches of 1"):
         bank.optim_step("ada")
     bank.forward_backward([("ada", batch)])

@@ -271,7 +271,7 @@ def adapt(
     parts: Sequence[SitePart],
     backend: Backend,
 ) -> torch.Tensor:
-    """``y`` with the adapters' part of each row; ``x`` is (..., in), ``y`` (..., out), and parts count rows of both.
+    """``y`` (..., out) with the adapters' part of each row, of ``x`` (..., in); parts count the rows of both.
 
     What is returned is no view: FSDP2 would warn of one that leaves a group.
     """

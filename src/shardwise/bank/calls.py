@@ -1,0 +1,211 @@
+"""Carries out a call with rows of many tenants: checks, meets, plans passes, runs them; or takes all of it back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from shardwise.bank import guards
+from shardwise.bank.backends import BackendChoice
+from shardwise.bank.passes import EntryRows, FusedPass
+from shardwise.bank.routing import RouteSwitch
+from shardwise.bank.rows import (
+    AgreedRows,
+    RowFacts,
+    RowTensors,
+    TenantRow,
+    agreed_rows,
+    facts_of,
+    plan_passes,
+    rows_of,
+)
+from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
+from shardwise.errors import ConfigError
+from shardwise.execution.ranks.world import World
+from shardwise.models.placement import root_of
+from shardwise.training.evaluation import evaluating
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBase:
+    """The base of a bank, the ranks it is on, and how adapters on it are computed."""
+
+    world: World
+    model: PreTrainedModel
+    device: torch.device
+    switch: RouteSwitch
+    backend: BackendChoice
+    pad_to: int
+
+    @property
+    def words(self) -> int:
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row."""
+        found = getattr(self.model.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else 1 << 30
+
+    def recover(self) -> None:
+        """Have FSDP2 forget a pass that was broken off: what is gathered, what it waits for. Collective: no."""
+        root: Any = root_of(self.model)
+        if hasattr(root, "reset_iter_state"):  # torch 2.13
+            root.reset_iter_state()
+            return
+        model: nn.Module = self.model
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@dataclass
+class RowCall:
+    """One call with rows: what this rank has, and what all ranks know."""
+
+    base: SharedBase
+    rows: list[list[TenantRow]]
+    tenants: list[Tenant | None]
+    agreed: list[AgreedRows]
+    chosen: Counter[str] = field(default_factory=Counter)
+    logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def train(self) -> tuple[dict[int, float], int]:
+        """Passes, forward and backward. Collective: as the base is.
+
+        Returns: the sums of this rank's losses by entry, and how many passes there were.
+        """
+        base, sums = self.base, dict[int, float]()
+        scales = {
+            number: 1 / max(entry.learned_tokens, 1) if is_scaled_at_once(tenant) else 1.0
+            for number, (tenant, entry) in enumerate(zip(self.tenants, self.agreed, strict=True))
+        }
+        passes = self._passes(is_training=True)
+        with guards.no_random_numbers(base.device):
+            for each in passes:
+                each.forward(base.model, base.switch)
+                sums |= each.backward(base.switch, {number: scales[number] for number in each.spans})
+                each.route.require_reached()
+                self._note(each)
+        return sums, len(passes)
+
+    def look(self) -> None:
+        """Forward passes alone. Collective: as the base is."""
+        with evaluating(self.base.model):
+            for each in self._passes(is_training=False):
+                each.forward(self.base.model, self.base.switch)
+                self._note(each)
+
+    @contextmanager
+    def or_as_before(self) -> Iterator[None]:
+        """If the block fails, gradients are what they were; a window that has just begun has none."""
+        tenants = [tenant for tenant in self.tenants if tenant is not None]
+        before = [tenant.gradient.clone() if tenant.window.micro_batches else None for tenant in tenants]
+        try:
+            yield
+        except BaseException:
+            for tenant, gradient in zip(tenants, before, strict=True):
+                tenant.gradient.zero_() if gradient is None else tenant.gradient.copy_(gradient)
+            self.base.recover()
+            raise
+
+    def _passes(self, *, is_training: bool) -> list[FusedPass]:
+        base = self.base
+        entries = [
+            EntryRows(tenant, own, sum(entry.rows[: base.world.rank]))
+            for tenant, own, entry in zip(self.tenants, self.rows, self.agreed, strict=True)
+        ]
+        ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
+        plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
+        return [FusedPass(plan, entries, base.device, base.backend, is_training=is_training) for plan in plans]
+
+    def _note(self, done: FusedPass) -> None:
+        assert done.logprobs is not None
+        self.chosen.update(done.route.chosen)
+        for number, span in done.spans.items():
+            self.logprobs[number] = [
+                values[: len(row.input_ids) - 1]
+                for values, row in zip(done.logprobs[span], self.rows[number], strict=True)
+            ]
+
+
+def open_call(
+    base: SharedBase,
+    batches: Sequence[tuple[str | None, RowTensors]],
+    tenants: Mapping[str, Tenant],
+    require: Callable[[SharedBase, Sequence[Tenant | None]], object],
+) -> RowCall:
+    """The rows of a call, checked on all ranks, and counted. Collective: yes.
+
+    Raises:
+        ConfigError, DisagreementError: the same on every rank.
+    """
+    rows: list[list[TenantRow]] = []
+    found: list[Tenant | None] = []
+
+    def check() -> list[RowFacts]:
+        found.extend(None if name is None else tenant_of(tenants, name) for name, _ in batches)
+        require(base, found)
+        for tenant, (name, batch) in zip(found, batches, strict=True):
+            takes_weights = tenant is None or isinstance(tenant.options.reduction, WeightedSum)
+            who = "the base" if name is None else repr(name)
+            rows.append(rows_of(who, batch, words=base.words, longest=base.longest, may_have_weights=takes_weights))
+        return [facts_of(name, own) for (name, _), own in zip(batches, rows, strict=True)]
+
+    agreed = base.world.all_reduce(check, agreed_rows)
+    return RowCall(base, rows, found, agreed)
+
+
+def tenant_of(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+    """Raises ConfigError where there is none of this name."""
+    if name not in tenants:
+        raise ConfigError(f"there is no adapter {name!r}; there are {', '.join(tenants) or 'none'}")
+    return tenants[name]
+
+
+def require_trainable(base: SharedBase, tenants: Sequence[Tenant | None]) -> None:
+    """Refuse to train a tenant twice in a call, or past its window, or on a base that draws.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    guards.require_no_chance(base.model)
+    names = [tenant.name for tenant in tenants if tenant is not None]
+    if len(names) < len(tenants):
+        raise ConfigError("None is the base, which is not trained; name an adapter")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{', '.join(map(repr, twice))} is named twice; give a tenant's rows as one batch")
+    for tenant in tenants:
+        if tenant is not None and tenant.window.micro_batches >= tenant.options.accumulation:
+            raise ConfigError(
+                f"the window of {tenant.name!r} is full ({tenant.options.accumulation} micro-batches); call "
+                f"optim_step({tenant.name!r}) first"
+            )
+
+
+def is_scaled_at_once(tenant: Tenant | None) -> bool:
+    """Whether the tokens of a tenant's window are known before its first backward pass: it is of one micro-batch.
+
+    Its gradients are then, product by product, those of a mean; else the sum is divided at the end.
+    """
+    return (
+        tenant is not None and isinstance(tenant.options.reduction, TokenMean) and tenant.options.accumulation == 1
+    )
+
+
+def added_up(told: Sequence[tuple[dict[int, float], int]]) -> tuple[dict[int, float], int]:
+    """Sums of all ranks' losses by entry, and the passes, which are as many on each."""
+    sums: dict[int, float] = {}
+    for own, _ in told:
+        for number, value in own.items():
+            sums[number] = sums.get(number, 0.0) + value
+    return sums, told[0][1]

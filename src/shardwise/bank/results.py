@@ -1,0 +1,43 @@
+"""What a bank tells of a call, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLoss:
+    """What a micro-batch was for one tenant."""
+
+    loss: float
+    """Of all ranks' rows: the mean over the tokens that are learned, or the sum with weights."""
+    learned_tokens: int
+    """On all ranks."""
+    logprobs: list[torch.Tensor]
+    """Of this rank's rows, one tensor (tokens - 1,) for each: of each label, given what stands before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLosses:
+    """What a call of ``forward_backward`` was."""
+
+    tenants: dict[str, TenantLoss]
+    passes: int
+    """Through the base; tenants whose rows have one length share a pass."""
+    backends: dict[str, int]
+    """How adapters were computed and why, to how many layers were on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStep:
+    """What a call of ``optim_step`` was, the same on every rank."""
+
+    is_taken: bool
+    """False where the gradient was not finite: matrices, moments and schedule are as before."""
+    grad_norm: float
+    """Before it was clipped."""
+    learned_tokens: int
+    learning_rate: float
+    """That the step was taken with."""
