@@ -280,6 +280,24 @@ def test_dropout_is_a_tenants_own(base):
     assert not torch.allclose(adapter(without, "ada")[key], adapter(single, "ada")[key], atol=1e-4)
 
 
+def test_dropout_is_another_in_each_micro_batch(base):
+    """Of a window, and of the next; matrices that stay make it the only difference."""
+    config = {**recipes()["ada"].config, "lora_dropout": 0.3}
+    recipe = replace(
+        recipes()["ada"], config=config, accumulation=2, optimizer=lambda own: torch.optim.SGD(own, lr=0.0)
+    )
+    bank = bank_of(base, {"ada": recipe})
+    batch, sums = rows_for("ada", recipe, 0), []
+    for _ in range(2):
+        for _ in range(2):
+            bank.forward_backward([("ada", batch)])
+            sums.append(bank._tenants["ada"].gradient.clone())
+        bank.optim_step("ada")
+    found = [sums[0], sums[1] - sums[0], sums[2], sums[3] - sums[2]]
+    for number, one in enumerate(found):
+        assert all(float((one - other).norm()) > 0.01 * float(one.norm()) for other in found[:number])
+
+
 def test_dropout_drops_what_it_says():
     values = torch.ones(8 * 50, 40)
     found = dropped(values, row_keys(5, 0, 8), 3, 0.25)

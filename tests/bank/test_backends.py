@@ -21,6 +21,7 @@ from shardwise.bank.backends import (
     choose_backend,
     runs,
 )
+from shardwise.bank.dropout import row_keys
 
 IN, OUT = 8, 12
 
@@ -35,8 +36,11 @@ def parts_of(draw, dtype=torch.float32):
         generator = torch.Generator().manual_seed(number)
         a = torch.randn(rank, IN, generator=generator, dtype=dtype)
         b = torch.randn(OUT, rank, generator=generator, dtype=dtype)
-        pair = TenantPair(a, b, torch.zeros_like(a), torch.zeros_like(b), draw(st.sampled_from([0.5, 2.0])))
-        parts.append(SitePart(pair, start, start + rows))
+        dropout = draw(st.sampled_from([0.0, 0.4]))
+        scaling = draw(st.sampled_from([0.5, 2.0]))
+        pair = TenantPair(a, b, torch.zeros_like(a), torch.zeros_like(b), scaling, dropout)
+        keys = row_keys(number, 0, rows) if dropout else None
+        parts.append(SitePart(pair, start, start + rows, keys, site=7))
         start += rows
     return parts, start + draw(st.integers(0, 3))
 
@@ -47,7 +51,9 @@ def expected(parts, x, y, weights):
     out = y.clone()
     for part, (a, b) in zip(parts, leaves, strict=True):
         delta = torch.zeros_like(y)
-        delta[part.start : part.stop] = x[part.start : part.stop] @ a.T @ b.T * part.pair.scaling
+        rows = slice(part.start, part.stop)
+        factors = part.dropped(torch.ones_like(x[rows]))  # 0 for what is dropped
+        delta[rows] = (x[rows] * factors) @ a.T @ b.T * part.pair.scaling
         out = out + delta
     (out * weights).sum().backward()
     return out, [(a.grad, b.grad) for a, b in leaves]
