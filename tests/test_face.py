@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,14 @@ def test_importing_the_package_brings_nothing_that_is_slow():
     words = "import sys, shardwise; print(sorted({'torch', 'transformers', 'numpy', 'click'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"
+
+
+def test_every_stub_is_installed_with_its_package():
+    """An editable install would not notice."""
+    root = Path(shardwise.__file__).parent.parent
+    project = tomllib.loads((root.parent / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]
+    stubs = {path.parent.relative_to(root).as_posix().replace("/", ".") for path in root.rglob("*.pyi")}
+    assert stubs == {"shardwise", "shardwise.options", "shardwise.report", "shardwise.storage"}
+    for package in stubs:
+        assert any("*.pyi" in patterns.get(name, ()) for name in (package, "*")), package
