@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests import zoo
 from tests.bank import banking
 from tests.bank.banking import STEPS, Recipe, adapter, create, distance, recipes, rows_for, train
@@ -326,6 +327,41 @@ def test_a_tenant_goes_on_from_its_state(base):
     train(other, members, 6, first=6)
     for name in members:
         require_equal(adapter(other, name), adapter(whole, name))
+
+
+class Stubborn:
+    """A schedule that has taken half of a state when it fails."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if "more" in state:
+            raise KeyError("more")
+
+
+def test_a_state_that_fails_half_way_changes_nothing(base):
+    recipe = next(iter(recipes().values()))
+    bank = shardwise.AdapterBank(shardwise.from_pretrained(base))
+    schedule = Stubborn()
+    bank.create("ada", LoraConfig(**recipe.config), schedule=lambda optimizer: schedule)
+    bank.forward_backward([("ada", rows_for("ada", recipe, 0))])
+    bank.optim_step("ada")
+    before = bank.state_dict("ada")
+    moved = {**before["optimizer"], "param_groups": [{**before["optimizer"]["param_groups"][0], "lr": 9.0}]}
+    with pytest.raises(shardwise.ConfigError, match="no state of 'ada'"):
+        bank.load_state_dict("ada", {**before, "optimizer": moved, "schedule": {"count": 7, "more": 1}})
+    after = bank.state_dict("ada")
+    assert after["schedule"] == before["schedule"] == {"count": 1}
+    assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
+    require_equal(after["adapter"], before["adapter"])
 
 
 def test_a_state_of_another_is_refused(base):

@@ -150,6 +150,16 @@ def test_layers_of_peft(llama: transformers.PreTrainedModel) -> None:
     assert peft_compat.row_norms(rows).tolist() == [5]
 
 
+def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
+    (experts, *_) = [module for module in mixtral.modules() if compat.are_fused_experts(module)]
+    assert not compat.are_fused_experts(mixtral)
+    assert not compat.are_parted_experts(experts)
+    assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    expected = nn.functional.silu(gate) * up
+    torch.testing.assert_close(compat.activated(experts, torch.cat([gate, up], 1)), expected)
+
+
 def test_files_of_accelerate_and_of_the_trainer() -> None:
     assert MODEL.stem == accelerate_names.FSDP_MODEL_NAME
     assert OPTIMIZER.stem == accelerate_names.OPTIMIZER_NAME

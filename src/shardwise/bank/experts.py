@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.bank.backends import SegmentLoop, SitePart, adapt
 from shardwise.bank.routing import Route
 from shardwise.bank.tenant import expert_site
+from shardwise.models import pretrained
 
 _UP = ("gate_up_proj", "up_proj")
 _KNOWN = (*_UP, "down_proj")
@@ -24,18 +25,13 @@ _KNOWN = (*_UP, "down_proj")
 def require_fused_experts(name: str, module: nn.Module, parameter: str) -> str:
     """Why the experts of a module cannot have adapters; "" where they can."""
     experts: Any = module
-    facts = [getattr(experts, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
-    if parameter not in _KNOWN or None in facts or not hasattr(experts, "_apply_gate"):
+    if parameter not in _KNOWN or not pretrained.are_fused_experts(module):
         return (
             f"{name}.{parameter}: a parameter of a {type(module).__name__}, and only those of fused experts as "
             "transformers has them (gate_up_proj, up_proj, down_proj) can have adapters; take it out of "
             "target_parameters"
         )
-    if (
-        facts[1]
-        or getattr(experts, "has_post_expert_norm", False)
-        or getattr(experts, "_is_expert_parallel", False)
-    ):
+    if experts.has_bias or getattr(experts, "has_post_expert_norm", False) or pretrained.are_parted_experts(module):
         return f"{name}: experts with biases, norms of their own or on ranks of their own cannot have adapters yet"
     return ""
 
@@ -77,7 +73,7 @@ def adapted_experts(
         # Tokens of a tenant begin where its first token would be put.
         cuts = torch.searchsorted(own, torch.tensor(bounds, device=own.device)).tolist()
         hidden = _product(route, module, name, up, expert, hidden_states[own], cuts)
-        hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+        hidden = pretrained.activated(module, hidden)
         hidden = _product(route, module, name, "down_proj", expert, hidden, cuts)
         result = result.index_add(0, own, (hidden * weights).to(result.dtype))
     return route.note(name, adapt(route.anchor, result.detach(), result, [], SegmentLoop()))

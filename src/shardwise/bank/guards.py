@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.models.blocks import Compiled
+from shardwise.models.modules import dropout_of, is_compiled_in_place, normalises_over_rows
 from shardwise.models.sharded import splitting_dim
 from shardwise.models.view import canonical
 
@@ -55,7 +56,7 @@ def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
         inner = getattr(forward, "forward", None)  # recomputed around what is compiled
-        if module._compiled_call_impl is not None or isinstance(forward, Compiled) or isinstance(inner, Compiled):
+        if is_compiled_in_place(module) or isinstance(forward, Compiled) or isinstance(inner, Compiled):
             yield (
                 f"{canonical(name) or 'the model'} is compiled, and would not notice adapters that come later; "
                 "bring it up without compile"
@@ -65,7 +66,7 @@ def _compiled(model: nn.Module) -> Iterator[str]:
 
 def _by_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if normalises_over_rows(module):
             yield f"{canonical(name)} is a {type(module).__name__}, which normalises over all tenants' rows"
         kinds = getattr(module, "rope_type", None)
         found = {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
@@ -109,9 +110,9 @@ def require_no_chance(model: nn.Module) -> None:
     if not model.training:
         return
     faults = [
-        f"{canonical(name)} has p={module.p}"
+        f"{canonical(name)} has p={dropout_of(module)}"
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training
+        if dropout_of(module) > 0 and module.training
     ]
     faults += [
         f"config.{key}={value}"

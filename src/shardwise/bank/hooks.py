@@ -59,11 +59,9 @@ class SiteHooks:
     def _put_on(self, site: AdaptedSite, module: nn.Module) -> Callable[[], object]:
         match site:
             case LinearSite():
-                handle: Any = hook_linear(module, site.module, self._switch)
-                return handle.remove  # type: ignore[no-any-return]
+                return hook_linear(module, site.module, self._switch).remove
             case EmbeddingSite():
-                handle = hook_embedding(module, site.module, self._switch)
-                return handle.remove  # type: ignore[no-any-return]
+                return hook_embedding(module, site.module, self._switch).remove
             case ExpertsSite():
                 return self._replace_forward(site.module, module)
             case _:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.bank.backends import (
     BackendChoice,
@@ -136,7 +137,7 @@ class RouteSwitch:
             self.route = before
 
 
-def hook_linear(module: nn.Module, site: str, switch: RouteSwitch) -> Any:
+def hook_linear(module: nn.Module, site: str, switch: RouteSwitch) -> RemovableHandle:
     """Have a linear layer add adapters; what is returned takes the hook away again (``remove()``).
 
     The hook comes before FSDP2's own, where the layer is a group by itself: it belongs to the layer.
@@ -150,7 +151,7 @@ def hook_linear(module: nn.Module, site: str, switch: RouteSwitch) -> Any:
     return module.register_forward_hook(add, prepend=True, with_kwargs=True)
 
 
-def hook_embedding(module: nn.Module, site: str, switch: RouteSwitch) -> Any:
+def hook_embedding(module: nn.Module, site: str, switch: RouteSwitch) -> RemovableHandle:
     """The same for an embedding."""
 
     def add(own: nn.Module, args: Sequence[Any], keywords: dict[str, Any], output: torch.Tensor) -> Any:

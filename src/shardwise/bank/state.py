@@ -55,11 +55,13 @@ def load_tenant_state(tenant: Tenant, state: Mapping[str, Any]) -> None:
     if faults := _differences(tenant, state):
         raise ConfigError(f"this is no state of {tenant.name!r}:\n  " + "\n  ".join(faults[:20]))
     optimizer = copy.deepcopy(tenant.part.optimizer.state_dict())
+    schedule = copy.deepcopy(tenant.part.schedule.state_dict())
     try:
         tenant.part.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         tenant.part.schedule.load_state_dict(copy.deepcopy(state["schedule"]))
     except (KeyError, ValueError, TypeError) as error:
         tenant.part.optimizer.load_state_dict(optimizer)
+        tenant.part.schedule.load_state_dict(schedule)
         raise ConfigError(f"this is no state of {tenant.name!r}: {error}") from error
     for key, values in tenant.matrices.items():
         values.copy_(state["adapter"][key])

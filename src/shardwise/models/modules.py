@@ -1,9 +1,12 @@
-"""Modules of a model gone through, what is registered in them, and what a new parameter takes from an old one."""
+"""Goes through the modules of a model: what they are, what is registered, what a new parameter takes after."""
 
 from __future__ import annotations
 
 from shardwise.models._torch_private import (
+    dropout_of,
+    is_compiled_in_place,
     modules_in,
+    normalises_over_rows,
     original_class,
     parameters_in,
     parameters_of,
@@ -13,7 +16,10 @@ from shardwise.models._torch_private import (
 )
 
 __all__ = [
+    "dropout_of",
+    "is_compiled_in_place",
     "modules_in",
+    "normalises_over_rows",
     "original_class",
     "parameters_in",
     "parameters_of",

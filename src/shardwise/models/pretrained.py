@@ -14,6 +14,9 @@ from transformers.utils import logging as hf_logging
 
 from shardwise.models import transformers_compat as compat
 from shardwise.models.transformers_compat import (
+    activated,
+    are_fused_experts,
+    are_parted_experts,
     attention_of,
     choose_implementations,
     conversion_transforms,
@@ -25,6 +28,9 @@ from shardwise.models.transformers_compat import (
 )
 
 __all__ = [
+    "activated",
+    "are_fused_experts",
+    "are_parted_experts",
     "attention_of",
     "base_model_prefix",
     "choose_implementations",

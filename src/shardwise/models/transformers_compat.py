@@ -395,3 +395,20 @@ def built_without_weights(model: PreTrainedModel) -> PreTrainedModel:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
     return fresh
+
+
+def are_fused_experts(module: nn.Module) -> bool:
+    """Whether this is what transformers makes of a mixture's experts: stacked weights, and one way to gate."""
+    facts = [getattr(module, fact, None) for fact in ("has_gate", "has_bias", "is_transposed")]
+    return None not in facts and hasattr(module, "_apply_gate")
+
+
+def are_parted_experts(module: nn.Module) -> bool:
+    """Whether ranks have experts of their own."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
+    found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return found

@@ -66,8 +66,8 @@ def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Map
         beside: small files that are put in their places just before, and back where the save does not count.
 
     Raises:
-        StorageError: the mark or the files are not as they were left; another save counts by now, or is about to.
-            See [Note: Asked again].
+        StorageError: before this save counted, the mark or the files were not as they had been left; or another one
+            counts in its place. See [Note: Asked again].
     """
     for name, content in commit.ready.items():
         _make(writer, name, content)
@@ -225,10 +225,9 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
             writer.sync_names()  # what counts must last before weights that were set aside for it go
         kept = standing.weights | standing.named  # by whoever had the folder before, if it goes on after all
         for name in left:
-            if name not in kept and (standing.weights or not name.endswith(OLDER)):
-                writer.remove(
-                    name
-                )  # its space may be needed; with nothing that counts, older weights are the only ones
+            is_needed = name.endswith(OLDER) and not standing.weights  # the only weights until something counts
+            if name not in kept and not is_needed:
+                writer.remove(name)  # its space may be needed
     except BaseException:
         with contextlib.suppress(StorageError):
             held.release()
