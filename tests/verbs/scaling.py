@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +61,10 @@ def with_scales(index: CheckpointIndex) -> dict[str, Expression]:
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
     """Every verb reads tensors with their scales."""
+    # A module that is first imported meanwhile would keep what is put in place of the function.
+    for _, name, _ in pkgutil.walk_packages(shardwise.__path__, "shardwise."):
+        if name.split(".")[1] in ("checkpoints", "engines", "execution", "interchange"):
+            importlib.import_module(name)
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("shardwise.") and getattr(module, "stored_tensors", None) is stored_tensors:
