@@ -84,6 +84,19 @@ def test_small_pieces_that_end_are_noticed_at_once() -> None:
     assert ways[110:].count(Way.SMALL) < 0.1 * (PORTIONS - 110)
 
 
+def test_two_dear_portions_of_many_do_not_drive_away_for_long() -> None:
+    """The system was short of small pages for a moment; huge ones were never there."""
+    small = 0
+
+    def cost(_: int, way: Way) -> float:
+        nonlocal small
+        small += way is Way.SMALL
+        return BROUGHT if way is Way.HUGE else 2 * BROUGHT if small % 100 in (50, 51) else PIECES
+
+    ways, _ = touch(cost, MeasuredPages())
+    assert ways.count(Way.HUGE) <= 0.05 * PORTIONS
+
+
 @pytest.mark.parametrize("cost", [constant(THERE, PIECES), constant(BROUGHT, PIECES)])
 def test_each_way_is_tried_twice_before_one_is_chosen(cost: Callable[[int, Way], float]) -> None:
     ways, _ = touch(cost, MeasuredPages(), 4)

@@ -9,11 +9,15 @@ right before bytes are read into it; each is timed, and the next portion is take
 cheaper. The dearer way is tried again now and then, so rarely that all that was lost by it, and by ends that nobody
 could foresee, is a twentieth of the time. What is timed is processor time, which counts what the host does for a
 touch, and not the turns of other processes.
+
+The way that was left may have been left for two dear portions among many cheap ones. So when it is asked whether to
+try it again, its last eight count too, if these were cheaper.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, assert_never
@@ -56,6 +60,9 @@ _FIRST = 2
 _RECENT = 2
 """Portions by which a way is judged: few, since memory that is there ends from one portion to the next."""
 
+_TYPICAL = 8
+"""Portions by which the way that is not taken is judged, if these were cheaper."""
+
 _LOOKS_SHARE = 1 / 20
 """Of the time of all touches, what may be lost to the dearer way before it is tried again."""
 
@@ -65,7 +72,7 @@ class Weighing:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._recent = {way: deque[float](maxlen=_RECENT) for way in Way}
+        self._last = {way: deque[float](maxlen=_TYPICAL) for way in Way}
         self._seconds = dict.fromkeys(Way, 0.0)
         self._nbytes = dict.fromkeys(Way, 0)
         self._begun = dict.fromkeys(Way, 0)
@@ -90,25 +97,27 @@ class Weighing:
         if min(self._begun.values()) < _FIRST:
             return min(Way, key=lambda way: self._begun[way])
         cheaper = self._cheaper()
-        more = self._cost(cheaper.other) - self._cost(cheaper)
-        if self._lost + more <= _LOOKS_SHARE * sum(self._seconds.values()):
+        more = self._hoped(cheaper.other) - self._cost(cheaper)
+        if more <= 0 or self._lost + more <= _LOOKS_SHARE * sum(self._seconds.values()):
             return cheaper.other
         return cheaper
 
     def took(self, way: Way, nbytes: int, seconds: float) -> None:
         """A portion has been touched."""
-        if self._recent[way.other]:
-            self._lost += max(0.0, seconds - self._cost(way.other))
+        if self._last[way.other]:
+            self._lost += max(0.0, seconds - self._hoped(way.other))
         self._seconds[way] += seconds
         self._nbytes[way] += nbytes
-        self._recent[way].append(seconds)
+        self._last[way].append(seconds)
 
     def _cheaper(self) -> Way:
         return min(Way, key=self._cost)
 
     def _cost(self, way: Way) -> float:
-        recent = self._recent[way]
-        return sum(recent) / len(recent) if recent else 0.0
+        return _mean(tuple(self._last[way])[-_RECENT:])
+
+    def _hoped(self, way: Way) -> float:
+        return min(self._cost(way), _mean(self._last[way]))
 
     def report(self) -> TouchedPages:
         """What was touched how, and why."""
@@ -126,3 +135,7 @@ class Weighing:
             small_seconds=self._seconds[Way.SMALL],
             reason=reason,
         )
+
+
+def _mean(seconds: Collection[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0
