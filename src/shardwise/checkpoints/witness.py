@@ -27,8 +27,8 @@ from shardwise.tensors.fingerprint import MODULUS, sector_fingerprint
 BLOCK_BYTES = 4 << 20
 """What is read at once where nothing else says how much."""
 
-_PIECE_BYTES = 4 << 20
-"""What is read of a local file before it is looked at: it is in a cache of the processor's then."""
+_PIECE_BYTES = 1 << 20
+"""What is read of a local file before it is looked at: it is in a cache of the processor's then. By measurement."""
 
 _NEAR_BYTES = 1 << 14
 
