@@ -12,7 +12,7 @@ from shardwise.execution.reading.audit import audit
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.layout import Origin
-from shardwise.models.view import layout_of, look_inside
+from shardwise.models.view import layout_of, look_inside, meta_leftovers
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.planning.loads.stored import stored_tensors
@@ -33,14 +33,14 @@ def planned():
 
 
 def test_full_coverage_passes(planned):
-    audit(*planned, {"one": 6, "two": 5})
+    audit(planned[1], {"one": 6, "two": 5}, [])
 
 
 @pytest.mark.parametrize("written", [{"one": 6}, {"one": 6, "two": 4}, {"one": 6, "two": 6}])
 def test_one_element_too_few_or_too_many_is_an_error(planned, written):
     count = written.get("two", 0)
     with pytest.raises(CoverageError, match=f"two: {count} of 5 elements written"):
-        audit(*planned, written)
+        audit(planned[1], written, [])
 
 
 def test_what_is_left_on_meta_is_an_error(planned):
@@ -48,4 +48,4 @@ def test_what_is_left_on_meta_is_an_error(planned):
     model.two = nn.Parameter(torch.zeros(5, device="meta"))
     model.cache = torch.zeros(2, device="meta")
     with pytest.raises(CoverageError, match=r"two: still on meta\n  cache: still on meta"):
-        audit(model, plan, {"one": 6, "two": 5})
+        audit(plan, {"one": 6, "two": 5}, meta_leftovers(model))

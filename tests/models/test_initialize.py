@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard
 
 from shardwise.errors import CoverageError
 from shardwise.layout import LocalBox
-from shardwise.models import initialize, programs
-from shardwise.models.initialize import programs_for
+from shardwise.models import programs
+from shardwise.models.initialize import Initialisers, unfit_programs
 from shardwise.models.programs import Programmed, fill_from_program
 from shardwise.models.view import boxes_at, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
@@ -113,16 +113,16 @@ class Orthogonal(nn.Module):
 def test_an_orthogonal_tensor_is_initialised_whole_within_the_budget():
     model = Orthogonal()
     held = look_inside(model)
-    assert not programs_for(model, held, {"weight"})["weight"].is_elementwise
+    assert not Initialisers(model, held).programs({"weight"})["weight"].is_elementwise
     state = torch.get_rng_state()
-    one, other = (initialize.initialize_whole(model, held, held[0], seed=3) for _ in range(2))
+    one, other = (Initialisers(model, held).whole(held[0], seed=3) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one, other)
     torch.testing.assert_close(one.T @ one, torch.eye(6))
     assert (model.loaded == 7).all()
-    found = programs_for(model, held, {"weight"})
-    assert initialize.unfit_programs(found, 1 << 20) == []
-    (fault,) = initialize.unfit_programs(found, 100)
+    found = Initialisers(model, held).programs({"weight"})
+    assert unfit_programs(found, 1 << 20) == []
+    (fault,) = unfit_programs(found, 100)
     assert "weight: its initialiser needs it whole, 288 bytes" in fault
 
 
@@ -133,11 +133,11 @@ def test_a_tensor_that_nothing_writes_is_not_left_as_zeros():
     held = look_inside(model)
     forgotten = next(item for item in held if item.fqn == "forgotten")
     with pytest.raises(CoverageError, match="forgotten is missing and no initialiser of the model writes it"):
-        initialize.initialize_whole(model, held, forgotten, seed=0)
+        Initialisers(model, held).whole(forgotten, seed=0)
 
 
 def test_the_user_s_random_state_is_left_alone():
     model = nn.Linear(4, 4)
     state = torch.get_rng_state()
-    programs_for(model, look_inside(model), {"weight", "bias"})
+    Initialisers(model, look_inside(model)).programs({"weight", "bias"})
     assert torch.equal(torch.get_rng_state(), state)

@@ -8,8 +8,8 @@ from tests.models.small import qwen3
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.models import initialize
 from shardwise.models._torch_private import modules_in, parameters_in, walk
+from shardwise.models.initialize import Initialisers
 from shardwise.models.view import look_inside
 
 
@@ -72,8 +72,8 @@ def test_a_module_s_initialiser_may_write_into_what_is_in_it():
         model = Model(PretrainedConfig())
     held = look_inside(model)
     model.seen.clear()
-    programs = initialize.programs_for(model, held, ["outer.inner.written_from_outside"])
+    programs = Initialisers(model, held).programs(["outer.inner.written_from_outside"])
     assert len(programs["outer.inner.written_from_outside"].steps) == 1
     assert model.seen == ["Inner", "Outer", "Model"]  # children first, and nothing beside
-    computed = initialize.recompute_buffers(model, held, {}, seed=0)
+    computed = Initialisers(model, held).buffers({}, seed=0)
     assert torch.equal(computed["outer.inner.table"].value, torch.full((4,), 5.0))

@@ -14,9 +14,9 @@ from tests.verbs.real_shapes import Shapes, deepseek_v3, qwen3_235b, sixty_layer
 from shardwise.engines.forecasting import forecast
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
-from shardwise.models import initialize
 from shardwise.models import transformers_compat as compat
 from shardwise.models.forecast_layout import foresee
+from shardwise.models.initialize import Initialisers
 from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
 from shardwise.planning.forecasts.footprint import Footprints, Reading
@@ -181,7 +181,7 @@ def built_of(shapes: Shapes, index) -> Outline:
 
 def plan_of(built: Outline, index, mesh):
     held = look_inside(built.model)
-    initialize.recompute_buffers(built.model, held, {}, seed=0)
+    Initialisers(built.model, held).buffers({}, seed=0)
     world = foresee(built.model, Automatic(), mesh, lambda item: Origin.INIT_WEIGHTS)
     rules = ModelRules(*compat.ignore_patterns(built.model))
     return plan_load(index, world.first, built.bindings, rules, Consent()), world

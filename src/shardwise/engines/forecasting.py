@@ -26,10 +26,10 @@ from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
-from shardwise.models import initialize
 from shardwise.models.dtypes import from_torch
 from shardwise.models.forecast_layout import foresee
 from shardwise.models.groups import MAX_PADDING
+from shardwise.models.initialize import Initialisers
 from shardwise.models.policies import (
     Automatic,
     Classes,
@@ -279,16 +279,16 @@ def _plan(
     """The layout of all ranks, and the plan of a load, with all that a load finds wrong before it reads."""
     model, additions = tuned.model, tuned.additions
     held = look_inside(model)
-    buffers = initialize.recompute_buffers(model, held, options.get("buffers", {}), seed=0)
-    initial = initialize.initial_origin(model, additions)
+    initialisers = Initialisers(model, held, additions)
+    buffers = initialisers.buffers(options.get("buffers", {}), seed=0)
 
     def origin_of(item: Held) -> Origin:
-        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
+        return buffers[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
 
     world = foresee(model, wrap_policy, mesh, origin_of, root=tuned.base, kept_whole=tuned.whole)
     rules = rules_of(tuned.base)
     found = plan_load(index, world.first, tuned.bindings, rules, consent_of(options), additions.known_as)
-    foresee_initial_values(model, held, found, LoadOptions(budget_bytes=budget_bytes), additions)
+    foresee_initial_values(initialisers, found, LoadOptions(budget_bytes=budget_bytes))
     return world, found
 
 

@@ -20,11 +20,10 @@ from shardwise.execution.reading.audit import audit
 from shardwise.execution.reading.place import Placer
 from shardwise.layout import LocalBox, TensorKind, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
-from shardwise.models import initialize
 from shardwise.models.additions import RowNorms
 from shardwise.models.pretrained import mark_loaded
 from shardwise.models.programs import fill_from_program, program_of
-from shardwise.models.view import Held, strided_view
+from shardwise.models.view import Held, meta_leftovers, strided_view
 from shardwise.models.vocabulary import MeanOfRows
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Read
 from shardwise.tensors import Box
@@ -40,10 +39,10 @@ def finish(
     """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
     written = dict(placer.written)
     with clock.phase("fill"):
-        fill(model, ready, means, written)
-        attributes = initialize.recompute_attributes(model, ready.home)
+        fill(ready, means, written)
+        attributes = ready.initialisers.compute_attributes(ready.home)
     with clock.phase("audit"):
-        audit(model, ready.plan, written)
+        audit(ready.plan, written, meta_leftovers(model))
         mark_loaded(model, (item.tensor for item in ready.held))
     return attributes
 
@@ -80,7 +79,7 @@ def average_rows(world: World, ready: PreparedLoad) -> dict[str, torch.Tensor]:
     return world.all_reduce(sums, add_up)
 
 
-def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
+def fill(ready: PreparedLoad, means: Mapping[str, torch.Tensor], written: dict[str, int]) -> None:
     """Values that come from no checkpoint: initialised tensors and recomputed buffers."""
     layout, additions, seed = ready.plan.layout, ready.request.additions, ready.request.options.seed
     by_name = {name: item for item in ready.held for name in item.names}
@@ -90,7 +89,7 @@ def fill(model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor
             program = ready.programs[item.fqn]
             first = by_name[additions.copies.get(item.fqn, item.fqn)]  # a copy begins as what it is a copy of
             if not program.is_elementwise:
-                whole = initialize.initialize_whole(model, ready.held, first, additions, seed=seed)
+                whole = ready.initialisers.whole(first, seed=seed)
                 program = program_of(whole)
             boxes = boxes_to_fill(ready.plan, item.fqn)
             fill_from_program(program, item.local, boxes, seed=seed, fqn=first.fqn)

@@ -28,10 +28,10 @@ from shardwise.execution.reading.place import Arrangement, Destination, arrange
 from shardwise.execution.reading.shared_reads import SharingPeers, peers_in
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
-from shardwise.models import initialize, pretrained
+from shardwise.models import pretrained
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.forecast_layout import padded_numels
-from shardwise.models.initialize import BufferRules, ComputedBuffer
+from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
 from shardwise.models.placement import refuse_subclasses
 from shardwise.models.programs import Program
 from shardwise.models.view import Held, layout_of, look_inside
@@ -103,6 +103,7 @@ class PreparedLoad:
 
     request: LoadRequest
     held: list[Held]
+    initialisers: Initialisers
     computed: Mapping[str, ComputedBuffer]
     plan: LoadPlan
     programs: Mapping[str, Program]
@@ -130,9 +131,10 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     options = request.options
     held = look_inside(model)
     refuse_subclasses(held)
-    computed = initialize.recompute_buffers(model, held, request.buffers, seed=options.seed)
-    plan = make_plan(model, held, computed, source.index, request)
-    programs = foresee_initial_values(model, held, plan, options, request.additions)
+    initialisers = Initialisers(model, held, request.additions)
+    computed = initialisers.buffers(request.buffers, seed=options.seed)
+    plan = make_plan(initialisers, computed, source.index, request)
+    programs = foresee_initial_values(initialisers, plan, options)
     home, managers = home_of(held, options.device), managers_of(model)
     by_name = {item.fqn: item for item in held}
     items = destinations(plan, by_name, devices_of(held, managers, home))
@@ -148,6 +150,7 @@ def prepare(world: World, model: nn.Module, source: OpenSource, ask: Callable[[]
     return PreparedLoad(
         request,
         held,
+        initialisers,
         computed,
         plan,
         programs,
@@ -183,13 +186,7 @@ def foresee_memory(
     return forecast_rank(plan, source.index, rank, homes, source.reader.policy, padded_numels(held, managers))
 
 
-def foresee_initial_values(
-    model: nn.Module,
-    held: Sequence[Held],
-    plan: LoadPlan,
-    options: LoadOptions,
-    additions: Additions = NOTHING_ADDED,
-) -> dict[str, Program]:
+def foresee_initial_values(initialisers: Initialisers, plan: LoadPlan, options: LoadOptions) -> dict[str, Program]:
     """How the missing tensors will be initialised, and that they can be.
 
     Raises:
@@ -198,31 +195,29 @@ def foresee_initial_values(
     drawn = [
         name
         for name, read in plan.reads().items()
-        if rows_stored(read.expression) is not None and isinstance(additions.new_rows, Drawn)
+        if rows_stored(read.expression) is not None and isinstance(initialisers.additions.new_rows, Drawn)
     ]
-    programs = initialize.programs_for(model, held, [*plan.names(Init), *drawn], additions)
-    faults = initialize.unfit_programs(programs, options.budget_bytes)
+    programs = initialisers.programs([*plan.names(Init), *drawn])
+    faults = unfit_programs(programs, options.budget_bytes)
     if faults:
         raise CoverageError("tensors are missing that cannot be initialised:\n  " + "\n  ".join(faults))
     return programs
 
 
 def make_plan(
-    model: nn.Module,
-    held: Sequence[Held],
+    initialisers: Initialisers,
     computed: Mapping[str, ComputedBuffer],
     index: CheckpointIndex,
     request: LoadRequest,
 ) -> LoadPlan:
     """The plan, with what is computed checked against the budget."""
     additions = request.additions
-    initial = initialize.initial_origin(model, additions)
 
     def origin_of(item: Held) -> Origin:
-        return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
+        return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
 
-    layout = layout_of(held, origin_of)
-    rules = rules_of(additions.base or model)
+    layout = layout_of(initialisers.held, origin_of)
+    rules = rules_of(additions.base or initialisers.model)
     plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):

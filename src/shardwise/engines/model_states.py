@@ -18,7 +18,7 @@ from shardwise.execution.states.replicas import equal_on_all
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.layout import TensorKind
 from shardwise.models.dtypes import in_memory
-from shardwise.models.initialize import recompute_attributes, recompute_buffers
+from shardwise.models.initialize import Initialisers
 from shardwise.models.placement import refuse_subclasses
 from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, look_inside
@@ -107,7 +107,8 @@ def set_values(
         matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
         world.together(lambda: refuse_subclasses([of[item.place.names[0]] for item in matched.taken]))
         # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
-        computed = world.together(lambda: _computed(model, held, only))
+        initialisers = Initialisers(model, held)
+        computed = world.together(lambda: _computed(initialisers, only))
         values.require_ties(world, [item.place.names for item in matched.taken])
     with clock.phase("exchange"):
         taking = [of[item.place.names[0]] for item in matched.taken]
@@ -116,7 +117,7 @@ def set_values(
         world.together(lambda: materialize(awaiting, managers_of(model), home)[1].touch_rest())
         targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(model, computed, home))
+        recomputed = world.together(lambda: _fill(initialisers, computed, home))
     report = StateReport(
         rank=world.rank,
         world_size=world.size,
@@ -135,20 +136,22 @@ def set_values(
     return report, told
 
 
-def _computed(model: nn.Module, held: list[Held], only: Selection) -> list[tuple[Held, torch.Tensor]]:
+def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
     """The buffers on meta that no state has, and that the model's initialisers compute, with their values."""
-    waiting = [item for item in held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
+    waiting = [item for item in initialisers.held if item.kind is TensorKind.BUFFER and item.tensor.is_meta]
     if not waiting or not isinstance(only, Everything):
         return []
-    found = recompute_buffers(model, held, {}, seed=0)
+    found = initialisers.buffers({}, seed=0)
     return [(item, value) for item in waiting if (value := found[item.fqn].value) is not None]
 
 
-def _fill(model: nn.Module, computed: list[tuple[Held, torch.Tensor]], home: torch.device) -> tuple[str, ...]:
+def _fill(
+    initialisers: Initialisers, computed: list[tuple[Held, torch.Tensor]], home: torch.device
+) -> tuple[str, ...]:
     """Give buffers their values, and attributes that were left on meta; the names of both."""
     for item, value in computed:
         give_value(item, value)
-    attributes = recompute_attributes(model, home) if computed else ()
+    attributes = initialisers.compute_attributes(home) if computed else ()
     return (*(item.fqn for item, _ in computed), *attributes)
 
 

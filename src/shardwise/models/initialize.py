@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -57,57 +58,173 @@ def stand_ins(held: Sequence[Held], chosen: Mapping[str, torch.Tensor]) -> Itera
             item.replace(original)
 
 
-def run_initializers(model: nn.Module, held: Sequence[Held], names: Collection[str]) -> None:
-    """Run what initialises ``names``: transformers' initialisers, and ``reset_parameters`` of other modules.
+@dataclass(frozen=True, slots=True)
+class ComputedBuffer:
+    """Where the value of a non-persistent buffer comes from, and the value (on the CPU) if it was computed."""
 
-    Of transformers', those of the modules that hold these tensors, and of the modules around them: an initialiser
-    writes into its module, or into what is in it.
+    origin: Origin
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Initialisers:
+    """What initialises a model: initialisers of transformers, ``reset_parameters`` of modules, and of a tuning.
+
+    Attributes:
+        model: the model; nothing of it is changed but what :meth:`compute_attributes` says.
+        held: all tensors of it.
+        additions: what a tuning has added.
     """
-    inside = _inside_pretrained(model)
-    owners = {slot.module: None for item in held if item.fqn in names for slot in item.slots}
-    around = _with_all_around(model, owners)
-    for _, pretrained in compat.outermost_pretrained(model):
-        compat.run_initializers(pretrained, around)
-    for module in owners:
-        reset = getattr(module, "reset_parameters", None)
-        if module not in inside and callable(reset):
-            with torch.no_grad():
-                reset()
 
+    model: nn.Module
+    held: Sequence[Held]
+    additions: Additions = NOTHING_ADDED
 
-def programs_for(
-    model: nn.Module, held: Sequence[Held], names: Collection[str], additions: Additions = NOTHING_ADDED
-) -> dict[str, Program]:
-    """The programs of the tensors to initialise, by FQN; those of vectors of norms are not, see ``RowNorms``."""
-    added = additions.initialised.intersection(names)
-    begun = additions.begun
-    others = [name for name in names if name not in begun]
-    return {
-        **_traced(held, others, lambda: run_initializers(model, held, others)),
-        **_traced(held, added, additions.initialise),
-        **{
-            item.fqn: Program(tuple(item.tensor.shape), item.tensor.dtype, is_elementwise=False)
-            for item in held
-            if item.fqn in names and item.fqn in additions.drawn_whole
-        },
-    }
+    def origin_of(self, item: Held) -> Origin:
+        """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
+        if item.fqn in self.additions.begun:
+            return Origin.TUNING
+        if self.additions.base is not None and item.fqn not in self.additions.known_as:
+            return Origin.NOWHERE
+        if any(slot.module in self._inside for slot in item.slots):
+            return Origin.INIT_WEIGHTS
+        if any(callable(getattr(slot.module, "reset_parameters", None)) for slot in item.slots):
+            return Origin.RESET_PARAMETERS
+        return Origin.NOWHERE
 
+    def programs(self, names: Collection[str]) -> dict[str, Program]:
+        """The programs of the tensors to initialise, by FQN; vectors of norms have none, see ``RowNorms``."""
+        added = self.additions.initialised.intersection(names)
+        others = [name for name in names if name not in self.additions.begun]
+        return {
+            **self._traced(others, lambda: self._run(others)),
+            **self._traced(added, self.additions.initialise),
+            **{
+                item.fqn: Program(tuple(item.tensor.shape), item.tensor.dtype, is_elementwise=False)
+                for item in self.held
+                if item.fqn in names and item.fqn in self.additions.drawn_whole
+            },
+        }
 
-def _traced(held: Sequence[Held], names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
-    if not names:
-        return {}
-    chosen = {
-        item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype)
-        for item in held
-        if item.fqn in names
-    }
-    with _own_random_state(0), truncated_normal_as_one_step(), stand_ins(held, chosen):
-        try:
-            run()
-        except (RuntimeError, NotImplementedError):
-            for tensor in chosen.values():
-                tensor.program.is_elementwise = False
-    return {name: tensor.program for name, tensor in chosen.items()}
+    def whole(self, item: Held, *, seed: int) -> torch.Tensor:
+        """One tensor initialised whole on the CPU, for initialisers that are not element by element.
+
+        Memory: the tensor, whole; see :func:`unfit_programs`.
+
+        Raises:
+            CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
+        """
+        if drawn := self.additions.drawn_whole.get(item.fqn):
+            with _own_random_state(seed_of(seed, drawn.layer, 0)), torch.device("cpu"):
+                return drawn.draw().to(item.tensor.dtype)
+        whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
+        untouched = writes_to(whole)
+        with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(self.held, {item.fqn: whole}):
+            self._run({item.fqn})
+        if writes_to(whole) == untouched and whole.numel():
+            raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
+        return whole
+
+    def buffers(self, rules: BufferRules, *, seed: int) -> dict[str, ComputedBuffer]:
+        """The non-persistent buffers, by FQN.
+
+        For a model of transformers this is what ``from_pretrained`` does: its initialisers write the buffers. Of
+        other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
+        """
+        buffers = [item for item in self.held if item.kind is TensorKind.BUFFER]
+        outcome = {
+            item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, self._inside))
+            for item in buffers
+        }
+        by_initialiser = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
+        chosen = [item for item in buffers if outcome[item.fqn].origin in by_initialiser]
+        values = self._written_into(chosen, seed=seed)
+        for item in chosen:
+            if item.fqn in values:
+                outcome[item.fqn] = ComputedBuffer(outcome[item.fqn].origin, values[item.fqn])
+            else:
+                outcome[item.fqn] = ComputedBuffer(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
+        return outcome
+
+    def compute_attributes(self, device: torch.device) -> tuple[str, ...]:
+        """Compute tensors that a transformers model keeps as plain attributes again, where they are on meta.
+
+        transformers leaves them there. They are taken from a second model whose constructor ran outside of meta.
+        Returns their names.
+        """
+        found: list[str] = []
+        for prefix, pretrained in compat.outermost_pretrained(self.model):
+            slots = attributes_on_meta(pretrained)
+            if not slots:
+                continue
+            with torch.device("cpu"):
+                fresh = compat.built_without_weights(pretrained)
+            for slot in slots:
+                value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
+                if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
+                    continue  # not something the constructor computes; the audit will name it
+                setattr(slot.module, slot.name, tree_map_only(torch.Tensor, lambda item: item.to(device), value))
+                found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
+        return tuple(found)
+
+    @cached_property
+    def _inside(self) -> set[nn.Module]:
+        """All modules that belong to a model of transformers."""
+        return {
+            module for _, pretrained in compat.outermost_pretrained(self.model) for module in modules_in(pretrained)
+        }
+
+    def _run(self, names: Collection[str]) -> None:
+        """Run what initialises these tensors.
+
+        Of transformers' initialisers, those of the modules that hold them, and of the modules around: an
+        initialiser writes into its module, or into what is in it.
+        """
+        owners = {slot.module: None for item in self.held if item.fqn in names for slot in item.slots}
+        around = _with_all_around(self.model, owners)
+        for _, pretrained in compat.outermost_pretrained(self.model):
+            compat.run_initializers(pretrained, around)
+        for module in owners:
+            reset = getattr(module, "reset_parameters", None)
+            if module not in self._inside and callable(reset):
+                with torch.no_grad():
+                    reset()
+
+    def _traced(self, names: Collection[str], run: Callable[[], None]) -> dict[str, Program]:
+        if not names:
+            return {}
+        chosen = {
+            item.fqn: Programmed.fresh(tuple(item.tensor.shape), item.tensor.dtype)
+            for item in self.held
+            if item.fqn in names
+        }
+        with _own_random_state(0), truncated_normal_as_one_step(), stand_ins(self.held, chosen):
+            try:
+                run()
+            except (RuntimeError, NotImplementedError):
+                for tensor in chosen.values():
+                    tensor.program.is_elementwise = False
+        return {name: tensor.program for name, tensor in chosen.items()}
+
+    def _written_into(self, buffers: Sequence[Held], *, seed: int) -> dict[str, torch.Tensor]:
+        """The values that initialisers give to ``buffers``, by FQN; those that none of them writes are left out."""
+        if not buffers:
+            return {}
+        fresh = {
+            item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu") for item in buffers
+        }
+        untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
+        values: dict[str, torch.Tensor] = {}
+        with _own_random_state(seed), stand_ins(self.held, fresh):
+            self._run(fresh)
+            for item in buffers:
+                slot = item.slots[0]
+                made = buffers_of(slot.module)[slot.name]  # an initialiser may have registered another tensor
+                if made is None or made.is_meta:
+                    continue
+                if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
+                    values[item.fqn] = made.detach().to(item.tensor.dtype)
+        return values
 
 
 def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[str]:
@@ -123,58 +240,6 @@ def unfit_programs(programs: Mapping[str, Program], budget_bytes: int) -> list[s
                 "raise budget_bytes"
             )
     return faults
-
-
-def initialize_whole(
-    model: nn.Module, held: Sequence[Held], item: Held, additions: Additions = NOTHING_ADDED, *, seed: int
-) -> torch.Tensor:
-    """One tensor initialised whole on the CPU, for initialisers that are not element by element.
-
-    Memory: the tensor, whole; see :func:`unfit_programs`.
-
-    Raises:
-        CoverageError: when no initialiser writes it, which cannot be foreseen where one could not be traced.
-    """
-    if drawn := additions.drawn_whole.get(item.fqn):
-        with _own_random_state(seed_of(seed, drawn.layer, 0)), torch.device("cpu"):
-            return drawn.draw().to(item.tensor.dtype)
-    whole = torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu")
-    untouched = writes_to(whole)
-    with _own_random_state(seed_of(seed, item.fqn, 0)), stand_ins(held, {item.fqn: whole}):
-        run_initializers(model, held, {item.fqn})
-    if writes_to(whole) == untouched and whole.numel():
-        raise CoverageError(f"{item.fqn} is missing and no initialiser of the model writes it")
-    return whole
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBuffer:
-    """Where the value of a non-persistent buffer comes from, and the value (on the CPU) if it was computed."""
-
-    origin: Origin
-    value: torch.Tensor | None = None
-
-
-def recompute_buffers(
-    model: nn.Module, held: Sequence[Held], rules: BufferRules, *, seed: int
-) -> dict[str, ComputedBuffer]:
-    """The non-persistent buffers, by FQN.
-
-    For a model of transformers this is what ``from_pretrained`` does: its initialisers write the buffers. Of
-    other modules real buffers are kept, and ``reset_parameters`` computes those on meta.
-    """
-    inside = _inside_pretrained(model)
-    buffers = [item for item in held if item.kind is TensorKind.BUFFER]
-    outcome = {item.fqn: _by_rule(item, rules) or ComputedBuffer(_buffer_origin(item, inside)) for item in buffers}
-    by_initialiser = (Origin.INIT_WEIGHTS, Origin.RESET_PARAMETERS)
-    chosen = [item for item in buffers if outcome[item.fqn].origin in by_initialiser]
-    values = _written_by_initialisers(model, held, chosen, seed=seed)
-    for item in chosen:
-        if item.fqn in values:
-            outcome[item.fqn] = ComputedBuffer(outcome[item.fqn].origin, values[item.fqn])
-        else:
-            outcome[item.fqn] = ComputedBuffer(Origin.NOWHERE if item.tensor.is_meta else Origin.AS_IT_IS)
-    return outcome
 
 
 def _by_rule(item: Held, rules: BufferRules) -> ComputedBuffer | None:
@@ -194,27 +259,6 @@ def _buffer_origin(item: Held, inside: Collection[nn.Module]) -> Origin:
     return Origin.RESET_PARAMETERS if callable(getattr(module, "reset_parameters", None)) else Origin.NOWHERE
 
 
-def _written_by_initialisers(
-    model: nn.Module, held: Sequence[Held], buffers: Sequence[Held], *, seed: int
-) -> dict[str, torch.Tensor]:
-    """The values that initialisers give to ``buffers``, by FQN; those that none of them writes are left out."""
-    if not buffers:
-        return {}
-    fresh = {item.fqn: torch.zeros(item.tensor.shape, dtype=item.tensor.dtype, device="cpu") for item in buffers}
-    untouched = {name: writes_to(tensor) for name, tensor in fresh.items()}
-    values: dict[str, torch.Tensor] = {}
-    with _own_random_state(seed), stand_ins(held, fresh):
-        run_initializers(model, held, fresh)
-        for item in buffers:
-            slot = item.slots[0]
-            made = buffers_of(slot.module)[slot.name]  # an initialiser may have registered another tensor
-            if made is None or made.is_meta:
-                continue
-            if made is not fresh[item.fqn] or writes_to(made) != untouched[item.fqn]:
-                values[item.fqn] = made.detach().to(item.tensor.dtype)
-    return values
-
-
 def _with_all_around(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
     """Modules, and all that they are in, under any name."""
     by_name = dict(walk(model, every_name=True))
@@ -228,33 +272,6 @@ def _with_all_around(model: nn.Module, modules: Collection[nn.Module]) -> set[nn
     return {by_name[name] for name in names}
 
 
-def _inside_pretrained(model: nn.Module) -> set[nn.Module]:
-    """All modules that belong to a model of transformers."""
-    return {module for _, pretrained in compat.outermost_pretrained(model) for module in modules_in(pretrained)}
-
-
-def recompute_attributes(model: nn.Module, device: torch.device) -> tuple[str, ...]:
-    """Tensors that a transformers model keeps as plain attributes, computed again where they are on meta.
-
-    transformers leaves them there. They are taken from a second model whose constructor ran outside of meta.
-    Returns their names.
-    """
-    found: list[str] = []
-    for prefix, pretrained in compat.outermost_pretrained(model):
-        slots = attributes_on_meta(pretrained)
-        if not slots:
-            continue
-        with torch.device("cpu"):
-            fresh = compat.built_without_weights(pretrained)
-        for slot in slots:
-            value = getattr(fresh.get_submodule(slot.fqn.rpartition(".")[0]), slot.name)
-            if any(isinstance(item, torch.Tensor) and item.is_meta for item in tree_leaves(value)):
-                continue  # not something the constructor computes; the audit will name it
-            setattr(slot.module, slot.name, tree_map_only(torch.Tensor, lambda item: item.to(device), value))
-            found.append(f"{prefix}.{slot.fqn}" if prefix else slot.fqn)
-    return tuple(found)
-
-
 def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
     if value.shape != item.tensor.shape:
         raise CoverageError(
@@ -262,25 +279,6 @@ def _checked(value: torch.Tensor, item: Held) -> torch.Tensor:
             f"{tuple(item.tensor.shape)}"
         )
     return value.detach().to(device="cpu", dtype=item.tensor.dtype)
-
-
-def initial_origin(model: nn.Module, additions: Additions = NOTHING_ADDED) -> Callable[[Held], Origin]:
-    """Where a parameter or persistent buffer that the checkpoint lacks can come from."""
-    inside = _inside_pretrained(model)
-    begun = additions.begun
-
-    def origin_of(item: Held) -> Origin:
-        if item.fqn in begun:
-            return Origin.TUNING
-        if additions.base is not None and item.fqn not in additions.known_as:
-            return Origin.NOWHERE
-        if any(slot.module in inside for slot in item.slots):
-            return Origin.INIT_WEIGHTS
-        if any(callable(getattr(slot.module, "reset_parameters", None)) for slot in item.slots):
-            return Origin.RESET_PARAMETERS
-        return Origin.NOWHERE
-
-    return origin_of
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.layout import LocalBox
-from shardwise.models.additions import Additions
-from shardwise.models.initialize import initialize_whole, programs_for
+from shardwise.models.initialize import Initialisers
 from shardwise.models.programs import Program, fill_from_program, program_of
 from shardwise.models.view import Held, look_inside
 from shardwise.tensors import Box, Strided, contiguous_strides
@@ -86,10 +85,14 @@ class AdapterOutline:
     """An adapter that is in no model: its sites in the order of the model, and how its matrices begin."""
 
     sites: tuple[AdaptedSite, ...]
-    model: nn.Module
     held: Mapping[str, Held]
-    additions: Additions
+    initialisers: Initialisers
     programs: Mapping[str, Program]
+
+    @property
+    def model(self) -> nn.Module:
+        """The base with the adapter in it, on meta."""
+        return self.initialisers.model
 
     def matrices(self) -> Iterator[AdaptedMatrix]:
         for site in self.sites:
@@ -103,9 +106,7 @@ class AdapterOutline:
         """
         program = self.programs[matrix.fqn]
         if not program.is_elementwise:
-            whole = initialize_whole(
-                self.model, list(self.held.values()), self.held[matrix.fqn], self.additions, seed=seed
-            )
+            whole = self.initialisers.whole(self.held[matrix.fqn], seed=seed)
             program = program_of(whole)
         shape = matrix.shape
         box = LocalBox(Box((0,) * len(shape), shape), Strided(0, shape, contiguous_strides(shape)))
@@ -146,17 +147,11 @@ def outline_adapter(base: PreTrainedModel, config: LoraConfig) -> AdapterOutline
             faults.append(str(error))
     if faults:
         raise ConfigError("this LoRA cannot be trained beside others:\n  " + "\n  ".join(faults[:20]))
-    programs = programs_for(
-        made.model,
-        list({id(item): item for item in held.values()}.values()),
-        _begun(made.additions),
-        made.additions,
+    initialisers = Initialisers(
+        made.model, list({id(item): item for item in held.values()}.values()), made.additions
     )
-    return AdapterOutline(tuple(sites), made.model, held, made.additions, programs)
-
-
-def _begun(additions: Additions) -> list[str]:
-    return sorted(additions.begun)
+    programs = initialisers.programs(sorted(made.additions.begun))
+    return AdapterOutline(tuple(sites), held, initialisers, programs)
 
 
 def _require_matrices(config: LoraConfig) -> None:

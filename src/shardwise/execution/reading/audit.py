@@ -6,22 +6,22 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.execution.ranks.messages import OddRanks, digest_of
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
-from shardwise.models.view import Held, meta_leftovers, raw_bytes
+from shardwise.models.view import Held, raw_bytes
 from shardwise.planning.loads.load_plan import LoadPlan, Tie
 from shardwise.report.names import collapse
 
 
-def audit(model: nn.Module, plan: LoadPlan, written: Mapping[str, int]) -> None:
+def audit(plan: LoadPlan, written: Mapping[str, int], on_meta: Sequence[str]) -> None:
     """Check that every element of this rank's parameters and persistent buffers was written exactly once.
 
-    ``written`` counts elements by FQN. A plan's copies never write an element twice (see [Note: Regions] in
-    :mod:`shardwise.conversion.copies`), so that equal counts mean full coverage.
+    ``written`` counts elements by FQN; ``on_meta`` are the names of what has no memory. A plan's copies never write
+    an element twice (see [Note: Regions] in :mod:`shardwise.conversion.copies`), so that equal counts mean full
+    coverage.
 
     Raises:
         CoverageError: naming the tensors that were not written in full, or that are still on meta.
@@ -33,8 +33,7 @@ def audit(model: nn.Module, plan: LoadPlan, written: Mapping[str, int]) -> None:
         count = written.get(tensor.fqn, 0)
         if count != tensor.local_numel:
             wrong.append(f"{tensor.fqn}: {count} of {tensor.local_numel} elements written")
-    for name in meta_leftovers(model):
-        wrong.append(f"{name}: still on meta")
+    wrong += [f"{name}: still on meta" for name in on_meta]
     if wrong:
         shown = "\n  ".join(pattern for pattern, _ in collapse(wrong)[:20])
         raise CoverageError(
