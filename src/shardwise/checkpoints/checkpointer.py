@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints import folder, write
 from shardwise.checkpoints import restore as restoring
+from shardwise.checkpoints.agreed_save import (
+    AgreedSave,
+    OwnState,
+    PlannedSave,
+    SaveWords,
+    agreed_of,
+    layout_signature,
+)
 from shardwise.checkpoints.background import Background, completed, done_now, promised
 from shardwise.checkpoints.facts import Facts
 from shardwise.checkpoints.modes import (
@@ -32,9 +38,7 @@ from shardwise.checkpoints.modes import (
 )
 from shardwise.checkpoints.plain import packed
 from shardwise.checkpoints.state import (
-    KeyPath,
     Looked,
-    StateContents,
     TrainState,
     adapter_settings,
     contents_of,
@@ -43,32 +47,26 @@ from shardwise.checkpoints.state import (
     look,
 )
 from shardwise.engines.clock import Clock
-from shardwise.errors import ConfigError, DisagreementError, StorageError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import facts_of
-from shardwise.execution.ranks.messages import OddRanks
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import refuse_meta
 from shardwise.execution.states.replicas import (
-    DigestWords,
-    OddCircles,
-    Replicas,
-    as_bytes,
     odd_circles,
     require_mode,
     settle_odd,
 )
 from shardwise.execution.states.replicas import tell as tell_of
-from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan, plan_tensors
-from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of, views_of
+from shardwise.execution.writing.chunk_plan import plan_tensors
+from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of
 from shardwise.execution.writing.chunk_stream import ChunkSource
 from shardwise.models.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
-from shardwise.planning.moves.replica_parts import Common, in_common
+from shardwise.planning.moves.replica_parts import in_common
 from shardwise.planning.states.matching import OnFault, Tolerance
 from shardwise.report.checkpoint_report import CheckpointReport, RestoreReport
-from shardwise.tensors import Box, Strided
 
 _MAX_STEP = 10**15
 
@@ -119,7 +117,7 @@ class Checkpointer:
         self._options = options
         self._staging = ChunkStaging()
         self._looked: Looked | None = None
-        self._planned: _Planned | None = None
+        self._planned: PlannedSave | None = None
         self._on_its_way: Background | None = None
         self._newest = folder.newest_in(self._root)
 
@@ -313,7 +311,7 @@ class Checkpointer:
         return World.current(group, patience, purpose=purpose, call=f"Checkpointer.{call}")
 
     @collected_later()
-    def _take_down(self, step: int, state: TrainState, rank: int) -> _Own:
+    def _take_down(self, step: int, state: TrainState, rank: int) -> OwnState:
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             raise ConfigError(f"step={step!r} is not a number of optimizer steps")
         write.require_after(self._root, step, self._newest)
@@ -323,27 +321,27 @@ class Checkpointer:
         self._looked = looked
         contents = contents_of(looked, state, rank)
         values = contents.own if rank else {**contents.common, **contents.own}
-        return _Own(
+        return OwnState(
             looked,
             self._still_planned(looked),
             contents,
             {path: packed(value, key_of(path)) for path, value in values.items()},
         )
 
-    def _still_planned(self, looked: Looked) -> _Planned | None:
+    def _still_planned(self, looked: Looked) -> PlannedSave | None:
         before = self._planned
         if before is None or before.looked is looked:
             return before
-        return replace(before, looked=looked) if before.layout == _layout(looked) else None
+        return replace(before, looked=looked) if before.layout == layout_signature(looked) else None
 
     @collected_later()
-    def _source(self, planned: _Planned) -> ChunkSource:
+    def _source(self, planned: PlannedSave) -> ChunkSource:
         """Where the bytes are taken from: the tensors, or, while these may change, a copy of them."""
         if isinstance(self._mode, Synchronous):
             return InPlace(planned.views, self._options.budget_bytes)
         return self._staging.copy(planned.views)
 
-    def _about(self, step: int, world_size: int, own: _Own, agreed: _AgreedSave) -> Facts:
+    def _about(self, step: int, world_size: int, own: OwnState, agreed: AgreedSave) -> Facts:
         return Facts(
             step=step,
             world_size=world_size,
@@ -356,28 +354,28 @@ class Checkpointer:
             optimizers=[[class_name(bound.optimizer), len(bound.groups)] for bound in own.looked.bounds],
         )
 
-    def _agree(self, world: World, step: int, state: TrainState) -> tuple[_Own, _AgreedSave]:
+    def _agree(self, world: World, step: int, state: TrainState) -> tuple[OwnState, AgreedSave]:
         """What there is, what all ranks have in common, and whether the plan of the last checkpoint still holds."""
         call = repr((step, self._keep, self._mode, self._only))
-        taken: list[_Own] = []
+        taken: list[OwnState] = []
 
-        def tell() -> _SaveWords:
+        def tell() -> SaveWords:
             own = self._take_down(step, state, world.rank)
             taken.append(own)
             replicas = None if own.planned is None else tell_of(own.planned.replicas, self._on_differing_buffers)
-            return _SaveWords(call, replicas, own.contents.data, dict(own.contents.random))
+            return SaveWords(call, replicas, own.contents.data, dict(own.contents.random))
 
-        agreed = world.all_reduce(tell, _agreed)
+        agreed = world.all_reduce(tell, agreed_of)
         return taken[0], agreed
 
-    def _compare(self, world: World, planned: _Planned, agreed: _AgreedSave) -> tuple[str, ...]:
+    def _compare(self, world: World, planned: PlannedSave, agreed: AgreedSave) -> tuple[str, ...]:
         """Look at what several ranks hold; names of buffers that differ."""
         odd, mode = agreed.odd, self._on_differing_buffers
         if odd is None:
             odd = world.all_reduce(lambda: tell_of(planned.replicas, mode), odd_circles)
         return tuple(planned.looked.buffers[key] for key in settle_odd(world, planned.replicas, odd, mode))
 
-    def _plan(self, world: World, own: _Own, agreed: _AgreedSave) -> _Planned:
+    def _plan(self, world: World, own: OwnState, agreed: AgreedSave) -> PlannedSave:
         """Who writes what; that of the last checkpoint where every rank still has what it had then."""
         looked = own.looked
         if agreed.odd is not None and own.planned is not None:
@@ -388,103 +386,7 @@ class Checkpointer:
         plan = world.together(lambda: plan_tensors(shapes, told, looked.buffers, looked.others_of))
         places = world.together(lambda: places_of(plan.by_rank[world.rank], tensors))
         held = {key: tuple(facts[key].boxes for facts in told) for key in tensors}
-        return _Planned(looked, _layout(looked), plan, places, in_common(held, world.rank))
-
-
-_LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]
-"""What tells whether a tensor lies as it did before."""
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
-
-    looked: Looked
-    layout: _LayoutSignature
-    plan: TensorsPlan
-    places: Mapping[ArchivedChunk, Strided]
-    common: Mapping[str, Common]
-    """What this rank holds together with others."""
-
-    @cached_property
-    def replicas(self) -> Replicas:
-        """That, with its values; and numbers of optimizers, which every rank has."""
-        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
-        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
-        everybody = tuple(range(len(self.plan.by_rank)))
-        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
-        if len(everybody) == 1:
-            common = {}
-        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
-
-    @cached_property
-    def views(self) -> Mapping[ArchivedChunk, torch.Tensor]:
-        """The elements of each of this rank's chunks."""
-        return views_of(self.places, self.looked.local)
-
-
-@dataclass(frozen=True, slots=True)
-class _SaveWords:
-    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
-
-    call: str
-    replicas: DigestWords | None
-    data: str
-    random: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _AgreedSave:
-    """The same on every rank. ``odd`` are the replicas that differ, where the last plan holds on all ranks."""
-
-    odd: OddCircles | None
-    alike: list[str]
-    data: str
-
-
-def _agreed(told: Sequence[_SaveWords]) -> _AgreedSave:
-    if odd := OddRanks.among([item.call for item in told]):
-        raise DisagreementError(
-            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
-        )
-    first = told[0].random
-    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
-    positions = {item.data for item in told}
-    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
-    if "" in positions and data != "none":
-        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
-    replicas = [item.replicas for item in told if item.replicas is not None]
-    return _AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """What this rank has: what it looked at, what else belongs to the state, and that, packed.
-
-    ``planned`` is the plan of the last checkpoint, if it holds on this rank.
-    """
-
-    looked: Looked
-    planned: _Planned | None
-    contents: StateContents
-    values: Mapping[KeyPath, bytes]
-
-    def stored(self, agreed: _AgreedSave, rank: int) -> dict[KeyPath, bytes]:
-        """Those values that this rank stores: a position in the data that is everybody's, the first one does."""
-        stores_data = agreed.data == "each" or not rank
-        return {path: value for path, value in self.values.items() if stores_data or path[0] != "data"}
-
-
-def _layout(looked: Looked) -> _LayoutSignature:
-    return {
-        path: (
-            tensor.shape,
-            tensor.dtype,
-            looked.local[key_of(path)].stride(),
-            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
-        )
-        for path, tensor in looked.tensors.items()
-    } | {path: (first,) for path, first in looked.others_of.items()}
+        return PlannedSave(looked, layout_signature(looked), plan, places, in_common(held, world.rank))
 
 
 def _require_kinds(keep: object, mode: object, only: object) -> None:

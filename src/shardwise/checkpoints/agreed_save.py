@@ -1,0 +1,126 @@
+"""Agrees, before a checkpoint, on what ranks have, and on whether the last plan holds again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoints.state import (
+    KeyPath,
+    Looked,
+    StateContents,
+    key_of,
+)
+from shardwise.errors import DisagreementError
+from shardwise.execution.ranks.messages import OddRanks
+from shardwise.execution.states.replicas import (
+    DigestWords,
+    OddCircles,
+    Replicas,
+    as_bytes,
+    odd_circles,
+)
+from shardwise.execution.writing.chunk_plan import ArchivedChunk, TensorsPlan
+from shardwise.execution.writing.chunk_sources import views_of
+from shardwise.planning.moves.replica_parts import Common
+from shardwise.tensors import Box, Strided
+
+LayoutSignature: TypeAlias = Mapping[KeyPath, tuple[object, ...]]
+"""What tells whether a tensor lies as it did before."""
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """The plan of the last checkpoint, what this rank had then, and where its chunks lie in it."""
+
+    looked: Looked
+    layout: LayoutSignature
+    plan: TensorsPlan
+    places: Mapping[ArchivedChunk, Strided]
+    common: Mapping[str, Common]
+    """What this rank holds together with others."""
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """That, with its values; and numbers of optimizers, which every rank has."""
+        tensors = {key_of(path): tensor for path, tensor in self.looked.tensors.items()}
+        numbers = {name: as_bytes(value) for name, value in self.looked.numbers.items()}
+        everybody = tuple(range(len(self.plan.by_rank)))
+        common = {name: ((Box.whole(value.shape), everybody),) for name, value in numbers.items()}
+        if len(everybody) == 1:
+            common = {}
+        return Replicas.among({**tensors, **numbers}, {**self.common, **common}, self.looked.buffers)
+
+    @cached_property
+    def views(self) -> Mapping[ArchivedChunk, torch.Tensor]:
+        """The elements of each of this rank's chunks."""
+        return views_of(self.places, self.looked.local)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWords:
+    """What a rank tells the others before a checkpoint; of replicas where the last plan holds on this rank."""
+
+    call: str
+    replicas: DigestWords | None
+    data: str
+    random: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSave:
+    """The same on every rank. ``odd`` are the replicas that differ, where the last plan holds on all ranks."""
+
+    odd: OddCircles | None
+    alike: list[str]
+    data: str
+
+
+def agreed_of(told: Sequence[SaveWords]) -> AgreedSave:
+    if odd := OddRanks.among([item.call for item in told]):
+        raise DisagreementError(
+            f"the list of arguments (step, keep, mode, only) on rank {odd.shown} is not that of rank 0"
+        )
+    first = told[0].random
+    alike = [name for name in first if all(item.random.get(name) == first[name] for item in told)]
+    positions = {item.data for item in told}
+    data = "none" if positions == {""} else "one" if len(positions) == 1 else "each"
+    if "" in positions and data != "none":
+        raise DisagreementError("some ranks have a position in the data and others none; give all ranks theirs")
+    replicas = [item.replicas for item in told if item.replicas is not None]
+    return AgreedSave(odd_circles(replicas) if len(replicas) == len(told) else None, alike, data)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What this rank has: what it looked at, what else belongs to the state, and that, packed.
+
+    ``planned`` is the plan of the last checkpoint, if it holds on this rank.
+    """
+
+    looked: Looked
+    planned: PlannedSave | None
+    contents: StateContents
+    values: Mapping[KeyPath, bytes]
+
+    def stored(self, agreed: AgreedSave, rank: int) -> dict[KeyPath, bytes]:
+        """Those values that this rank stores: a position in the data that is everybody's, the first one does."""
+        stores_data = agreed.data == "each" or not rank
+        return {path: value for path, value in self.values.items() if stores_data or path[0] != "data"}
+
+
+def layout_signature(looked: Looked) -> LayoutSignature:
+    return {
+        path: (
+            tensor.shape,
+            tensor.dtype,
+            looked.local[key_of(path)].stride(),
+            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
+        )
+        for path, tensor in looked.tensors.items()
+    } | {path: (first,) for path, first in looked.others_of.items()}
