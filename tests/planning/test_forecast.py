@@ -33,17 +33,14 @@ from shardwise.layout import (
     WorldLayout,
 )
 from shardwise.planning.forecasts.forecast import (
-    Available,
     Homes,
-    RequireMemory,
-    TryAnyway,
     forecast_computed,
     forecast_groups,
     forecast_rank,
     forecast_ranks,
-    require_fits,
     uneven_tensors,
 )
+from shardwise.planning.forecasts.memory_check import Available, RequireMemory, TryAnyway, require_fits
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
 from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast

@@ -37,9 +37,9 @@ from shardwise.conversion.expression import (
     stack,
     stored_leaves,
     substitute,
-    view,
 )
 from shardwise.conversion.region import Region
+from shardwise.conversion.strided_views import view
 
 __all__ = [
     "Bindings",

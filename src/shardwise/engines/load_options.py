@@ -10,10 +10,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.line import Patience
 from shardwise.models.initialize import BufferRules
-from shardwise.planning.forecasts.forecast import (
-    MemoryCheck,
-    RequireMemory,
-)
+from shardwise.planning.forecasts.memory_check import MemoryCheck, RequireMemory
 from shardwise.planning.loads.comparing import CompareCopies, SampledBlocks
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.pages import MeasuredPages, Pages

@@ -20,8 +20,9 @@ from shardwise.execution.reading.outgoing import Outgoing
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
-from shardwise.formats.checkpoint_index import CheckpointIndex, beside
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_adapter_config
+from shardwise.formats.two_checkpoints import beside
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch

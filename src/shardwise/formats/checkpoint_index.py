@@ -7,7 +7,7 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
@@ -92,33 +92,6 @@ class CheckpointIndex:
             StoredTensor(key, item.dtype, item.shape, tuple(self.entries[part] for part in entries_of(item.part)))
             for key, item in self.composed.items()
         ]
-
-
-def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
-    """Both as one: the files and the keys of the second have names that begin with ``folder`` and a slash."""
-
-    def inside(name: str) -> str:
-        return f"{folder}/{name}"
-
-    entries = {
-        inside(key): replace(entry, key=inside(key), file=inside(entry.file))
-        for key, entry in second.entries.items()
-    }
-    composed = {inside(key): replace(item, part=_moved(item.part, inside)) for key, item in second.composed.items()}
-    return replace(
-        first,
-        files={**first.files, **{inside(file): nbytes for file, nbytes in second.files.items()}},
-        entries={**first.entries, **entries},
-        composed={**first.composed, **composed},
-    )
-
-
-def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
-    match part:
-        case Whole(key) | View(key):
-            return replace(part, key=inside(key))
-        case Joined(parts):
-            return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
 
 
 def entries_of(part: ComposedPart) -> Iterator[str]:

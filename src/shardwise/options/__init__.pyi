@@ -50,8 +50,8 @@ from shardwise.models.trained import Upcast as Upcast
 from shardwise.models.vocabulary import Drawn as Drawn
 from shardwise.models.vocabulary import MeanOfRows as MeanOfRows
 from shardwise.models.vocabulary import ResizeVocab as ResizeVocab
-from shardwise.planning.forecasts.forecast import RequireMemory as RequireMemory
-from shardwise.planning.forecasts.forecast import TryAnyway as TryAnyway
+from shardwise.planning.forecasts.memory_check import RequireMemory as RequireMemory
+from shardwise.planning.forecasts.memory_check import TryAnyway as TryAnyway
 from shardwise.planning.loads.comparing import SampledBlocks as SampledBlocks
 from shardwise.planning.loads.comparing import WholeFiles as WholeFiles
 from shardwise.planning.loads.consent import Ignore as Ignore

@@ -1,4 +1,7 @@
-"""An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes."""
+"""An object store on this machine: an HTTP server with ranges, as slow and as faulty as one wishes.
+
+Longer than other files: it is one server, whose state stands under one lock.
+"""
 
 from __future__ import annotations
 

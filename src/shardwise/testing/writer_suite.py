@@ -1,4 +1,7 @@
-"""What every storage writer promises, as tests that any writer can be put to. Needs pytest."""
+"""What every storage writer promises, as tests that any writer can be put to. Needs pytest.
+
+Longer than other files: it is one class, from which tests of a writer of one's own inherit.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.planning.forecasts.forecast import Available
+from shardwise.planning.forecasts.memory_check import Available
 
 if TYPE_CHECKING:
     import torch

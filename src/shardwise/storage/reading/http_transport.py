@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import email.utils
 import http.client
-import re
 import ssl
 import threading
 import time
@@ -13,18 +11,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from shardwise.errors import StorageError
 from shardwise.storage.contract import CannotListError
+from shardwise.storage.reading.http_answers import (
+    check_answer,
+    check_status,
+    content_range,
+    unexpected_answer,
+    version_in,
+)
 from shardwise.storage.reading.retries import Retries
 from shardwise.storage.reading.transport import (
-    PASSING_STATUSES,
     FileState,
     PermanentFault,
     TransientFault,
-    changed,
 )
 from shardwise.storage.urls import without_secrets
 
@@ -33,7 +35,6 @@ _MAX_REDIRECTS = 8
 _STALE_LINK = frozenset({401, 403, 404, 410})
 """What a target of a redirect answers when the link, signed for some minutes, has expired."""
 
-_CONTENT_RANGE = re.compile(r"bytes\s+(?:(?P<first>\d+)-(?P<last>\d+)|\*)/(?P<total>\d+|\*)")
 _KEPT = "/%:@!$&'()*+,;=~?[]"
 """What stands in a URL's path and query as it is; the rest is quoted where that was forgotten."""
 
@@ -93,20 +94,20 @@ class HttpTransport:
         # server knows ranges.
         with self._answer(file, "bytes=0-0") as response:
             if response.status == 416:  # every other file has a first byte
-                return FileState(0, _version(response))
+                return FileState(0, version_in(response))
             if response.status == 206:
-                _, _, total = _content_range(response)
+                _, _, total = content_range(response)
                 response.read(1)
             elif response.status == 200:
                 total = response.length
             else:
-                raise _unexpected(response)
+                raise unexpected_answer(response)
             if total is None:
                 raise PermanentFault(
                     f"the server does not tell the file's size (status {response.status})",
                     "use a server that sends Content-Length and Content-Range, or download the file",
                 )
-            return FileState(total, _version(response))
+            return FileState(total, version_in(response))
 
     def fetch(
         self,
@@ -119,7 +120,7 @@ class HttpTransport:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         give_up_at = time.monotonic() + self._retries.longest_request_s(nbytes)
         with self._answer(file, f"bytes={start}-{start + nbytes - 1}") as response:
-            _check_answer(response, start, nbytes, expected)
+            check_answer(response, start, nbytes, expected)
             _Body(response, nbytes, give_up_at, is_abandoned).fill(buffers)
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class HttpTransport:
         if remembered is not None:
             with self._at(remembered, byte_range) as response:
                 if response.status not in _STALE_LINK and response.status not in _REDIRECTS:
-                    _check_status(response)
+                    check_status(response)
                     yield response
                     return
             self._targets.pop(file, None)
@@ -140,7 +141,7 @@ class HttpTransport:
         for _ in range(_MAX_REDIRECTS):
             with self._at(place, byte_range) as response:
                 if response.status not in _REDIRECTS:
-                    _check_status(response)
+                    check_status(response)
                     if place.origin != self._root.origin:
                         self._targets[file] = place
                     yield response
@@ -365,92 +366,3 @@ def _redirected(place: _Endpoint, response: http.client.HTTPResponse) -> _Endpoi
         raise PermanentFault("https:// leads to http://, which anybody on the way can change", "check the URL")
     target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=_KEPT)
     return _Endpoint(scheme, parts.hostname, parts.port or (443 if scheme == "https" else 80), target)
-
-
-def _check_status(response: http.client.HTTPResponse) -> None:
-    status = response.status
-    if status in (200, 206, 412, 416):
-        return
-    if status in (404, 410):
-        raise FileNotFoundError(f"no such file (status {status})")
-    if status in (401, 403):
-        raise PermissionError(f"access is refused (status {status} {response.reason})")
-    if status in PASSING_STATUSES:
-        raise TransientFault(
-            f"the server answered {status} {response.reason}",
-            retry_after_s=_retry_after_s(response.getheader("Retry-After")),
-        )
-    raise _unexpected(response)
-
-
-def _unexpected(response: http.client.HTTPResponse) -> PermanentFault:
-    return PermanentFault(
-        f"the server answered {response.status} {response.reason}", "check the URL and the server"
-    )
-
-
-def _check_answer(response: http.client.HTTPResponse, start: int, nbytes: int, expected: FileState) -> None:
-    """The answer holds the range that was asked for, of the file in the state that is expected."""
-    if response.status in (412, 416):
-        raise changed(f"the server answered {response.status} {response.reason}")
-    encoding = response.getheader("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise PermanentFault(f"the server compresses the file ({encoding})", "turn that off for this folder")
-    expected.require_version(_version(response))
-    if response.status == 200:
-        _check_whole(response, start, nbytes, expected)
-        return
-    first, last, total = _content_range(response)
-    if total is not None and total != expected.nbytes:
-        raise changed(f"{expected.nbytes} bytes before, {total} now")
-    if (first, last) != (start, start + nbytes - 1):
-        raise PermanentFault(
-            f"asked for bytes {start}-{start + nbytes - 1}, the server sends {response.getheader('Content-Range')}",
-            "check the server, and what is between it and here",
-        )
-    if response.length is not None and response.length != nbytes:
-        raise TransientFault(f"the server announces {response.length} bytes instead of {nbytes}")
-
-
-def _check_whole(response: http.client.HTTPResponse, start: int, nbytes: int, expected: FileState) -> None:
-    """A server that does not know ranges sends whole files, which is right where the whole was asked for."""
-    if response.length is not None and response.length != expected.nbytes:
-        raise changed(f"{expected.nbytes} bytes before, {response.length} now")
-    if (start, nbytes) != (0, expected.nbytes):
-        raise PermanentFault(
-            "the server ignores Range: it sends the whole file where a part was asked for",
-            "use a server that serves byte ranges, or download the checkpoint",
-        )
-
-
-def _content_range(response: http.client.HTTPResponse) -> tuple[int | None, int | None, int | None]:
-    match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", "").strip())
-    if match is None:
-        return None, None, None
-    first, last, total = (
-        int(text) if text is not None and text != "*" else None for text in match.group("first", "last", "total")
-    )
-    return first, last, total
-
-
-def _version(response: http.client.HTTPResponse) -> str | None:
-    etag = response.getheader("ETag")
-    if etag is not None:
-        return f"ETag {etag}"
-    modified = response.getheader("Last-Modified")
-    return None if modified is None else f"Last-Modified {modified}"
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds from a ``Retry-After`` header, which holds a number of them or a date (RFC 9110, 10.2.3)."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        date = email.utils.parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
