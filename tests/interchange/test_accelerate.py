@@ -7,17 +7,15 @@ from tests.interchange import trading
 
 pytestmark = pytest.mark.distributed
 
-FORMS = ["full", "sharded", "ranks"]
-
 
 @pytest.mark.parametrize(("size", "number"), [(1, 0), (2, 1), (3, 0)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", trading.THEIR_FORMS)
 def test_accelerate_loads_what_is_written(worlds, tmp_path, form, size, number):
     assert worlds(size).run(trading.ours_to_theirs, str(tmp_path), form, number) == [[]] * size
 
 
 @pytest.mark.parametrize(("size", "number", "child"), [(1, 0, True), (2, 0, False), (3, 1, False), (2, 1, True)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", trading.THEIR_FORMS)
 def test_what_accelerate_writes_is_loaded(worlds, tmp_path, form, size, number, child):
     assert worlds(size).run(trading.theirs_to_ours, str(tmp_path), form, number, child) == [[]] * size
 
@@ -39,7 +37,7 @@ def test_no_rank_holds_the_whole(worlds, tmp_path):
 
 
 def test_one_process_needs_no_group(worlds, tmp_path):
-    for form in FORMS:
+    for form in trading.FORMS:
         folder = tmp_path / form
         folder.mkdir()
         trading.save(str(folder), form, "shardwise")

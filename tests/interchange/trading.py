@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from pathlib import Path
@@ -24,6 +25,11 @@ SMALL = shardwise.options.StateOptions(budget_bytes=4096)
 
 FORMS = {"full": OneFile(), "sharded": DistributedFolder(), "ranks": RankFiles()}
 
+_THEY_HAVE_RANK_FILES = "use_dcp" in inspect.signature(fsdp_utils.save_fsdp_model).parameters
+"""Which came with accelerate 1.14."""
+
+THEIR_FORMS = tuple(form for form in FORMS if form != "ranks" or _THEY_HAVE_RANK_FILES)
+
 
 class Theirs:
     """accelerate's own functions, as its ``Accelerator`` calls them under FSDP2."""
@@ -31,7 +37,7 @@ class Theirs:
     def __init__(self, form: str, number: int = 0) -> None:
         kind = "FULL_STATE_DICT" if form == "full" else "SHARDED_STATE_DICT"
         self.number = number
-        self.use_dcp = form != "ranks"
+        self._keywords = {"use_dcp": form != "ranks"} if _THEY_HAVE_RANK_FILES else {}
         self.plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
         rank = dist.get_rank()
         self.accelerator = SimpleNamespace(
@@ -47,7 +53,7 @@ class Theirs:
         quiet = mock.patch.object(fsdp_utils, "logger", logging.getLogger("accelerate"))
         with quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return function(self.plugin, self.accelerator, *args, self.number, use_dcp=self.use_dcp, **keywords)
+            return function(self.plugin, self.accelerator, *args, self.number, **self._keywords, **keywords)
 
     def save_model(self, model: nn.Module, folder: str, **keywords: Any) -> None:
         self._call(fsdp_utils.save_fsdp_model, model, folder, **keywords)
