@@ -8,7 +8,7 @@ from tests.interchange import adapting, trading
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("form", trading.THEIR_FORMS)
+@pytest.mark.parametrize("form", trading.THEIR_ADAPTER_FORMS)
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours", "theirs"])
 def test_every_ranks_part_of_an_adapter_arrives(worlds, tmp_path, form, ours_first):
     for faults, count in worlds(2).run(adapting.traded, str(tmp_path), form, ours_first):

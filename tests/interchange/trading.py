@@ -30,6 +30,9 @@ _THEY_HAVE_RANK_FILES = "use_dcp" in inspect.signature(fsdp_utils.save_fsdp_mode
 
 THEIR_FORMS = tuple(form for form in FORMS if form != "ranks" or _THEY_HAVE_RANK_FILES)
 
+THEIR_ADAPTER_FORMS = tuple(form for form in THEIR_FORMS if form != "full" or _THEY_HAVE_RANK_FILES)
+"""Before that, accelerate's file of a whole adapter held the first rank's DTensors, which nobody can load."""
+
 
 class Theirs:
     """accelerate's own functions, as its ``Accelerator`` calls them under FSDP2."""
