@@ -25,6 +25,11 @@ def test_any_of_a_place_s_names_will_do():
     assert taken.held == ((Box.whole((4, 2)),), ())
 
 
+def test_of_several_names_that_are_brought_the_first_is_taken():
+    (taken,) = match([place("a", "b")], [{"b": WHOLE, "a": WHOLE}], STRICT).taken
+    assert taken.name == "a"
+
+
 def test_shards_are_a_whole_together():
     (taken,) = match([place("a")], [{"a": half} for half in HALVES], STRICT).taken
     assert [boxes[0].offsets for boxes in taken.held] == [(0, 0), (2, 0)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from tests.planning.test_forecast import BF16, POLICY, Made
 
 from shardwise.conversion import Computed, Hole, Stored, WholeOperation, concat
+from shardwise.errors import ConfigError
 from shardwise.layout import MeshShape, TensorKind
 from shardwise.planning.forecasts.fetching import FetchingPeers
 from shardwise.planning.forecasts.forecast import (
@@ -139,3 +142,10 @@ def test_the_memory_beside_the_tensors_is_the_larger_of_two():
     assert most.offloads_shards
     few = Homes.of(without.plan(without.world().first), POLICY, device="cpu", budget_bytes=1, offloads_shards=False)
     assert few.budget_bytes == 64  # the least that a worker stages
+
+
+def test_a_network_has_a_positive_number_of_bytes_per_second():
+    assert Weighed(0.5).network_bytes_per_s == 0.5
+    for given in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="is not a positive number of bytes per second"):
+            Weighed(given)

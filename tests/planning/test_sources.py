@@ -143,6 +143,10 @@ def test_digests_are_equal_where_models_are(other):
     assert digest([item()]) == digest([item()]) != digest(other)
 
 
+def test_models_with_the_same_ties_are_alike():
+    require_alike([[item("w", "v"), item("x")]] * 3)
+
+
 def test_the_order_of_tensors_counts():
     with pytest.raises(DisagreementError, match="order of the tensors on rank 1"):
         require_alike([[item("a"), item("b")], [item("b"), item("a")]])
