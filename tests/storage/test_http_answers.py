@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.http_transport import _retry_after_s
+from shardwise.storage.reading.http_answers import retry_after_s
 from shardwise.storage.reading.remote import RemoteReader, _pieces
 from shardwise.storage.reading.retries import Retries
 
@@ -139,13 +139,13 @@ def test_what_is_asked(script: Script) -> None:
 
 
 def test_when_to_come_back() -> None:
-    assert _retry_after_s(None) is None
-    assert _retry_after_s("17") == 17
-    assert _retry_after_s("soon") is None
-    assert _retry_after_s("-5") is None
+    assert retry_after_s(None) is None
+    assert retry_after_s("17") == 17
+    assert retry_after_s("soon") is None
+    assert retry_after_s("-5") is None
     in_a_minute = datetime.now(UTC) + timedelta(seconds=60)
-    assert 55 < (_retry_after_s(format_datetime(in_a_minute, usegmt=True)) or 0) <= 60
-    assert _retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 55 < (retry_after_s(format_datetime(in_a_minute, usegmt=True)) or 0) <= 60
+    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
 
 @given(
