@@ -19,6 +19,8 @@ from tests.bank.test_alone import bank_of, require_equal
 from transformers import AutoModelForCausalLM
 
 import shardwise
+from shardwise.bank.tenant import unchanging
+from shardwise.options import GoesOn
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,8 @@ def trained_and_saved(base: Path, folder: Path, *, experts: bool = False) -> dic
         values.mul_(2)
     changed = [values.clone() for values in shards]
     for name in members:
-        bank.load(f"{name}-again", folder / name)
+        told = bank.load(f"{name}-again", folder / name, schedule=members[name].schedule or unchanging)
+        assert told == GoesOn(bank._tenants[name].steps, bank._tenants[name].windows, 0, 0)
         require_equal(adapter(bank, f"{name}-again"), adapter(bank, name))
     assert all(one.equal(other) for one, other in zip(shards, changed, strict=True)), "nothing writes to the base"
     for values, kept in zip(shards, before, strict=True):

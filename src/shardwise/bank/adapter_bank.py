@@ -21,14 +21,16 @@ from shardwise.bank.calls import (
     require_trainable,
     tenant_of,
 )
-from shardwise.bank.files import config_of, lent, outlined, read_tenant
+from shardwise.bank.facts import facts_of_base
+from shardwise.bank.files import config_of, find_training, outlined, read_tenant, save_tenant
 from shardwise.bank.hooks import SiteHooks
-from shardwise.bank.results import FusedLosses, TenantLoss, TenantStep
+from shardwise.bank.moments import Moments
+from shardwise.bank.optimizers import OptimizerMaker
+from shardwise.bank.results import BeginsAnew, FusedLosses, TenantLoss, TenantStart, TenantStep
 from shardwise.bank.routing import RouteSwitch
 from shardwise.bank.rows import RowTensors
 from shardwise.bank.state import load_tenant_state, tenant_state
 from shardwise.bank.tenant import (
-    OptimizerMaker,
     Reduction,
     ScheduleMaker,
     Tenant,
@@ -36,12 +38,11 @@ from shardwise.bank.tenant import (
     TokenMean,
     require_name,
 )
-from shardwise.engines.save_options import SaveOptions, Trust, Verification
+from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import computing_device
 from shardwise.report.save_report import SaveReport
-from shardwise.verbs.save import save_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -56,6 +57,7 @@ class TenantKeywords(TypedDict, total=False):
     accumulation: int
     reduction: Reduction
     seed: int
+    optimizer_state: Moments
 
 
 class AdapterBank:
@@ -115,22 +117,30 @@ class AdapterBank:
             ConfigError: the name is taken or none; the config cannot be honoured; the optimizer is not elementwise.
             DisagreementError: ranks ask for something else.
         """
+        self._admit(self._agreed(name, config, keywords))
+
+    def _agreed(self, name: str, config: LoraConfig, keywords: TenantKeywords) -> Tenant:
+        """A tenant as all ranks ask for it, of which nobody knows yet. Collective: yes."""
         tenant = self._world.together(lambda: self._made(name, config, TenantOptions(**keywords)))
         optimizer = tenant.part.optimizer
         settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         options = tenant.options
         words = (name, tenant.words, type(optimizer).__qualname__, repr(settings))
-        numbers = (options.max_grad_norm, options.accumulation, repr(options.reduction), options.seed)
-        self._world.require_equal((*words, *numbers), f"the adapter {name!r} (its config or options)")
+        numbers = (options.max_grad_norm, options.accumulation, options.seed)
+        modes = (repr(options.reduction), repr(options.optimizer_state))
+        self._world.require_equal((*words, *numbers, *modes), f"the adapter {name!r} (its config or options)")
+        return tenant
+
+    def _admit(self, tenant: Tenant) -> None:
         self._hooks.add(tenant.sites)
-        self._tenants[name] = tenant
+        self._tenants[tenant.name] = tenant
 
     def _made(self, name: str, config: LoraConfig, options: TenantOptions) -> Tenant:
         if require_name(name) in self._tenants:
             raise ConfigError(f"there is an adapter {name!r} already; remove it, or take another name")
         outline = outlined(self._model, config)
         self._hooks.require_fitting(outline.sites)
-        return Tenant(name, config, outline, options, self._device)
+        return Tenant(name, config, outline, options, self._device, self._world)
 
     def remove(self, name: str) -> None:
         """Forget a tenant, and what it has gathered. Collective: no, but every rank does it."""
@@ -233,22 +243,20 @@ class AdapterBank:
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self, name: str) -> dict[str, Any]:
-        """A tenant between two windows: its matrices by PEFT's names, optimizer, schedule, counts. A copy.
+        """All of a tenant: matrices and open window by PEFT's names, optimizer, schedule, counts. A copy.
 
-        It is the same on every rank, and goes on on any number of them. Collective: no.
-
-        Raises:
-            ConfigError: its window is not over.
+        It is the same on every rank, and goes on on any number of them. Collective: yes; an exchange where a window
+        is open or moments are sharded.
         """
-        return tenant_state(self._tenant(name))
+        return tenant_state(self._tenant(name), facts_of_base(self._model))
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
-        """Give a tenant, created with the same config and optimizer, the state of one. Collective: no.
+        """Give a tenant, created with the same config and optimizer, the state of one. Collective: yes.
 
         Raises:
             ConfigError: it is that of another, naming what differs; nothing is changed then.
         """
-        load_tenant_state(self._tenant(name), state)
+        load_tenant_state(self._tenant(name), state, facts_of_base(self._model))
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,35 +265,68 @@ class AdapterBank:
         name: str,
         directory: str | os.PathLike[str],
         *,
+        state: SavedState = WithTraining(),  # noqa: B008 - frozen
         dtype: torch.dtype | str | None = None,
-        verify: Verification = Trust(),  # noqa: B008 - frozen
+        verify: Verification = Trust(),  # noqa: B008
         options: SaveOptions = SaveOptions(),  # noqa: B008
     ) -> SaveReport:
         """Save a tenant as ``PeftModel.from_pretrained`` loads it, with all that ``save_adapter`` promises.
 
-        Its optimizer is not saved; see :meth:`state_dict`. Collective: yes.
-        """
-        whole = self._world.together(lambda: lent(self._model, self._tenant(name)))
-        return save_adapter(whole, directory, dtype=dtype, verify=verify, options=options)
+        The state of its training lies beside, also in the middle of a window, and counts by the same one step. See
+        docs/bank.md.
 
-    def load(self, name: str, directory: str | os.PathLike[str], **keywords: Unpack[TenantKeywords]) -> None:
+        Collective: yes. Memory: as of ``save_adapter``; where a window is open, a copy of its gradient.
+
+        Args:
+            name: of the tenant.
+            directory: a folder that all ranks see, which need not be there yet.
+            state: ``MatricesOnly()`` leaves out what only a training needs.
+            dtype: matrices are cast to it; what is trained stays beside them as it is.
+            verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
+            options: memory budget, progress, process group, patience.
+
+        Raises:
+            ConfigError: what the optimizer or the schedule has is no plain data; the directory cannot hold it.
+            DisagreementError, FormatError, StorageError, RankLostError: as of ``save_adapter``.
+        """
+        tenant = self._world.together(lambda: self._tenant(name))
+        return save_tenant(
+            self._world, self._model, tenant, directory, state=state, dtype=dtype, verify=verify, options=options
+        )
+
+    def load(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        state: SavedState = WithTraining(),  # noqa: B008 - frozen
+        **keywords: Unpack[TenantKeywords],
+    ) -> TenantStart:
         """Add a tenant whose config and matrices are in a folder of PEFT's, that all ranks see.
+
+        With the state of its training beside it, it goes on, on any number of ranks; else it begins with these
+        matrices. What is returned says which: ``GoesOn`` or ``BeginsAnew``.
 
         Collective: yes. If it fails, there is no such tenant.
 
         Args:
             name: as of :meth:`create`.
             directory: with ``adapter_config.json``, and a file of tensors.
-            keywords: as of :meth:`create`.
+            state: ``MatricesOnly()`` begins anew in any case.
+            keywords: as of :meth:`create`. What the state of a training has counts: learning rate and other
+                settings, ``max_grad_norm``. The class of the optimizer, accumulation, reduction and seed are taken
+                from it where they are not given; a schedule is to be given as it was.
 
         Raises:
-            CoverageError: the tensors are not those that the config wants of this base.
-            FormatError, StorageError: the folder cannot be read.
-            ConfigError, DisagreementError: as of :meth:`create`.
+            CoverageError: the tensors are not those that the config wants of this base. FormatError, StorageError:
+            the folder cannot be read. ConfigError, DisagreementError: as of :meth:`create`; the training is of
+            another adapter, base, optimizer
+                or schedule, naming what differs.
         """
-        self.create(name, self._world.together(lambda: config_of(directory)), **keywords)
-        try:
-            read_tenant(self._world, self._model, self._tenants[name], directory)
-        except BaseException:
-            self.remove(name)
-            raise
+        config = self._world.together(lambda: config_of(directory))
+        found = find_training(self._world, directory, state)
+        options: Any = keywords if isinstance(found, BeginsAnew) else {**found.facts.options, **keywords}
+        tenant = self._agreed(name, config, options)
+        started = read_tenant(self._world, self._model, tenant, directory, found)
+        self._admit(tenant)
+        return started

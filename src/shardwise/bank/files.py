@@ -1,16 +1,21 @@
-"""Saves a tenant as PEFT does, and reads one that PEFT has saved: by the house's own save and reading.
+"""Saves a tenant as PEFT does, with its training beside it, and reads one: by the house's own save and reading.
 
 [Note: Lent tensors] Both know models, not buffers. So the adapter's outline, a model of PEFT's on meta, is lent
 what is real: the tenant's matrices in place of its own, and the base's parameters, shards as they are, in place of
 the base's. Nothing is copied, and the outline is thrown away afterwards. A file of PEFT's has the embeddings beside
-adapters on them; where such a file is read, these go into scratch tensors: nothing writes to the base.
+adapters on them; where such a file is read, these go into scratch tensors: nothing writes to the base. The state of
+the training is lent in the same way, to a module that has nothing else (see [Note: Named by the adapter]): flat
+tensors as they are, slices as shards, so that every rank writes and reads its own bytes.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +23,48 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, facts_of_base, to_text
+from shardwise.bank.moments import as_shard
+from shardwise.bank.results import BeginsAnew, GoesOn, TenantStart
+from shardwise.bank.state import (
+    StateKey,
+    moments_of,
+    room_for_moments,
+    take_facts,
+    take_moments,
+    window_gradient,
+)
 from shardwise.bank.tenant import Tenant
 from shardwise.engines.adapters import weights_in
 from shardwise.engines.clock import Clock
+from shardwise.engines.save_options import MatricesOnly, PeftNames, SavedState, SaveOptions, Verification
+from shardwise.engines.save_plan import SaveRequest, TrainingBeside
+from shardwise.engines.saving import carry_out_save
+from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions
+from shardwise.formats.adapter_training import TRAINING_KEY, training_beside
+from shardwise.formats.safetensors import read_header
 from shardwise.interchange.accelerate_reading import set_from_files, stored_values
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
+from shardwise.models.dtypes import in_memory
 from shardwise.models.modules import original_class
-from shardwise.models.selection import AdapterOnly, names_outside
+from shardwise.models.selection import AdapterOnly, Everything, names_outside
 from shardwise.models.view import look_inside
+from shardwise.models.wrap import default_mesh
+from shardwise.planning.loads.consent import TakeFirst
 from shardwise.planning.states.matching import Tolerance
+from shardwise.report.save_report import SaveReport
+from shardwise.storage.names import shown
+from shardwise.storage.reading.local import LocalReader
+from shardwise.tensors import DType
 from shardwise.tuning import configs
 from shardwise.tuning.sites import AdapterOutline, name_in_base, outline_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def outlined(model: PreTrainedModel, config: LoraConfig) -> AdapterOutline:
@@ -70,18 +100,219 @@ def lent(model: PreTrainedModel, tenant: Tenant) -> nn.Module:
     return outline.model
 
 
-def read_tenant(world: World, model: PreTrainedModel, tenant: Tenant, folder: str | os.PathLike[str]) -> None:
-    """Give a tenant the matrices that are in a folder, all of them. Collective: yes.
+# ── saving ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_tenant(
+    world: World,
+    model: PreTrainedModel,
+    tenant: Tenant,
+    directory: str | os.PathLike[str],
+    *,
+    state: SavedState,
+    dtype: torch.dtype | str | None,
+    verify: Verification,
+    options: SaveOptions,
+) -> SaveReport:
+    """Save a tenant's matrices and, unless only these are asked for, the state of its training beside them.
+
+    Collective: yes. Memory: as of a save; where a window is open, a copy of its gradient.
 
     Raises:
-        CoverageError: what is stored and what the config wants do not fit; nothing is changed then.
+        ConfigError: the optimizer or the schedule has what is no plain data.
+        ShardwiseError: as of :func:`~shardwise.verbs.save.save_adapter`.
+    """
+    whole = world.together(lambda: lent(model, tenant))
+    training = None
+    if not isinstance(state, MatricesOnly):
+        gradient = window_gradient(tenant)
+        mesh = default_mesh(world.group) if tenant.has_slices and world.size > 1 else None
+        training = world.together(lambda: _beside(model, tenant, gradient, mesh, is_cast=dtype is not None))
+
+    def request(token: str) -> SaveRequest:
+        return SaveRequest.of(
+            whole,
+            directory,
+            token,
+            names=PeftNames(),
+            dtype=dtype,
+            max_shard_size=sys.maxsize,
+            training=training,
+        )
+
+    return carry_out_save(request, verify, TakeFirst(), options, "AdapterBank.save")
+
+
+def _beside(
+    model: PreTrainedModel,
+    tenant: Tenant,
+    gradient: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+    *,
+    is_cast: bool,
+) -> TrainingBeside:
+    tensors = {_label(key): _placed(tenant, values, mesh) for key, values in moments_of(tenant)}
+    if gradient is not None:
+        tensors[_GRADIENT] = gradient
+    if is_cast:  # what is trained is not what is served
+        tensors[_MATRICES] = tenant.flat.detach()
+    text = to_text(facts_of(tenant, facts_of_base(model)), repr(tenant.name))
+    return TrainingBeside(_module_of(tensors), text)
+
+
+_GRADIENT, _MATRICES = "gradient", "matrices"
+"""Flat, in the order of the matrices: of an open window; and what the adapter's file has in another dtype."""
+
+
+def _label(key: StateKey) -> str:
+    """What a value of the optimizer's state is called in a file: optimizer.exp_avg, or with the matrix it is of."""
+    return ".".join(part for part in ("optimizer", *key) if part)
+
+
+def _placed(tenant: Tenant, values: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    return as_shard(values, tenant.slices, mesh) if tenant.has_slices and values.ndim else values
+
+
+def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module whose parameters have these names."""
+    root = nn.Module()
+    for name, values in tensors.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(values, requires_grad=False))
+    return root
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTraining:
+    """The state of a training beside an adapter, as its header tells."""
+
+    file: str
+    facts: TenantFacts
+    tensors: Mapping[str, tuple[tuple[int, ...], DType]]
+
+
+def find_training(world: World, folder: str | os.PathLike[str], state: SavedState) -> FoundTraining | BeginsAnew:
+    """What a tenant goes on from that is read from a folder. Collective: yes.
+
+    Raises:
+        FormatError: a header is not what it claims to be; the file that the adapter names is not there.
+        StorageError: it could not be read.
+    """
+    if isinstance(state, MatricesOnly):
+        return BeginsAnew("the matrices alone were asked for")
+    return world.from_first(lambda: _found(Path(folder)))
+
+
+def _found(folder: Path) -> FoundTraining | BeginsAnew:
+    with LocalReader(folder) as reader:
+        adapter = weights_in(folder)
+        file = training_beside(reader, adapter)
+        if file is None:
+            return BeginsAnew(f"{adapter} in {folder} names no state of its training")
+        header = read_header(reader, file)
+    text = header.metadata.get(TRAINING_KEY)
+    if text is None:
+        raise FormatError(f"{folder / file}: its header has no {TRAINING_KEY}; the file is damaged or forged")
+    tensors = {entry.key: (entry.shape, entry.dtype) for entry in header.entries}
+    facts = facts_in(text, f"{folder / file}: {TRAINING_KEY}")
+    try:
+        facts.require_optimizer()
+    except ConfigError as error:
+        raise FormatError(f"{folder / file}: {error}; the file is damaged or forged") from error
+    return FoundTraining(file, facts, tensors)
+
+
+def read_tenant(
+    world: World,
+    model: PreTrainedModel,
+    tenant: Tenant,
+    folder: str | os.PathLike[str],
+    found: FoundTraining | BeginsAnew,
+) -> TenantStart:
+    """Give a tenant, of which nobody knows yet, what is in a folder, all of it. Collective: yes.
+
+    Raises:
+        ConfigError: the training is of something else, naming what differs.
+        CoverageError: what is stored and what the config wants do not fit.
         FormatError, StorageError, DisagreementError, RankLostError: as of a load.
     """
-    options, path = StateOptions(), Path(folder)
+    path = Path(folder)
+    room: dict[StateKey, torch.Tensor] = {}
+    if isinstance(found, FoundTraining):
+        room = world.together(lambda: _room(model, tenant, path, found))
     whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
+    _read(world, whole, path, world.together(lambda: weights_in(path)), AdapterOnly())
+    if isinstance(found, BeginsAnew):
+        return found
+    mesh = default_mesh(world.group) if world.size > 1 else None
+    tensors = {_label(key): _placed(tenant, values, mesh) for key, values in room.items()}
+    if _GRADIENT in found.tensors:  # see [Note: An open window]
+        tensors[_GRADIENT] = as_shard(tenant.gradient[tenant.own_slice], tenant.slices, mesh)
+    if _MATRICES in found.tensors:
+        tensors[_MATRICES] = tenant.flat.detach()
+    _read(world, world.together(lambda: _module_of(tensors)), path, found.file, Everything())
+    world.together(lambda: take_facts(tenant, found.facts))
+    take_moments(tenant, room)
+    window = tenant.window
+    return GoesOn(tenant.steps, tenant.windows, window.micro_batches, window.learned_tokens)
+
+
+def _room(
+    model: PreTrainedModel, tenant: Tenant, folder: Path, found: FoundTraining
+) -> dict[StateKey, torch.Tensor]:
+    """Memory for what the optimizer is to keep, once all is known to fit.
+
+    Raises:
+        ConfigError: naming what does not.
+    """
+    faults = differences(tenant, found.facts, facts_of_base(model))
+    room = {} if faults else room_for_moments(tenant, found.facts)
+    if not faults:
+        faults = _misfits(tenant, room, found)
+    if faults:
+        raise ConfigError(
+            f"{folder / found.file}: is no state of {tenant.name!r} as it is here:\n  "
+            + "\n  ".join(faults[:20])
+            + "\nCreate it as it was, or take the matrices alone, with state=MatricesOnly()."
+        )
+    return room
+
+
+def _misfits(tenant: Tenant, room: Mapping[StateKey, torch.Tensor], found: FoundTraining) -> list[str]:
+    flat = (tenant.trained_count,), DType.F32
+    wanted = {
+        _label(key): flat if tenant.own.is_flat and own.ndim else (tuple(own.shape), in_memory(own.dtype))
+        for key, own in room.items()
+    }
+    if found.facts.micro_batches:
+        wanted[_GRADIENT] = flat
+    if _MATRICES in found.tensors:
+        wanted[_MATRICES] = flat
+    return [
+        f"{shown(key)}: {_in_words(found.tensors.get(key))} in the file, {_in_words(wanted.get(key))} here"
+        for key in sorted({*wanted, *found.tensors})
+        if wanted.get(key) != found.tensors.get(key)
+    ]
+
+
+def _in_words(tensor: tuple[tuple[int, ...], DType] | None) -> str:
+    return "not there" if tensor is None else f"{tensor[0]} {tensor[1].label}"
+
+
+def _read(world: World, module: nn.Module, folder: Path, file: str, only: AdapterOnly | Everything) -> None:
+    """Give a module the values of a file, all of them. Collective: yes."""
+    options = StateOptions()
     with torch.device("cpu"), torch.no_grad(), ExitStack() as stack:
-        values = stored_values(world, str(path), world.together(lambda: weights_in(path)), options, stack)
-        set_from_files(world, whole, values, AdapterOnly(), Tolerance(), options, Clock())
+        values = stored_values(world, str(folder), file, options, stack)
+        set_from_files(world, module, values, only, Tolerance(), options, Clock())
 
 
 def _with_scratch(whole: nn.Module, own: set[str]) -> nn.Module:

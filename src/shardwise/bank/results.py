@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -41,3 +42,26 @@ class TenantStep:
     learned_tokens: int
     learning_rate: float
     """That the step was taken with."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOn:
+    """A tenant was read with the state of its training."""
+
+    steps: int
+    windows: int
+    """That are over, whether or not their step was taken."""
+    micro_batches: int
+    """In the window that is open."""
+    learned_tokens: int
+    """In it, on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginsAnew:
+    """A tenant was read as matrices alone: its optimizer, schedule and counts begin."""
+
+    why: str
+
+
+TenantStart: TypeAlias = GoesOn | BeginsAnew

@@ -14,7 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.bank.backends import TenantPair
+from shardwise.bank.moments import FlatSlices, Moments, ShardedMoments, WholeMoments, gathered
+from shardwise.bank.optimizers import OptimizerMaker, adamw, made_optimizer
 from shardwise.errors import ConfigError
+from shardwise.execution.ranks.world import World
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, scale_gradients
 from shardwise.training.parts import RateSchedule, TrainedPart, Unchanging
 from shardwise.tuning.sites import (
@@ -29,7 +32,6 @@ from shardwise.tuning.sites import (
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-OptimizerMaker: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 ScheduleMaker: TypeAlias = Callable[[Optimizer], RateSchedule]
 
 
@@ -46,11 +48,6 @@ class WeightedSum:
 Reduction: TypeAlias = TokenMean | WeightedSum
 
 
-def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """What a tenant is trained by that asks for nothing else."""
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
-
-
 def unchanging(_optimizer: Optimizer) -> RateSchedule:
     return Unchanging()
 
@@ -60,7 +57,9 @@ class TenantOptions:
     """How a tenant is trained.
 
     Attributes:
-        optimizer: makes its optimizer, of the one flat parameter it is given; elementwise.
+        optimizer: makes its optimizer, of the one flat parameter it is given, elementwise; or, if it refuses that,
+            of the matrices (``torch.optim.Muon``).
+        optimizer_state: which rank has what the optimizer keeps; all of it is on every rank by default.
         schedule: makes what becomes of its learning rate; stepped with the optimizer.
         max_grad_norm: the norm to which a greater one of its gradient is scaled down; infinity for no limit.
         accumulation: how many micro-batches (calls of ``forward_backward``) make a window, after which it steps.
@@ -74,6 +73,7 @@ class TenantOptions:
     accumulation: int = 1
     reduction: Reduction = field(default_factory=TokenMean)
     seed: int = 0
+    optimizer_state: Moments = field(default_factory=WholeMoments)
 
     def __post_init__(self) -> None:
         faults = []
@@ -84,6 +84,9 @@ class TenantOptions:
         reduction: object = self.reduction
         if not isinstance(reduction, TokenMean | WeightedSum):
             faults.append(f"reduction={self.reduction!r}: pass TokenMean() or WeightedSum()")
+        moments: object = self.optimizer_state
+        if not isinstance(moments, WholeMoments | ShardedMoments):
+            faults.append(f"optimizer_state={moments!r}: pass WholeMoments() or ShardedMoments()")
         if not _is_integer(self.seed):
             faults.append(f"seed={self.seed!r}: it is an integer")
         if faults:
@@ -111,32 +114,6 @@ def require_name(name: object) -> str:
     return name
 
 
-_ELEMENTWISE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
-    *(torch.optim.Adagrad, torch.optim.Adadelta),
-)
-
-
-def made_optimizer(make: OptimizerMaker, flat: nn.Parameter) -> Optimizer:
-    """An optimizer of the flat buffer.
-
-    Raises:
-        ConfigError: it is not known to treat each element for itself, or has other parameters.
-    """
-    optimizer = make([flat])
-    kind = type(optimizer)
-    if kind not in _ELEMENTWISE:
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is not known to treat each element for itself, and a tenant's "
-            f"matrices are one flat buffer; take one of {', '.join(sorted(each.__name__ for each in _ELEMENTWISE))}"
-        )
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if len(own) != 1 or own[0] is not flat:
-        raise ConfigError(f"{kind.__qualname__} must be made of the parameter it is given, and of no other")
-    return optimizer
-
-
 @dataclass(slots=True)
 class TenantWindow:
     """What a tenant has gathered since its last step."""
@@ -147,10 +124,19 @@ class TenantWindow:
 
 
 class Tenant:
-    """An adapter and all that is its own. Memory: four numbers of float32 for each trained one, with AdamW."""
+    """An adapter and all that is its own.
+
+    Memory: four numbers of float32 for each trained one, with AdamW; less with :class:`ShardedMoments`.
+    """
 
     def __init__(
-        self, name: str, config: LoraConfig, outline: AdapterOutline, options: TenantOptions, device: torch.device
+        self,
+        name: str,
+        config: LoraConfig,
+        outline: AdapterOutline,
+        options: TenantOptions,
+        device: torch.device,
+        world: World,
     ) -> None:
         self.name = name
         self.options = options
@@ -172,7 +158,10 @@ class Tenant:
             for site in outline.sites
             for key, pair in _pairs_of(site, self.matrices, self.gradients).items()
         }
-        optimizer = made_optimizer(options.optimizer, self.flat)
+        self.world = world
+        self.slices = FlatSlices(count, world.size)
+        self.own = made_optimizer(options.optimizer, self._stepped(), self.pairs, options.optimizer_state)
+        optimizer = self.own.optimizer
         self.part = TrainedPart(name, optimizer, options.schedule(optimizer), options.max_grad_norm)
         self.max_grad_norm = options.max_grad_norm
         self.window = TenantWindow()
@@ -188,6 +177,28 @@ class Tenant:
     @property
     def trained_count(self) -> int:
         return self.flat.numel()
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether this rank keeps the moments of a slice only."""
+        return isinstance(self.options.optimizer_state, ShardedMoments)
+
+    @property
+    def own_slice(self) -> slice:
+        """Of the flat buffers, this rank's."""
+        return self.slices.of(self.world.rank)
+
+    def by_matrix(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a flat tensor of so many numbers, by the names of matrices."""
+        return _views(flat, self.shapes)
+
+    def _stepped(self) -> nn.Parameter:
+        """What of the flat parameter this rank's optimizer steps. Shares memory with it, as their gradients do."""
+        if not self.has_slices:
+            return self.flat
+        own = nn.Parameter(self.flat.detach()[self.own_slice])
+        own.grad = self.gradient[self.own_slice]
+        return own
 
     def norm(self) -> float:
         """Of the gradient as it is in the buffer, which is the whole one once it has been summed over the ranks."""
@@ -227,7 +238,7 @@ class Tenant:
     def step(self, scale: float) -> tuple[bool, float]:
         """Take a step by the gradient times ``scale``, unless that is not finite; then forget it.
 
-        Returns whether it was taken, and the norm before it was clipped.
+        Returns whether it was taken, and the norm before it was clipped. Collective: where moments are sharded.
         """
         if scale != 1.0:
             self.gradient.mul_(scale)
@@ -235,6 +246,9 @@ class Tenant:
         if is_finite := math.isfinite(norm):
             scale_gradients([self.flat], clip_factor(norm, self.max_grad_norm))
             self.part.optimizer.step()
+            if self.has_slices and self.world.size > 1:
+                flat = self.flat.detach()
+                flat.copy_(gathered(flat[self.own_slice], self.slices, self.world))
             self.part.schedule.step()
             self.steps += 1
         self.gradient.zero_()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwise.engines.forecasting import forecast_of
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
+from shardwise.formats.adapter_training import is_training_file, training_beside
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
 from shardwise.formats.safetensors import TensorEntry
@@ -34,7 +35,8 @@ def reopened(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     with open_storage(directory).reader as reader:
         adapter = _adapter_in(reader)
-        index = open_checkpoint(reader, weights_name=adapter)
+        training = None if adapter is None else training_beside(reader, adapter)
+        index = open_checkpoint(reader, weights_name=adapter, extra_files=[training] if training else [])
         model_class = ""
         if _CONFIG in reader.list():
             model_class = forecast_of(directory, 1, {"device": "cpu"}).model_class
@@ -56,7 +58,11 @@ def reopened(directory: str | os.PathLike[str]) -> ReopenReport:
 def _adapter_in(reader: StorageReader) -> str | None:
     """The file of an adapter that lies there by itself."""
     names = [name for name in reader.list() if "/" not in name]
-    others = [name for name in names if name.endswith(".safetensors") or name.startswith("pytorch_model")]
+    others = [
+        name
+        for name in names
+        if (name.endswith(".safetensors") and not is_training_file(name)) or name.startswith("pytorch_model")
+    ]
     if set(others) - set(ADAPTER_WEIGHTS):
         return None
     return next((name for name in ADAPTER_WEIGHTS if name in names), None)

@@ -54,6 +54,19 @@ Verification: TypeAlias = Trust | CompareWithMemory
 
 
 @dataclass(frozen=True, slots=True)
+class WithTraining:
+    """An adapter with the state of its training: optimizer, schedule, open window, counts; where there is such."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatricesOnly:
+    """An adapter's matrices and its config, as PEFT saves them, and nothing of its training."""
+
+
+SavedState: TypeAlias = WithTraining | MatricesOnly
+
+
+@dataclass(frozen=True, slots=True)
 class SaveOptions:
     """How a save is carried out; none of it changes what is saved.
 

@@ -31,8 +31,16 @@ from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.schedule import ReadRequest
 from shardwise.planning.loads.staging import Staging, staging_within
-from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavePlan, arrange_writes, plan_save
+from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBeside:
+    """The state of an adapter's training: tensors as parameters of a module, by their names; the rest as JSON."""
+
+    module: nn.Module
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class SaveRequest:
     max_shard_bytes: int
     names: WrittenNames | PeftNames
     token: str
+    training: TrainingBeside | None = None
 
     @classmethod
     def of(
@@ -58,10 +67,11 @@ class SaveRequest:
         dtype: torch.dtype | str | None,
         max_shard_size: int | str,
         tokenizer: Any = None,
+        training: TrainingBeside | None = None,
     ) -> SaveRequest:
         """Raises ConfigError for what is no dtype, or no size."""
         max_shard_bytes = in_bytes_of(max_shard_size)
-        return cls(model, directory, tokenizer, resolved_dtype(dtype), max_shard_bytes, names, token)
+        return cls(model, directory, tokenizer, resolved_dtype(dtype), max_shard_bytes, names, token, training)
 
     @property
     def stem(self) -> str:
@@ -72,7 +82,8 @@ class SaveRequest:
 def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str, str]]:
     """What is in the model; of an adapter what belongs to it, and the names in its file to those in the model.
 
-    One rank asks PEFT, which may look at the hub for the base's config. Collective: yes.
+    The state of its training comes last. One rank asks PEFT, which may look at the hub for the base's config.
+    Collective: yes.
     """
     held = world.together(lambda: look_inside(request.model))
     names = request.names
@@ -80,7 +91,8 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
         return held, {}
     places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
     chosen = set(places.values())
-    return [item for item in held if chosen.intersection(item.names)], places
+    beside = [] if request.training is None else look_inside(request.training.module)
+    return [*(item for item in held if chosen.intersection(item.names)), *beside], places
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class PreparedSave:
     shares: Shares
     layout: ModelLayout
     outputs: Mapping[str, Output]
+    parameters: int
     plan: SavePlan
     requests: Sequence[ReadRequest]
     tensors: Sequence[torch.Tensor]
@@ -131,14 +144,19 @@ def prepare(
             "a save does not do yet; pass names=InternalNames()"
         )
     saved = {key: (key, saved_dtype(output.dtype, dtype), output.shape) for key, output in outputs.items()}
-    parameters = sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER)
+    beside = {} if request.training is None else _as_they_are(layout, places)
+    training = None
+    if request.training is not None:
+        kept = [(key, output.dtype, output.shape) for key, output in beside.items()]
+        training = SavedTraining(kept, request.training.text)
     plan = plan_save(
         list(saved.values()),
         max_shard_bytes=request.max_shard_bytes,
-        parameters=parameters,
+        parameters=parameters_in(layout, beside),
         token=request.token,
         can_rename=policy.can_rename,
         stem=request.stem,
+        training=training,
     )
     by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
     is_on_host = all(item.local.device.type == "cpu" for item in held)
@@ -148,6 +166,7 @@ def prepare(
         for key, output in outputs.items()
         if output.dtype != saved[key][1]
     }
+    outputs = {**outputs, **beside}
     own = {
         name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
         for name, boxes in shares.by_name.items()
@@ -162,7 +181,20 @@ def prepare(
     )
     digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
     tensors = [item.local for item in held]
-    return PreparedSave(request, held, shares, layout, outputs, plan, requests, tensors, staging, cast, digest)
+    return PreparedSave(
+        request,
+        held,
+        shares,
+        layout,
+        outputs,
+        parameters_in(layout, beside),
+        plan,
+        requests,
+        tensors,
+        staging,
+        cast,
+        digest,
+    )
 
 
 def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, str]) -> Mapping[str, Output]:
@@ -174,6 +206,22 @@ def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, s
         key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
         for key, tensor in tensors.items()
     }
+
+
+def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
+    """What is no tensor of an adapter: the state of its training, under its own names and in its own dtypes."""
+    adapter = set(places.values())
+    return {
+        tensor.fqn: Output(tensor.fqn, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
+        for tensor in layout.tensors
+        if adapter.isdisjoint(tensor.names)
+    }
+
+
+def parameters_in(layout: ModelLayout, beside: Mapping[str, Output]) -> int:
+    """How many numbers are parameters of the model."""
+    own = [item for item in layout.tensors if item.kind is TensorKind.PARAMETER and item.fqn not in beside]
+    return sum(item.numel for item in own)
 
 
 def _is_staged(item: Held, dtype: torch.dtype | None) -> bool:

@@ -29,7 +29,6 @@ from shardwise.execution.writing.committing import Begun, begin_save, commit_sav
 from shardwise.execution.writing.owned_files import write_by_owners
 from shardwise.execution.writing.saving_lock import new_token, require_lock, take_lock
 from shardwise.execution.writing.write import Emitter
-from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.consent import OnDiffering
@@ -131,14 +130,13 @@ def _write_and_commit(
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         desk.undo()
         raise
-    layout = ready.layout
     return SaveReport(
         rank=world.rank,
         world_size=world.size,
         directory=writer.root,
         files=plan.names,
         tensors=len(plan.entries),
-        parameters=sum(item.numel for item in layout.tensors if item.kind is TensorKind.PARAMETER),
+        parameters=ready.parameters,
         checkpoint_bytes=plan.nbytes,
         written_bytes=sum(emitter.written_bytes.values()),
         dtypes=dict(Counter(entry.dtype.label for entry in plan.entries.values())),

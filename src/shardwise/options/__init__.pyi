@@ -3,6 +3,10 @@
 from shardwise.bank.backends import FewestProducts as FewestProducts
 from shardwise.bank.backends import GroupedAlways as GroupedAlways
 from shardwise.bank.backends import LoopedAlways as LoopedAlways
+from shardwise.bank.moments import ShardedMoments as ShardedMoments
+from shardwise.bank.moments import WholeMoments as WholeMoments
+from shardwise.bank.results import BeginsAnew as BeginsAnew
+from shardwise.bank.results import GoesOn as GoesOn
 from shardwise.bank.tenant import TokenMean as TokenMean
 from shardwise.bank.tenant import WeightedSum as WeightedSum
 from shardwise.checkpoints.modes import Asynchronous as Asynchronous
@@ -18,8 +22,10 @@ from shardwise.engines.pretrained_options import Later as Later
 from shardwise.engines.save_options import CompareWithMemory as CompareWithMemory
 from shardwise.engines.save_options import HubNames as HubNames
 from shardwise.engines.save_options import InternalNames as InternalNames
+from shardwise.engines.save_options import MatricesOnly as MatricesOnly
 from shardwise.engines.save_options import SaveOptions as SaveOptions
 from shardwise.engines.save_options import Trust as Trust
+from shardwise.engines.save_options import WithTraining as WithTraining
 from shardwise.engines.sharding import ShardOptions as ShardOptions
 from shardwise.engines.streaming import StreamOptions as StreamOptions
 from shardwise.execution.ranks.line import Patience as Patience

@@ -21,11 +21,13 @@ import contextlib
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardwise.errors import StorageError
+from shardwise.errors import FormatError, StorageError
 from shardwise.execution.writing.saving_lock import HeldMark, Whose, take_lock
+from shardwise.formats.adapter_training import is_training_file, named_training
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.formats.safetensors import read_header
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.commit import (
     OLDER,
@@ -43,6 +45,7 @@ from shardwise.planning.saves.commit import (
 from shardwise.planning.saves.save_plan import ADAPTER, SavePlan
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.names import shown
+from shardwise.storage.reading.opening import open_storage
 
 # Any save
 
@@ -219,6 +222,7 @@ def begin_save(writer: StorageWriter, plan: SavePlan) -> Begun:
         nothing: frozenset[str] = frozenset()
         remove_unnamed(writer, obsolete(plan, FolderState(frozenset(writer.list()), nothing)))
         standing = look_at_folder(writer.list(), writer.read(plan.index_file), plan.single_file)
+        standing = replace(standing, named=standing.named | _trainings_named(writer, plan))
         recorded = fingerprints.from_bytes(writer.read(fingerprints.file_beside(plan.stem)))
         left = [name for name in obsolete(plan, FolderState(standing.files, nothing)) if name != plan.index_file]
         if standing.weights:
@@ -240,12 +244,27 @@ def undo_save(writer: StorageWriter, plan: SavePlan, begun: Begun) -> None:
     with contextlib.suppress(StorageError):
         names = {name for name in writer.list() if is_on_its_way(name) and plan.token in name}
         if plan.index is None or writer.read(plan.index_file) != plan.index:
-            names |= {file.name for file in plan.files}
+            names |= {file.name for file in plan.files} - _trainings_named(writer, plan)
         for name in names:
             writer.remove(name)
     with contextlib.suppress(StorageError):
         begun.held.release()
         writer.sync_names()
+
+
+def _trainings_named(writer: StorageWriter, plan: SavePlan) -> frozenset[str]:
+    """Files with the training of an adapter that counts, or is set aside; all that are there if none can tell."""
+    files = writer.list()
+    there = frozenset(name for name in files if is_training_file(name))
+    if plan.stem != ADAPTER or not there:
+        return frozenset()
+    aside = [name for name in files if name.startswith(plan.stem) and name.endswith(OLDER)]
+    try:
+        with open_storage(writer.root).reader as reader:
+            adapters = [plan.single_file] if plan.single_file in files else aside
+            return there & {named_training(read_header(reader, name)) for name in adapters}
+    except (FormatError, StorageError):
+        return there
 
 
 def commit_save(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
-from shardwise.planning.saves.save_plan import SINGLE_FILE, SavePlan
+from shardwise.formats.adapter_training import is_training_file
+from shardwise.planning.saves.save_plan import ADAPTER, SINGLE_FILE, SavePlan
 
 OLDER = ".older"
 """Ends the name of older weights that were set aside for the moment of a commit."""
@@ -31,7 +32,8 @@ class FolderState:
     Attributes:
         files: all of them.
         weights: those that make up the weights that count.
-        named: those that the index names. Beside a single file they do not count, but may be about to.
+        named: those that the index names. Beside a single file they do not count, but may be about to. Of an
+            adapter, the file with its training.
     """
 
     files: frozenset[str]
@@ -138,7 +140,7 @@ def commit_of(
         steps = [*aside, *(Publish(file, name) for name, file in published.items())]
         steps.append(Rename(plan.files[0].name, plan.single_file))
         made = {published[name]: content for name, content in bound.items()}
-        return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}), removed)
+        return Commit(files, tuple(steps), then, made, bound, frozenset({*files, *made}) - then.keys(), removed)
     says, without = {plan.index_file: plan.index}, frozenset({plan.single_file})
     ready = on_its_way(plan.index_file, plan.token)
     if plan.single_file in standing.files and not can_rename:
@@ -158,4 +160,6 @@ def obsolete(plan: SavePlan, standing: FolderState) -> list[str]:
     old = {name for name in standing.weights if name.endswith(".safetensors")}
     old |= {name for name in standing.files if re.fullmatch(f"{plan.stem}{_OF_A_SAVE}", name)}
     old |= {plan.index_file} & standing.files
+    if plan.stem == ADAPTER:
+        old |= {name for name in standing.files if is_training_file(name)}
     return sorted(old - new)

@@ -4,9 +4,10 @@
 ``model.safetensors.index.json`` next. A save to several files gives them names that no other save has, so that an
 older save in the same folder stays whole until the index is replaced (or, where the older one is a single file,
 until that file is set aside). A save to one file is written under another name and renamed. So at every moment
-there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is
-saved in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes
-with it, the older one is set aside first, since a config of another scaling would make other values of it.
+there is one step after which the new save counts, and before which the old one does. An adapter of PEFT's is saved
+in the same way under a stem of its own, ``adapter_model``, and always to one file; where its config changes with
+it, the older one is set aside first, since a config of another scaling would make other values of it. The state of
+its training may lie in a file beside it, which counts when the adapter does: see [Note: Named by the adapter].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.conversion import Copy, Expression, Stored, pieces
+from shardwise.formats.adapter_training import TRAINING_KEY, training_file
 from shardwise.formats.safetensors import TensorEntry
 from shardwise.formats.safetensors_header import NewFile, lay_out
 from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
@@ -31,6 +33,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 Saved = tuple[str, DType, tuple[int, ...]]
 """Key, dtype and shape of a tensor that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTraining:
+    """The state of an adapter's training: its tensors, and a text of JSON with all that is no tensor."""
+
+    tensors: Sequence[Saved]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,7 @@ def plan_save(
     token: str,
     can_rename: bool = True,
     stem: str = MODEL,
+    training: SavedTraining | None = None,
 ) -> SavePlan:
     """Assign tensors to files as the hub's library does, in their order, and lay the files out.
 
@@ -121,6 +132,7 @@ def plan_save(
         token: what sets the names of this save's files apart from those of any other.
         can_rename: a file can take another's place in one step; otherwise one file has an index too.
         stem: what the names of the files begin with.
+        training: of an adapter, what lies in a file beside the one that it is saved to; None for nothing.
 
     Raises:
         FormatError: something that no safetensors file can hold.
@@ -128,8 +140,12 @@ def plan_save(
     groups = _grouped(tensors, max_shard_bytes)
     metadata = {"format": "pt"}
     if len(groups) == 1 and can_rename:
-        file = lay_out(f"{stem}.{token}.incomplete", groups[0], metadata)
-        return SavePlan(token, (file,), (f"{stem}.safetensors",), None, stem)
+        files: tuple[NewFile, ...] = ()
+        if training is not None:
+            files = (lay_out(training_file(token), training.tensors, {**metadata, TRAINING_KEY: training.text}),)
+            metadata[TRAINING_KEY] = files[0].name
+        files = (lay_out(f"{stem}.{token}.incomplete", groups[0], metadata), *files)
+        return SavePlan(token, files, (f"{stem}.safetensors", *(file.name for file in files[1:])), None, stem)
     count = len(groups)
     names = [f"{stem}-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = tuple(lay_out(name, group, metadata) for name, group in zip(names, groups, strict=True))
