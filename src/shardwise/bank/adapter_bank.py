@@ -245,9 +245,12 @@ class AdapterBank:
     def state_dict(self, name: str) -> dict[str, Any]:
         """All of a tenant: matrices and open window by PEFT's names, optimizer, schedule, counts. A copy.
 
-        It is the same on every rank, and goes on on any number of them. Collective: yes; an exchange where a window
-        is open or moments are sharded.
+        It is the same on every rank, and goes on on any number of them. Collective: yes; a short meeting, and an
+        exchange where a window is open or moments are sharded.
         """
+        self._world.require_equal(
+            self._world.together(lambda: self._tenant(name)).name, "the tenant that is asked for"
+        )
         return tenant_state(self._tenant(name), facts_of_base(self._model))
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
@@ -256,7 +259,8 @@ class AdapterBank:
         Raises:
             ConfigError: it is that of another, naming what differs; nothing is changed then.
         """
-        load_tenant_state(self._tenant(name), state, facts_of_base(self._model))
+        tenant = self._world.together(lambda: self._tenant(name))
+        load_tenant_state(tenant, state, facts_of_base(self._model))
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -324,7 +328,7 @@ class AdapterBank:
                 or schedule, naming what differs.
         """
         config = self._world.together(lambda: config_of(directory))
-        found = find_training(self._world, directory, state)
+        found = find_training(self._world, name, directory, state)
         options: Any = keywords if isinstance(found, BeginsAnew) else {**found.facts.options, **keywords}
         tenant = self._agreed(name, config, options)
         started = read_tenant(self._world, self._model, tenant, directory, found)

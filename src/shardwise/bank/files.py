@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.bank.facts import TenantFacts, differences, facts_in, facts_of, facts_of_base, to_text
-from shardwise.bank.moments import as_shard
+from shardwise.bank.moments import as_shard, mesh_of
 from shardwise.bank.results import BeginsAnew, GoesOn, TenantStart
 from shardwise.bank.state import (
     StateKey,
@@ -37,7 +37,15 @@ from shardwise.bank.state import (
 from shardwise.bank.tenant import Tenant
 from shardwise.engines.adapters import weights_in
 from shardwise.engines.clock import Clock
-from shardwise.engines.save_options import MatricesOnly, PeftNames, SavedState, SaveOptions, Verification
+from shardwise.engines.save_options import (
+    MatricesOnly,
+    PeftNames,
+    SavedState,
+    SaveOptions,
+    Verification,
+    WithTraining,
+    resolved_dtype,
+)
 from shardwise.engines.save_plan import SaveRequest, TrainingBeside
 from shardwise.engines.saving import carry_out_save
 from shardwise.errors import ConfigError, FormatError
@@ -52,7 +60,6 @@ from shardwise.models.dtypes import in_memory
 from shardwise.models.modules import original_class
 from shardwise.models.selection import AdapterOnly, Everything, names_outside
 from shardwise.models.view import look_inside
-from shardwise.models.wrap import default_mesh
 from shardwise.planning.loads.consent import TakeFirst
 from shardwise.planning.states.matching import Tolerance
 from shardwise.report.save_report import SaveReport
@@ -122,12 +129,13 @@ def save_tenant(
         ConfigError: the optimizer or the schedule has what is no plain data.
         ShardwiseError: as of :func:`~shardwise.verbs.save.save_adapter`.
     """
+    _agree(world, tenant.name, state)
     whole = world.together(lambda: lent(model, tenant))
     training = None
     if not isinstance(state, MatricesOnly):
         gradient = window_gradient(tenant)
-        mesh = default_mesh(world.group) if tenant.has_slices and world.size > 1 else None
-        training = world.together(lambda: _beside(model, tenant, gradient, mesh, is_cast=dtype is not None))
+        mesh = mesh_of(world, tenant.flat.device) if tenant.has_slices else None
+        training = world.together(lambda: _beside(model, tenant, gradient, mesh, resolved_dtype(dtype)))
 
     def request(token: str) -> SaveRequest:
         return SaveRequest.of(
@@ -143,18 +151,29 @@ def save_tenant(
     return carry_out_save(request, verify, TakeFirst(), options, "AdapterBank.save")
 
 
+def _agree(world: World, name: str, state: SavedState) -> None:
+    """Raises ConfigError for what is no such mode, DisagreementError where ranks differ. Collective: yes."""
+
+    def check() -> tuple[str, str]:
+        given: object = state
+        if not isinstance(given, WithTraining | MatricesOnly):
+            raise ConfigError(f"state={given!r}: pass WithTraining() or MatricesOnly()")
+        return name, repr(given)
+
+    world.require_equal(world.together(check), "the adapter that is saved or loaded, or what of it,")
+
+
 def _beside(
     model: PreTrainedModel,
     tenant: Tenant,
     gradient: torch.Tensor | None,
     mesh: DeviceMesh | None,
-    *,
-    is_cast: bool,
+    dtype: torch.dtype | None,
 ) -> TrainingBeside:
     tensors = {_label(key): _placed(tenant, values, mesh) for key, values in moments_of(tenant)}
     if gradient is not None:
         tensors[_GRADIENT] = gradient
-    if is_cast:  # what is trained is not what is served
+    if dtype not in (None, tenant.flat.dtype):  # what is trained is not what is served
         tensors[_MATRICES] = tenant.flat.detach()
     text = to_text(facts_of(tenant, facts_of_base(model)), repr(tenant.name))
     return TrainingBeside(_module_of(tensors), text)
@@ -191,7 +210,7 @@ def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundTraining:
+class StoredTenant:
     """The state of a training beside an adapter, as its header tells."""
 
     file: str
@@ -199,19 +218,23 @@ class FoundTraining:
     tensors: Mapping[str, tuple[tuple[int, ...], DType]]
 
 
-def find_training(world: World, folder: str | os.PathLike[str], state: SavedState) -> FoundTraining | BeginsAnew:
+def find_training(
+    world: World, name: str, folder: str | os.PathLike[str], state: SavedState
+) -> StoredTenant | BeginsAnew:
     """What a tenant goes on from that is read from a folder. Collective: yes.
 
     Raises:
+        ConfigError, DisagreementError: the mode is none, or ranks differ.
         FormatError: a header is not what it claims to be; the file that the adapter names is not there.
         StorageError: it could not be read.
     """
+    _agree(world, name, state)
     if isinstance(state, MatricesOnly):
         return BeginsAnew("the matrices alone were asked for")
     return world.from_first(lambda: _found(Path(folder)))
 
 
-def _found(folder: Path) -> FoundTraining | BeginsAnew:
+def _found(folder: Path) -> StoredTenant | BeginsAnew:
     with LocalReader(folder) as reader:
         adapter = weights_in(folder)
         file = training_beside(reader, adapter)
@@ -227,7 +250,7 @@ def _found(folder: Path) -> FoundTraining | BeginsAnew:
         facts.require_optimizer()
     except ConfigError as error:
         raise FormatError(f"{folder / file}: {error}; the file is damaged or forged") from error
-    return FoundTraining(file, facts, tensors)
+    return StoredTenant(file, facts, tensors)
 
 
 def read_tenant(
@@ -235,7 +258,7 @@ def read_tenant(
     model: PreTrainedModel,
     tenant: Tenant,
     folder: str | os.PathLike[str],
-    found: FoundTraining | BeginsAnew,
+    found: StoredTenant | BeginsAnew,
 ) -> TenantStart:
     """Give a tenant, of which nobody knows yet, what is in a folder, all of it. Collective: yes.
 
@@ -246,13 +269,13 @@ def read_tenant(
     """
     path = Path(folder)
     room: dict[StateKey, torch.Tensor] = {}
-    if isinstance(found, FoundTraining):
+    if isinstance(found, StoredTenant):
         room = world.together(lambda: _room(model, tenant, path, found))
     whole = world.together(lambda: _with_scratch(lent(model, tenant), set(tenant.shapes)))
     _read(world, whole, path, world.together(lambda: weights_in(path)), AdapterOnly())
     if isinstance(found, BeginsAnew):
         return found
-    mesh = default_mesh(world.group) if world.size > 1 else None
+    mesh = mesh_of(world, tenant.flat.device)
     tensors = {_label(key): _placed(tenant, values, mesh) for key, values in room.items()}
     if _GRADIENT in found.tensors:  # see [Note: An open window]
         tensors[_GRADIENT] = as_shard(tenant.gradient[tenant.own_slice], tenant.slices, mesh)
@@ -266,7 +289,7 @@ def read_tenant(
 
 
 def _room(
-    model: PreTrainedModel, tenant: Tenant, folder: Path, found: FoundTraining
+    model: PreTrainedModel, tenant: Tenant, folder: Path, found: StoredTenant
 ) -> dict[StateKey, torch.Tensor]:
     """Memory for what the optimizer is to keep, once all is known to fit.
 
@@ -286,7 +309,7 @@ def _room(
     return room
 
 
-def _misfits(tenant: Tenant, room: Mapping[StateKey, torch.Tensor], found: FoundTraining) -> list[str]:
+def _misfits(tenant: Tenant, room: Mapping[StateKey, torch.Tensor], found: StoredTenant) -> list[str]:
     flat = (tenant.trained_count,), DType.F32
     wanted = {
         _label(key): flat if tenant.own.is_flat and own.ndim else (tuple(own.shape), in_memory(own.dtype))

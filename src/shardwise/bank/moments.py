@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.execution.ranks.world import World
@@ -62,6 +62,11 @@ def gathered(own: torch.Tensor, slices: FlatSlices, world: World) -> torch.Tenso
     whole = own.new_empty(slices.longest * slices.ranks)
     dist.all_gather_into_tensor(whole, padded, group=world.group)
     return whole[: slices.count]
+
+
+def mesh_of(world: World, device: torch.device) -> DeviceMesh | None:
+    """All ranks in one axis; None where there is one. Collective: yes, over the default group."""
+    return None if world.size == 1 else init_device_mesh(device.type, (world.size,))
 
 
 def as_shard(own: torch.Tensor, slices: FlatSlices, mesh: DeviceMesh | None) -> torch.Tensor:

@@ -14,18 +14,19 @@ from shardwise.storage.names import shown
 _OF, _IS = "of", "is"
 _MOST_LEVELS = 32
 _KEYS = (str, int, float, bool)
+_FLOATS = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 
 def to_json(value: Any, what: str, level: int = 0) -> Any:
-    """A value in lists, objects, texts and numbers. Floats keep their bits; tensors of one number become that.
+    """A value in lists, objects, texts and numbers. Floats keep their bits, as do tensors of one (a learning rate).
 
     Raises:
         ConfigError: naming what in it is no plain data.
     """
     if level > _MOST_LEVELS:
         raise ConfigError(f"{what} is nested more than {_MOST_LEVELS} levels deep, and cannot be saved")
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype in _FLOATS.values():
+        return {_OF: str(value.dtype), _IS: to_json(value.item(), what)}
     kind = type(value)
     if value is None or kind in (str, int, bool):
         return value
@@ -60,6 +61,8 @@ def from_json(value: Any, what: str, level: int = 0) -> Any:
     if value.keys() != {_OF, _IS}:
         return {key: from_json(item, what, level + 1) for key, item in value.items()}
     kind, inner = value[_OF], value[_IS]
+    if isinstance(kind, str) and kind in _FLOATS and type(inner) is float:
+        return torch.tensor(inner, dtype=_FLOATS[kind])
     if kind == "float" and inner in ("inf", "-inf", "nan"):
         return float(inner)
     if isinstance(inner, list):

@@ -199,6 +199,8 @@ def load_tenant_state(tenant: Tenant, state: Mapping[str, Any], base: Mapping[st
         return facts, room
 
     facts, room = tenant.world.together(check)
+    counts = (facts.windows, facts.steps, facts.micro_batches, facts.learned_tokens)
+    tenant.world.require_equal((tenant.name, *counts), "the state that a tenant is given")
     tenant.world.together(lambda: take_facts(tenant, facts))
     take_moments(tenant, room)
     for key, values in tenant.matrices.items():

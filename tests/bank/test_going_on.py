@@ -1,0 +1,590 @@
+"""A tenant's whole state in files: it goes on from the middle of a window, on any ranks, as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tests.bank import banking, resuming
+from tests.bank.banking import Recipe, adapter, distance, recipes, train
+from tests.bank.on_ranks import bank_of
+from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
+from tests.bank.test_alone import require_equal
+from torch.optim.lr_scheduler import MultiStepLR
+
+import shardwise
+import shardwise.engines.saving
+from shardwise.bank.moments import FlatSlices
+from shardwise.bank.plain_json import from_json, to_json
+from shardwise.options import BeginsAnew, GoesOn, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
+from shardwise.storage.writing.opening import open_writer
+from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_slices_are_those_of_a_shard(count, ranks):
+    slices = FlatSlices(count, ranks)
+    whole = torch.arange(count)
+    parts = [whole[slices.of(rank)] for rank in range(ranks)]
+    assert torch.cat(parts).equal(whole)
+    cut = whole.chunk(ranks) if count else ()
+    assert [len(part) for part in parts if len(part)] == [len(part) for part in cut]
+    assert all(len(part) <= slices.longest for part in parts)
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers() | st.sampled_from(["of", "is"]), inner, max_size=3)
+        | st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@given(_PLAIN)
+def test_plain_data_comes_back_from_json(value):
+    found = from_json(json.loads(json.dumps(to_json(value, "it"), allow_nan=False)), "it")
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+# ── on one rank ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_goes_on_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
+    """In a bank of its own; and in the same one, while the others go on."""
+    tenants = members()
+    if hasattr(torch.optim, "Muon"):
+        tenants["mu"] = replace(tenants["ada"], optimizer=resuming.muon)
+    whole = bank_of(base, tenants)
+    train(whole, tenants, HALF)
+    rest = train(whole, tenants, ALL - HALF, first=HALF)
+
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF - 1)
+    bank._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    whole_bob = bank_of(base, {"bob": tenants["bob"]})
+    train(whole_bob, {"bob": tenants["bob"]}, HALF - 1)
+    whole_bob._tenants["bob"].change({"lr": 0.02, "max_grad_norm": 0.1})
+    train(whole_bob, {"bob": tenants["bob"]}, ALL - HALF + 1, first=HALF - 1)
+    train(bank, tenants, 1, first=HALF - 1)
+    before = {name: everything(bank, name) for name in tenants}
+    for name in tenants:
+        bank.save(name, tmp_path / name)
+        require_equal(everything(bank, name), before[name])
+
+    fresh = bank_of(base, {})
+    for name, own in tenants.items():
+        keywords = {"schedule": own.schedule} if own.schedule else {}
+        told = fresh.load(name, tmp_path / name, **keywords)
+        tokens = bank._tenants[name].window.learned_tokens
+        assert told == GoesOn(2, 2, HALF % WINDOWS, tokens)
+        assert tokens > 0
+        require_equal(everything(fresh, name), before[name])
+    again = train(fresh, tenants, ALL - HALF, first=HALF)
+
+    bank.remove("cy")
+    bank.load("cy", tmp_path / "cy", schedule=tenants["cy"].schedule)
+    train(bank, tenants, ALL - HALF, first=HALF)
+    for name in tenants:
+        expected = everything(whole_bob if name == "bob" else whole, name)
+        require_equal(everything(fresh, name), expected)
+        require_equal(everything(bank, name), expected)
+        if name != "bob":
+            assert losses_of(again, name) == losses_of(rest, name)
+    assert fresh._tenants["bob"].max_grad_norm == 0.1
+
+
+def test_states_carry_an_open_window(base):
+    tenants = members()
+    whole = bank_of(base, tenants)
+    train(whole, tenants, HALF)
+    states = {name: whole.state_dict(name) for name in tenants}
+    train(whole, tenants, ALL - HALF, first=HALF)
+    other = bank_of(base, tenants)
+    train(other, tenants, 1)  # what it has gathered itself goes
+    for name in tenants:
+        other.load_state_dict(name, states[name])
+    train(other, tenants, ALL - HALF, first=HALF)
+    for name in tenants:
+        require_equal(everything(other, name), everything(whole, name))
+    with pytest.raises(shardwise.ConfigError, match="its window is open, with accumulation 3, and it is 1 here"):
+        bank_of(base, {"ada": replace(tenants["ada"], accumulation=1)}).load_state_dict("ada", states["ada"])
+
+
+def test_matrices_that_are_served_in_16_bits_are_trained_in_32(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path, dtype="bfloat16")
+    served = load_file(tmp_path / "adapter_model.safetensors")
+    assert {own.dtype for own in served.values()} == {torch.bfloat16}
+    fresh = bank_of(base, {})
+    fresh.load("ada", tmp_path, schedule=banking.falling)
+    require_equal(everything(fresh, "ada"), everything(bank, "ada"))
+
+
+def test_without_a_training_it_begins_anew(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    saved = bank.save("ada", tmp_path)
+    assert saved.parameters == bank.trained_counts()["ada"]
+    assert sorted(saved.files)[0] == "adapter_model.safetensors"
+    only = bank_of(base, {})
+    assert only.load("ada", tmp_path, state=MatricesOnly()) == BeginsAnew("the matrices alone were asked for")
+    assert only.state_dict("ada")["steps"] == 0
+    assert list(saved.removed) == []
+    training = next(name for name in saved.files if "training" in name)
+    assert bank.save("ada", tmp_path, state=MatricesOnly()).removed == (training,)
+    assert "adapter_training" not in " ".join(path.name for path in tmp_path.iterdir())
+    told = bank_of(base, {}).load("ada", tmp_path)
+    assert isinstance(told, BeginsAnew)
+    assert "names no state of its training" in told.why
+
+
+def test_a_training_is_verified_with_its_adapter(base, tmp_path):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path, verify=shardwise.options.CompareWithMemory())
+    report = shardwise.verify(tmp_path)
+    assert (report.damaged, report.compared) == ((), report.tensors)
+    assert report.tensors == len(tenants["ada"].config["target_modules"]) * 4 + 4  # step, two moments, a gradient
+    file = next(tmp_path.glob("adapter_training.*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert len(shardwise.verify(tmp_path).damaged) == 1
+
+
+# ── on other ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, own in expected.items():
+        assert float((found[key] - own).norm()) <= 1e-6 * float(own.norm()) + 1e-9, key
+
+
+@pytest.fixture(scope="module")
+def on_two(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks come to, and the folder of what they saved half way, by who keeps the moments."""
+    folder = tmp_path_factory.mktemp("two")
+    found: dict[str, Any] = {"folder": folder}
+    for kind, mode in (("whole", WholeMoments()), ("sliced", ShardedMoments())):
+        found[kind], found[f"other {kind}"] = worlds(2).run(resuming.begin, base, folder / kind, mode)
+    return found
+
+
+@pytest.mark.distributed
+def test_whoever_keeps_the_moments_bits_and_files_are_the_same(on_two):
+    whole, sliced = on_two["whole"], on_two["sliced"]
+    for name in resuming.ON_RANKS:
+        for found in (on_two["other whole"], sliced, on_two["other sliced"]):
+            require_equal(found["all"][name], whole["all"][name])
+            assert found["losses"] == whole["losses"]
+        assert whole["kept"][name] * 0.5 <= sliced["kept"][name] <= whole["kept"][name] * 0.5 + 2
+        one, other = (contents_of(on_two["folder"] / kind / name) for kind in ("whole", "sliced"))
+        assert one == other
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "kind", "mode"),
+    [
+        (1, "sliced", WholeMoments()),
+        (2, "whole", ShardedMoments()),
+        (2, "sliced", WholeMoments()),
+        (3, "whole", ShardedMoments()),
+    ],
+    ids=["one", "as many, each a slice", "as many, each all", "three"],
+)
+def test_it_goes_on_on_any_number_of_ranks(worlds, base, on_two, ranks, kind, mode):
+    folder = on_two["folder"] / kind
+    if ranks == 1:
+        found = resuming.go_on(base, folder, mode)
+    else:
+        found, *others = worlds(ranks).run(resuming.go_on, base, folder, mode)
+        for name in resuming.ON_RANKS:
+            assert all(other["losses"] == found["losses"] for other in others)
+            require_equal(others[-1]["all"][name], found["all"][name])
+    expected = on_two["whole"]
+    for name in resuming.ON_RANKS:
+        require_equal(found["half"]["all"][name], expected["half"]["all"][name])
+        start = found["started"][name]
+        assert (start.steps, start.windows, start.micro_batches) == (2, 2, 1)
+        near(found["all"][name], expected["all"][name])
+        assert found["losses"][name] == pytest.approx(expected["losses"][name], rel=1e-6)
+
+
+@pytest.mark.distributed
+def test_what_one_rank_began_two_go_on_with(worlds, base, tmp_path):
+    expected = resuming.begin(base, tmp_path, WholeMoments())
+    found, _ = worlds(2).run(resuming.go_on, base, tmp_path, WholeMoments())
+    for name in resuming.ON_RANKS:
+        require_equal(found["half"]["all"][name], expected["half"]["all"][name])
+        near(found["all"][name], expected["all"][name])
+
+
+@pytest.mark.distributed
+def test_ranks_that_ask_for_other_things_are_told(worlds, base, tmp_path):
+    first, second = worlds(2).run(resuming.differing, base, tmp_path)
+    assert first == second
+    assert first["state"].startswith(
+        "DisagreementError: the adapter that is saved or loaded, or what of it, on rank 1"
+    )
+    assert first["name"].startswith("DisagreementError: the tenant that is asked for on rank 1")
+    assert first["given"].startswith("DisagreementError: the state that a tenant is given on rank 1")
+    assert first["no mode"] == "ConfigError: rank 1: state='no': pass WithTraining() or MatricesOnly()"
+    assert first["seed of one rank"].startswith(
+        "DisagreementError: the adapter 'x' (its config or options) on rank 1"
+    )
+    assert "and there is torch.optim.SGD now" in first["another optimizer"]
+    assert first["names"] == ("ada", "eve")
+
+
+def contents_of(folder: Path) -> dict[str, Any]:
+    """What is in the files of a save, without what tells it from others."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        kind = path.name.split(".")[0]
+        header = header_of(path)
+        header["__metadata__"] |= {"shardwise.training": header["__metadata__"]["shardwise.training"]}
+        if kind == "adapter_model":
+            header["__metadata__"].pop("shardwise.training")
+        found[kind] = header, path.read_bytes()[8 + length_of(path) :]
+    return found
+
+
+# ── kills ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def look(reader: Any) -> Any:
+    """The bytes of an adapter and of the training that it names, as whoever opens the folder finds them."""
+    if "adapter_model.safetensors" not in reader.list():
+        return None
+    from shardwise.formats.adapter_training import training_beside
+    from shardwise.formats.checkpoint_index import open_checkpoint
+
+    training = training_beside(reader, "adapter_model.safetensors")
+    index = open_checkpoint(
+        reader, weights_name="adapter_model.safetensors", extra_files=[training] if training else []
+    )
+    return {key: reader.read(entry.file, entry.start, entry.stop) for key, entry in index.entries.items()}
+
+
+def seen(files: dict[str, bytes]) -> Any:
+    from shardwise.storage.reading.memory import MemoryReader
+
+    with MemoryReader(files) as reader:
+        return look(reader)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("then", [WithTraining(), MatricesOnly()], ids=["with", "without"])
+def test_a_kill_leaves_the_older_training_or_the_new_one(base, tmp_path, monkeypatch, then):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, 4)
+    bank.save("ada", tmp_path / "out")
+    before = files_in(tmp_path / "out")
+    train(bank, tenants, HALF - 4, first=4)
+    effects = EffectLog(tmp_path / "log")
+    monkeypatch.setattr(
+        shardwise.engines.saving, "open_writer", lambda to: RecordingWriter(open_writer(to), effects)
+    )
+    bank.save("ada", tmp_path / "out", state=then)
+    older, newer = seen(before), seen(files_in(tmp_path / "out"))
+    assert older.keys() == {*older} >= {*newer} if isinstance(then, MatricesOnly) else older.keys() == newer.keys()
+    assert older != newer
+    looked_at = assert_old_or_new(before, effects.effects(), look, old=older, new=newer, samples=4)
+    assert looked_at > 2 * len(effects.effects())
+    left = [name for name in files_in(tmp_path / "out") if "training" in name]
+    assert len(left) == (0 if isinstance(then, MatricesOnly) else 1)
+
+
+def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, tmp_path, monkeypatch):
+    tenants = {"ada": members()["ada"]}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path)
+    before = {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")}
+    (tmp_path / "adapter_training.00000000.safetensors").write_bytes(b"of a save that never counted")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("in between")
+
+    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    assert {name: own for name, own in files_in(tmp_path).items() if name.startswith("adapter_")} == before
+    weights, aside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.0123abcd.older"
+    weights.rename(aside)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    aside.rename(weights)
+    assert isinstance(bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling), GoesOn)
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────
+
+
+def length_of(path: Path) -> int:
+    found: int = struct.unpack("<Q", path.read_bytes()[:8])[0]
+    return found
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_bytes()[8 : 8 + length_of(path)])
+    return found
+
+
+def rewrite(path: Path, header: dict[str, Any]) -> None:
+    data = path.read_bytes()[8 + length_of(path) :]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("saved")
+    tenants = {"ada": replace(members()["ada"], schedule=lambda optimizer: MultiStepLR(optimizer, [1, 3]))}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", folder)
+    return files_in(folder)
+
+
+def stepped(optimizer: Any) -> Any:
+    return MultiStepLR(optimizer, [1, 3])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another optimizer": ({"optimizer": banking.sgd}, r"saved by torch.optim.AdamW, and there is torch.optim.SGD"),
+    "another form": ({"optimizer": lambda own: torch.optim.AdamW(own, amsgrad=True)}, "saved with amsgrad=False"),
+    "another schedule": ({"schedule": banking.falling}, r"its schedule was a .*MultiStepLR, and here .*LambdaLR"),
+    "another seed": ({"seed": 5}, "seed 0, and 5 here"),
+    "another window": ({"accumulation": 2}, "its window is open, with accumulation 3, and it is 2 here"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content)
+    keywords, match = REFUSED[what]
+    bank = bank_of(base, {"dee": recipes()["dee"]})
+    before = adapter(bank, "dee")
+    with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
+        bank.load("x", tmp_path, **{"schedule": stepped, **keywords})
+    assert bank.names == ("dee",)
+    require_equal(adapter(bank, "dee"), before)
+    assert isinstance(bank.load("x", tmp_path, schedule=stepped), GoesOn)
+
+
+def test_another_base_is_refused_by_name(base, tmp_path, saved):
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content)
+    banking.save_base(tmp_path / "untied", tied=False)
+    with pytest.raises(shardwise.ConfigError, match=r"(?s)it was trained on /.*Qwen3ForCausalLM.*other names or"):
+        bank_of(tmp_path / "untied", {}).load("ada", tmp_path, schedule=stepped)
+    file = next(tmp_path.glob("adapter_training.*"))
+    for path in (base, tmp_path):  # a folder that was moved; and two names of the hub
+        header = header_of(file)
+        text = json.loads(header["__metadata__"]["shardwise.training"])
+        text["base"]["name"] = "org/one" if path == tmp_path else "/somewhere/else"
+        header["__metadata__"]["shardwise.training"] = json.dumps(text)
+        rewrite(file, header)
+        bank = bank_of(base, {})
+        if path == tmp_path:
+            bank._model.config._name_or_path = bank._model.name_or_path = "org/other"
+            with pytest.raises(shardwise.ConfigError, match=r"trained on org/one .*, and this is org/other"):
+                bank.load("ada", tmp_path, schedule=stepped)
+        else:
+            bank.load("ada", tmp_path, schedule=stepped)
+
+
+def change(path: Path, **facts: Any) -> None:
+    header = header_of(path)
+    text = json.loads(header["__metadata__"]["shardwise.training"])
+    for key, value in facts.items():
+        text[key] = {**text[key], **value} if isinstance(value, dict) and isinstance(text.get(key), dict) else value
+    header["__metadata__"]["shardwise.training"] = json.dumps(text)
+    rewrite(path, header)
+
+
+def reshape(path: Path) -> None:
+    header = header_of(path)
+    header["optimizer.exp_avg"]["shape"] = [2, header["optimizer.exp_avg"]["shape"][0] // 2]
+    rewrite(path, header)
+
+
+def rename(path: Path) -> None:
+    header = header_of(path)
+    header["optimizer.exp_avg_too"] = header.pop("optimizer.exp_avg")
+    rewrite(path, header)
+
+
+def without_text(path: Path) -> None:
+    header = header_of(path)
+    header["__metadata__"] = {"format": "pt"}
+    rewrite(path, header)
+
+
+def names(path: Path, what: str) -> None:
+    weights = path.with_name("adapter_model.safetensors")
+    header = header_of(weights)
+    header["__metadata__"]["shardwise.training"] = what
+    rewrite(weights, header)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "another key": (lambda path: change(path, more=1), "it lacks nothing, and has more more"),
+    "no number": (lambda path: change(path, steps=float("nan")), "NaN is not JSON"),
+    "a number as text": (lambda path: change(path, steps="2"), "steps is '2'"),
+    "a count below 0": (lambda path: change(path, windows=-1), "windows is -1"),
+    "too many micro-batches": (lambda path: change(path, micro_batches=4), "its counts contradict"),
+    "sizes that are none": (
+        lambda path: change(path, matrices={"x": {"of": "tuple", "is": [{"of": "float", "is": "nan"}, 2]}}),
+        "matrices is",
+    ),
+    "matrices of others": (
+        lambda path: change(path, matrices={"x": {"of": "tuple", "is": [4, 2]}}),
+        "x: .4, 2. in the state, not there",
+    ),
+    "another scaling": (
+        lambda path: change(path, config={"x": {"of": "tuple", "is": [4, 2.0, 0.0]}}),
+        "x: .rank, sca",
+    ),
+    "a rate that is no number": (
+        lambda path: change(path, settings={"lr": {"of": "float", "is": "nan"}}),
+        "cannot be made with the settings",
+    ),
+    "a rate below 0": (lambda path: change(path, settings={"lr": -1.0}), "cannot be made with the settings"),
+    "a setting of another kind": (
+        lambda path: change(path, settings={"initial_lr": "x"}),
+        "the setting initial_lr",
+    ),
+    "one setting more": (
+        lambda path: change(path, settings={"swap": 1}),
+        "the setting swap of torch.optim.AdamW",
+    ),
+    "a method of the schedule": (lambda path: change(path, schedule_state={"step": 1}), "step.* of its schedule"),
+    "what means nothing": (lambda path: change(path, seed={"of": "object", "is": []}), "which means nothing"),
+    "levels without end": (
+        lambda path: change(path, seed=json.loads("[" * 60 + "]" * 60)),
+        "nested more than 32 levels",
+    ),
+    "no text": (without_text, "its header has no shardwise.training"),
+    "a tensor of another shape": (reshape, r"optimizer.exp_avg: \(2, \d+\) F32 in the file, \(\d+,\) F32 here"),
+    "a tensor of another name": (rename, "optimizer.exp_avg_too: .* in the file, not there here"),
+    "a truncated file": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "1 are missing"),
+    "a way out of the folder": (
+        lambda path: names(path, "../adapter_training.00000000.safetensors"),
+        "no name of one",
+    ),
+    "a file that is not there": (
+        lambda path: names(path, "adapter_training.00000000.safetensors"),
+        "copy it there",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_files_of_strangers(base, tmp_path, saved, what):
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content)
+    spoil, match = HOSTILE[what]
+    spoil(next(tmp_path.glob("adapter_training.*")))
+    bank = bank_of(base, {})
+    with pytest.raises((shardwise.ConfigError, shardwise.CheckpointError), match=rf"(?s)adapter_.*{match}"):
+        bank.load("ada", tmp_path, schedule=stepped)
+    assert bank.names == ()
+    if "JSON" not in match:
+        assert isinstance(bank.load("ada", tmp_path, state=MatricesOnly()), BeginsAnew)
+
+
+# ── optimizers ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_steps_each_matrix(base, tmp_path):
+    recipe = Recipe({"r": 4, "target_modules": ["q_proj", "down_proj"]}, resuming.muon, rows=3)
+    bank = bank_of(base, {"ada": recipe})
+    begin = adapter(bank, "ada")
+    train(bank, {"ada": recipe}, 5)
+    alone = banking.alone(base, "ada", recipe, begin, steps=5, pad_to=64)
+    assert distance(adapter(bank, "ada"), alone, begin) <= 1e-6
+    bank.save("ada", tmp_path)
+    kept = load_file(next(tmp_path.glob("adapter_training.*")))
+    assert {tuple(own.shape) for own in kept.values()} == {tuple(own.shape) for own in begin.values()}
+    with pytest.raises(shardwise.ConfigError, match=r"Muon steps whole matrices, and ShardedMoments\(\) cuts them"):
+        bank.create("x", recipe.lora(), optimizer=resuming.muon, optimizer_state=ShardedMoments())
+    experts = banking.save_experts(tmp_path / "experts")
+    of_experts = Recipe(
+        {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, resuming.muon
+    )
+    bank = bank_of(experts, {"ada": of_experts})
+    train(bank, {"ada": of_experts}, 3)
+    bank.save("ada", tmp_path / "out")
+    kept = load_file(next((tmp_path / "out").glob("adapter_training.*")))
+    assert "optimizer.model.layers.1.mlp.experts.down_proj.3.lora_B.momentum_buffer" in kept
+    fresh = bank_of(experts, {})
+    assert fresh.load("ada", tmp_path / "out") == GoesOn(3, 3, 0, 0)
+    for each in (bank, fresh):
+        train(each, {"ada": of_experts}, 2, first=3)
+    require_equal(everything(fresh, "ada"), everything(bank, "ada"))
+
+
+KINDS = [
+    lambda own: torch.optim.NAdam(own, lr=1e-2),
+    lambda own: torch.optim.RMSprop(own, lr=1e-3, centered=True, momentum=0.5),
+    lambda own: torch.optim.ASGD(own, lr=1e-2),
+    lambda own: torch.optim.Rprop(own, lr=1e-3),
+    lambda own: torch.optim.AdamW(own, lr=torch.tensor(1e-2), amsgrad=True),
+    lambda own: torch.optim.SGD(own, lr=1e-2),  # keeps nothing
+]
+
+
+def test_every_kind_of_optimizer_goes_on(base, tmp_path):
+    tenants = {str(n): Recipe({"r": 2, "target_modules": ["q_proj"]}, kind) for n, kind in enumerate(KINDS)}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, 2)
+    fresh = bank_of(base, {})
+    for name in tenants:
+        bank.save(name, tmp_path / name)
+        fresh.load(name, tmp_path / name)
+    for each in (bank, fresh):
+        train(each, tenants, 2, first=2)
+    for name in tenants:
+        require_equal(everything(fresh, name), everything(bank, name))
+
+
+def test_moments_are_a_mode(base):
+    with pytest.raises(shardwise.ConfigError, match=r"optimizer_state='no': pass WholeMoments\(\)"):
+        bank_of(base, {}).create("x", members()["ada"].lora(), optimizer_state="no")
