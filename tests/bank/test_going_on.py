@@ -19,12 +19,13 @@ from tests.bank.banking import Recipe, adapter, distance, recipes, train
 from tests.bank.on_ranks import bank_of
 from tests.bank.resuming import ALL, HALF, WINDOWS, everything, losses_of, members
 from tests.bank.test_alone import require_equal
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, MultiStepLR, SequentialLR
 
 import shardwise
 import shardwise.engines.saving
 from shardwise.bank.moments import FlatSlices
 from shardwise.bank.plain_json import from_json, to_json
+from shardwise.execution.writing.committing import commit_save
 from shardwise.options import BeginsAnew, GoesOn, MatricesOnly, ShardedMoments, WholeMoments, WithTraining
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
@@ -95,7 +96,9 @@ def test_it_goes_on_from_the_middle_of_a_window_to_the_bit(base, tmp_path):
 
     fresh = bank_of(base, {})
     for name, own in tenants.items():
-        keywords = {"schedule": own.schedule} if own.schedule else {}
+        keywords: dict[str, Any] = {"schedule": own.schedule} if own.schedule else {}
+        if name in ("ada", "bob"):  # the others' are made as they were
+            keywords |= {"optimizer": own.optimizer, "max_grad_norm": 9.0}
         told = fresh.load(name, tmp_path / name, **keywords)
         tokens = bank._tenants[name].window.learned_tokens
         assert told == GoesOn(2, 2, HALF % WINDOWS, tokens)
@@ -347,6 +350,16 @@ def test_a_save_that_fails_keeps_the_training_of_what_counts_or_is_aside(base, t
     with pytest.raises(Exception, match="in between"):
         bank.save("ada", tmp_path)
     aside.rename(weights)
+
+    def fails_later(*given: Any) -> None:
+        commit_save(*given)
+        raise RuntimeError("in between")
+
+    monkeypatch.setattr(shardwise.engines.saving, "commit_save", fails_later)
+    train(bank, tenants, 1, first=HALF)
+    with pytest.raises(Exception, match="in between"):
+        bank.save("ada", tmp_path)
+    assert seen(files_in(tmp_path)) != seen(before)
     assert isinstance(bank_of(base, {}).load("ada", tmp_path, schedule=banking.falling), GoesOn)
 
 
@@ -527,6 +540,29 @@ def test_files_of_strangers(base, tmp_path, saved, what):
     assert bank.names == ()
     if "JSON" not in match:
         assert isinstance(bank.load("ada", tmp_path, state=MatricesOnly()), BeginsAnew)
+
+
+def in_turn(optimizer: Any) -> Any:
+    return SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer)], [1])
+
+
+def test_schedules_in_a_schedule(base, tmp_path):
+    tenants = {"ada": replace(members()["ada"], schedule=in_turn)}
+    bank = bank_of(base, tenants)
+    train(bank, tenants, HALF)
+    bank.save("ada", tmp_path)
+    fresh = bank_of(base, {})
+    fresh.load("ada", tmp_path, schedule=in_turn)
+    for each in (bank, fresh):
+        train(each, tenants, ALL - HALF, first=HALF)
+    require_equal(everything(fresh, "ada"), everything(bank, "ada"))
+    inner = bank._tenants["ada"].part.schedule.state_dict()["_schedulers"]
+    change(
+        next(tmp_path.glob("adapter_training.*")),
+        schedule_state={"_schedulers": [{**inner[0], "step": 1}, inner[1]]},
+    )
+    with pytest.raises(shardwise.ConfigError, match="_schedulers of its schedule"):
+        bank_of(base, {}).load("ada", tmp_path, schedule=in_turn)
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────
