@@ -420,6 +420,31 @@ def test_what_differs_is_refused_by_name(base, tmp_path, saved, what):
     assert isinstance(bank.load("x", tmp_path, schedule=stepped), GoesOn)
 
 
+@pytest.mark.parametrize(
+    ("found", "instead", "match"),
+    [
+        ('"r": 4', '"r": 8', r"q_proj.lora_A.weight: \(4, 32\) in the state, \(8, 32\) in the adapter"),
+        ('"v_proj"', '"k_proj"', r"k_proj.lora_A.weight: not there in the state, \(4, 32\) in the adapter"),
+        (
+            '"lora_alpha": 8',
+            '"lora_alpha": 4',
+            r"q_proj: \(rank, scaling, dropout\) is \(4, 2.0, 0.2\) in the state",
+        ),
+    ],
+    ids=["rank", "targets", "scaling"],
+)
+def test_a_config_of_another_is_refused_by_name(base, tmp_path, saved, found, instead, match):
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content)
+    config = tmp_path / "adapter_config.json"
+    assert found in config.read_text()
+    config.write_text(config.read_text().replace(found, instead))
+    bank = bank_of(base, {})
+    with pytest.raises(shardwise.ConfigError, match=rf"(?s)adapter_training\.\w+\.safetensors.*{match}"):
+        bank.load("ada", tmp_path, schedule=stepped)
+    assert bank.names == ()
+
+
 def test_another_base_is_refused_by_name(base, tmp_path, saved):
     for name, content in saved.items():
         (tmp_path / name).write_bytes(content)

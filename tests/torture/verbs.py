@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -141,6 +142,52 @@ def _adapter_or_what_is_aside_in(state: CrashState) -> Found:
     return found
 
 
+# Tenants of a bank
+
+
+def _put_base(inputs: Path) -> None:
+    reference.save_tiny(inputs / "base")
+
+
+def _saving_tenants(alphas: Mapping[int, int]) -> Act:
+    """After a step, in the middle of a window."""
+
+    def act(folder: str, seed: int, inputs: Path) -> None:
+        bank = shardwise.AdapterBank(shardwise.from_pretrained(inputs / "base"))
+        config = LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=alphas[seed])
+        bank.create("ada", config, seed=seed, accumulation=2)
+        for number in range(3):
+            bank.forward_backward([("ada", {"input_ids": torch.tensor([[1, 2, 3 + seed]])})])
+            if number == 1:
+                bank.optim_step("ada", lr=0.1 * seed)
+        bank.save("ada", folder, options=shardwise.options.SaveOptions(progress=False))
+
+    return act
+
+
+def _training_of(state: CrashState, weights: str) -> Found:
+    """What an adapter's file has, and the training that it names."""
+    content = bytes(state.files[weights])
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    training = bytes(state.files[header["__metadata__"]["shardwise.training"]])
+    of_training = json.loads(training[8 : 8 + int.from_bytes(training[:8], "little")])
+    told = of_training["__metadata__"]["shardwise.training"]
+    return _contents(load_safetensors(content)), _contents(load_safetensors(training)), told
+
+
+def _tenant_in(state: CrashState) -> Found:
+    weights = "adapter_model.safetensors"
+    return _training_of(state, weights) if weights in state.files else None
+
+
+def _tenant_or_what_is_aside_in(state: CrashState) -> Found:
+    if _adapter_or_what_is_aside_in(state) is None:
+        return None
+    aside = sorted(name for name in state.files if name.startswith("adapter_model.") and name.endswith(".older"))
+    weights = "adapter_model.safetensors"
+    return _training_of(state, weights if weights in state.files else aside[0])
+
+
 def _merge(folder: str, seed: int, inputs: Path) -> None:
     shardwise.merge_adapter(inputs / "base", inputs / f"adapter-{seed}", folder, max_shard_size="20KB")
 
@@ -258,6 +305,10 @@ VERBS: dict[str, Verb] = {
     "adapter": Verb(_saving_adapters(dict.fromkeys(SEEDS, 8)), _adapter_in, _put_adapters),
     "adapter of another scaling": Verb(
         _saving_adapters({seed: 8 + seed for seed in SEEDS}), _adapter_or_what_is_aside_in, _put_adapters
+    ),
+    "tenant": Verb(_saving_tenants(dict.fromkeys(SEEDS, 8)), _tenant_in, _put_base),
+    "tenant of another scaling": Verb(
+        _saving_tenants({seed: 8 + seed for seed in SEEDS}), _tenant_or_what_is_aside_in, _put_base
     ),
     "merge": Verb(_merge, _model_in, _put_adapters),
     "merge into a file": Verb(_merge_into_a_file, _torch_file("pytorch_model.bin"), _put_models),

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.execution.ranks.world import World
@@ -65,8 +65,12 @@ def gathered(own: torch.Tensor, slices: FlatSlices, world: World) -> torch.Tenso
 
 
 def mesh_of(world: World, device: torch.device) -> DeviceMesh | None:
-    """All ranks in one axis; None where there is one. Collective: yes, over the default group."""
-    return None if world.size == 1 else init_device_mesh(device.type, (world.size,))
+    """All ranks in one axis; None where there is one. Makes no process group. Collective: no."""
+    if world.size == 1:
+        return None
+    group = world.group if world.group is not None else dist.group.WORLD
+    assert group is not None, "several ranks have one"
+    return DeviceMesh.from_group(group, device.type)
 
 
 def as_shard(own: torch.Tensor, slices: FlatSlices, mesh: DeviceMesh | None) -> torch.Tensor:
