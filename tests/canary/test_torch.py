@@ -104,6 +104,34 @@ def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
         assert not exchanges()
 
 
+def test_what_is_gathered_and_when() -> None:
+    """Each group before its module, in the forward and in the backward pass; what is raised there ends the pass."""
+    with fake_rank(0, 2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module)
+        comms = [group._all_gather_comm for group in private._param_groups(model)]
+        seen: list[int] = []
+        with private.seeing_gathers(model, seen.append):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert seen == [0, 1, 1, 0], "what has no parameters of its own is no group"
+        assert [group._all_gather_comm for group in private._param_groups(model)] == comms
+
+        def refuse(number: int) -> None:
+            if number == 1:
+                raise ValueError("no more")
+
+        with private.seeing_gathers(model, refuse), pytest.raises(ValueError, match="no more"):
+            model(torch.ones(2, 4))
+        with private.seeing_gathers(model, seen.append):
+            private.gather_and_forget(model, [1, 0])
+        assert seen[4:] == [1, 0]
+        assert {type(values).__name__ for values in model.parameters()} == {"DTensor"}
+        assert private.gathers_on_one_mesh(model)
+    with fake_rank(0, 4):
+        assert not private.gathers_on_one_mesh(fully_shard(nn.Linear(4, 4), reshard_after_forward=2))
+
+
 def test_which_indices_a_rank_holds() -> None:
     assert private.held_runs(5, ((Shard(0), 4, 1),)) == ((2, 2),)
     assert private.held_runs(5, ((Shard(0), 4, 3),)) == ()

@@ -15,12 +15,12 @@ from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice, FewestProducts
 from shardwise.bank.calls import (
     SharedBase,
-    added_up,
     is_scaled_at_once,
     open_call,
     require_trainable,
     tenant_of,
 )
+from shardwise.bank.culprits import train_together
 from shardwise.bank.facts import facts_of_base
 from shardwise.bank.files import config_of, find_training, outlined, read_tenant, save_tenant
 from shardwise.bank.hooks import SiteHooks
@@ -156,10 +156,12 @@ class AdapterBank:
     def forward_backward(self, batches: Sequence[tuple[str, RowTensors]]) -> FusedLosses:
         """A micro-batch of each of some tenants, through the base at once; adds to their gradients.
 
-        If it fails, the gradients of these tenants are what they were before the call.
+        Where the rows of some break a pass off, the others get what they would have got without the trouble, to the
+        bit; whose rows it was is in ``failures``, with the error, and their gradients and windows are as before
+        ([Note: Whose fault]). If the call raises, those of all are.
 
         Collective: yes. Two short meetings, and what FSDP2 gathers for each pass.
-        Memory: logits of all rows of a pass in float32.
+        Memory: logits of all rows of a pass in float32; a copy of gradients whose window has begun.
 
         Args:
             batches: (tenant, its rows on this rank), each tenant once; the same tenants on every rank, with no rows
@@ -168,21 +170,25 @@ class AdapterBank:
         Raises:
             ConfigError: a batch or a tenant is not what it must be; the same on every rank, before anything is run.
             DisagreementError: ranks name other tenants.
-            TrainingError: an adapter was passed by, or the base has drawn random numbers.
+            TrainingError: an adapter was passed by, or the base has drawn random numbers; there is memory for each
+                of the tenants alone, and not for all.
+            ShardwiseError: what broke a pass off, where it does so for each tenant alone, or for none.
         """
-        call = open_call(self._base, batches, self._tenants, require_trainable)
-        tenants = [tenant for tenant in call.tenants if tenant is not None]
-        with call.or_as_before():
-            sums, passes = self._world.all_reduce(call.train, added_up)
-        losses = {}
-        for number, (tenant, entry) in enumerate(zip(tenants, call.agreed, strict=True)):
+        opened = open_call(self._base, batches, self._tenants, require_trainable)
+        done = train_together(opened)
+        losses, call = {}, done.call
+        for number, entry in enumerate(call.agreed):
+            if number in done.failures:
+                continue
+            tenant = self._tenant(str(entry.name))
             tenant.window.micro_batches += 1
             tenant.window.learned_tokens += entry.learned_tokens
             divisor = max(entry.learned_tokens, 1) if isinstance(tenant.options.reduction, TokenMean) else 1
             losses[tenant.name] = TenantLoss(
-                sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
+                done.sums.get(number, 0.0) / divisor, entry.learned_tokens, call.logprobs.get(number, [])
             )
-        return FusedLosses(losses, passes, dict(call.chosen))
+        failures = {str(call.agreed[number].name): error for number, error in done.failures.items()}
+        return FusedLosses(losses, done.passes, dict(call.chosen), failures)
 
     def optim_step(self, name: str, **changes: Any) -> TenantStep:
         """Take a tenant's step, at the end of its window. One all-reduce of its gradient.
@@ -236,8 +242,7 @@ class AdapterBank:
         stands before it; 0 where it is none.
         """
         call = open_call(self._base, batches, self._tenants, lambda base, tenants: None)
-        with call.or_as_before():
-            self._world.together(call.look)
+        call.together(call.look, lambda _: None)
         return [call.logprobs.get(number, []) for number in range(len(call.rows))]
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +14,12 @@ from transformers import PreTrainedModel
 
 from shardwise.bank import guards
 from shardwise.bank.backends import BackendChoice
+from shardwise.bank.in_step import in_step
 from shardwise.bank.passes import EntryRows, FusedPass
 from shardwise.bank.routing import RouteSwitch
 from shardwise.bank.rows import (
     AgreedRows,
+    PassPlan,
     RowFacts,
     RowTensors,
     TenantRow,
@@ -26,12 +27,16 @@ from shardwise.bank.rows import (
     facts_of,
     plan_passes,
     rows_of,
+    without_meaning,
 )
 from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
 from shardwise.training.evaluation import evaluating
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class RowCall:
     agreed: list[AgreedRows]
     chosen: Counter[str] = field(default_factory=Counter)
     logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    failure: Exception | None = None
+    """What has broken off a pass on this rank."""
 
     def train(self) -> tuple[dict[int, float], int]:
         """Passes, forward and backward. Collective: as the base is.
@@ -105,18 +112,59 @@ class RowCall:
                 each.forward(self.base.model, self.base.switch)
                 self._note(each)
 
-    @contextmanager
-    def or_as_before(self) -> Iterator[None]:
-        """If the block fails, gradients are what they were; a window that has just begun has none."""
-        tenants = [tenant for tenant in self.tenants if tenant is not None]
-        before = [tenant.gradient.clone() if tenant.window.micro_batches else None for tenant in tenants]
-        try:
-            yield
-        except BaseException:
-            for tenant, gradient in zip(tenants, before, strict=True):
-                tenant.gradient.zero_() if gradient is None else tenant.gradient.copy_(gradient)
-            self.base.recover()
-            raise
+    def together(self, passes: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+        """Carry out passes on all ranks, and put together what each of them tells.
+
+        Collective: yes.
+
+        Raises:
+            ShardwiseError: the same on every rank, and they are in step ([Note: In step]).
+        """
+        base = self.base
+
+        def run() -> T:
+            try:
+                return keeper.run(passes)
+            except Exception as error:
+                self.failure = error
+                raise
+
+        root: Any = root_of(base.model)
+        with in_step(base.world, root, base.recover) as keeper:
+            try:
+                return base.world.all_reduce(run, conclude)
+            except BaseException:
+                base.recover()
+                raise
+
+    def alone(self, number: int) -> RowCall:
+        """The call with one entry of this one."""
+        return replace(
+            self,
+            rows=[self.rows[number]],
+            tenants=[self.tenants[number]],
+            agreed=[self.agreed[number]],
+            **_nothing_told(),
+        )
+
+    def with_stand_ins(self, numbers: Iterable[int], absent: Iterable[int]) -> RowCall:
+        """The call with rows that mean nothing in place of those of some entries, in the same layout.
+
+        Rows of those that are ``absent``, too, are left out, as are those in whose passes there is nobody else.
+        """
+        idle, away = set(numbers), set(absent)
+        for plan in self._plans():
+            if idle.issuperset(plan.entries):
+                away.update(plan.entries)
+        rows, tenants, agreed = list(self.rows), list(self.tenants), list(self.agreed)
+        for number in idle:
+            tenant = tenants[number]
+            tenants[number] = None if tenant is None else tenant.stand_in()
+            rows[number] = [without_meaning(row) for row in rows[number]]
+            if number in away:
+                rows[number] = []
+                agreed[number] = replace(agreed[number], rows=tuple(0 for _ in agreed[number].rows))
+        return replace(self, rows=rows, tenants=tenants, agreed=agreed, **_nothing_told())
 
     def _passes(self, *, is_training: bool) -> list[FusedPass]:
         base = self.base
@@ -124,9 +172,13 @@ class RowCall:
             EntryRows(tenant, own, sum(entry.rows[: base.world.rank]))
             for tenant, own, entry in zip(self.tenants, self.rows, self.agreed, strict=True)
         ]
+        return [
+            FusedPass(plan, entries, base.device, base.backend, is_training=is_training) for plan in self._plans()
+        ]
+
+    def _plans(self) -> list[PassPlan]:
         ranks = {tenant.name: tenant.rank for tenant in self.tenants if tenant is not None}
-        plans = plan_passes(self.agreed, ranks, multiple=base.pad_to, longest=base.longest)
-        return [FusedPass(plan, entries, base.device, base.backend, is_training=is_training) for plan in plans]
+        return plan_passes(self.agreed, ranks, multiple=self.base.pad_to, longest=self.base.longest)
 
     def _note(self, done: FusedPass) -> None:
         assert done.logprobs is not None
@@ -136,6 +188,10 @@ class RowCall:
                 values[: len(row.input_ids) - 1]
                 for values, row in zip(done.logprobs[span], self.rows[number], strict=True)
             ]
+
+
+def _nothing_told() -> dict[str, Any]:
+    return {"chosen": Counter(), "logprobs": {}, "failure": None}
 
 
 def open_call(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+
+from shardwise.errors import TrainingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,16 @@ class FusedLosses:
     """What a call of ``forward_backward`` was."""
 
     tenants: dict[str, TenantLoss]
+    """Of those whose micro-batch was taken."""
     passes: int
     """Through the base; tenants whose rows have one length share a pass."""
     backends: dict[str, int]
     """How adapters were computed and why, to how many layers were on this rank."""
+    failures: dict[str, TrainingError] = field(default_factory=dict)
+    """Of those whose rows break a pass off, also when they are alone, why; the same on every rank.
+
+    Their gradients and windows are as before the call: other rows may be given in place of these.
+    """
 
 
 @dataclass(frozen=True, slots=True)

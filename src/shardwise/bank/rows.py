@@ -33,6 +33,13 @@ class TenantRow:
     weights: torch.Tensor
 
 
+def without_meaning(row: TenantRow) -> TenantRow:
+    """A row as long, of which nothing is learned."""
+    return TenantRow(
+        torch.zeros_like(row.input_ids), torch.full_like(row.labels, IGNORED), torch.zeros_like(row.weights)
+    )
+
+
 def rows_of(
     who: str, batch: RowTensors, *, words: int, longest: int, may_have_weights: bool = True
 ) -> list[TenantRow]:

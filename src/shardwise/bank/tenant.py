@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -199,6 +199,15 @@ class Tenant:
         own = nn.Parameter(self.flat.detach()[self.own_slice])
         own.grad = self.gradient[self.own_slice]
         return own
+
+    def stand_in(self) -> Tenant:
+        """One of the same shape whose matrices are 0; it shares all else, the gradient too."""
+        other = copy.copy(self)
+        other.pairs = {
+            site: replace(pair, A=torch.zeros_like(pair.A), B=torch.zeros_like(pair.B))
+            for site, pair in self.pairs.items()
+        }
+        return other
 
     def norm(self) -> float:
         """Of the gradient as it is in the buffer, which is the whole one once it has been summed over the ranks."""

@@ -263,6 +263,54 @@ def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
     return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
 
 
+@contextlib.contextmanager
+def seeing_gathers(model: nn.Module, see: Callable[[int], None]) -> Iterator[None]:
+    """In the block ``see`` is called before FSDP2 gathers a group of parameters, with the group's number.
+
+    What it raises breaks off the pass that wanted the group, which is then as before.
+    """
+    groups = list(_param_groups(model))
+    before = [group._all_gather_comm for group in groups]
+    for number, (group, comm) in enumerate(zip(groups, before, strict=True)):
+        group._all_gather_comm = _SeenGather(comm, number, see)
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._all_gather_comm = comm
+
+
+class _SeenGather:
+    def __init__(self, comm: Any, number: int, see: Callable[[int], None]) -> None:
+        self._comm, self._number, self._see = comm, number, see
+
+    def allocate(self, *args: Any, **keywords: Any) -> Any:
+        return self._comm.allocate(*args, **keywords)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self._see(self._number)
+        return self._comm(*args, **keywords)
+
+
+def gathers_on_one_mesh(model: nn.Module) -> bool:
+    """Whether each group of FSDP2's is gathered by the same ranks in the forward and in the backward pass."""
+    return not any(group._use_post_forward_mesh for group in _param_groups(model))
+
+
+def gather_and_forget(root: nn.Module, numbers: Sequence[int]) -> None:
+    """Gather groups of parameters as a pass would, and keep none. No pass is going on. Collective: yes."""
+    if isinstance(root, FSDPModule):
+        state: Any = root._get_fsdp_state()
+        state._lazy_init()
+    groups = list(_param_groups(root))
+    for number in numbers:
+        group = groups[number]
+        group.lazy_init()
+        group.unshard()
+        group.wait_for_unshard()
+        group.reshard()
+
+
 def gradient_hooks(parameter: torch.Tensor) -> list[object]:
     """What ``register_post_accumulate_grad_hook`` has been given."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -1,13 +1,19 @@
-"""What FSDP2 keeps of a parameter that it has sharded, and the memory it wants for it; what a placement splits."""
+"""What FSDP2 keeps of a parameter that it has sharded, and the memory it wants for it; what a placement splits.
+
+Also which groups of parameters it gathers, and when.
+"""
 
 from __future__ import annotations
 
 from shardwise.models._torch_private import (
     adopt_sharded,
     fsdp_params,
+    gather_and_forget,
+    gathers_on_one_mesh,
     is_offloaded,
     padded_size,
     pins_memory,
+    seeing_gathers,
     sharded_as,
     splitting_dim,
     without_padding,
@@ -16,9 +22,12 @@ from shardwise.models._torch_private import (
 __all__ = [
     "adopt_sharded",
     "fsdp_params",
+    "gather_and_forget",
+    "gathers_on_one_mesh",
     "is_offloaded",
     "padded_size",
     "pins_memory",
+    "seeing_gathers",
     "sharded_as",
     "splitting_dim",
     "without_padding",

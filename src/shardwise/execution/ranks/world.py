@@ -261,6 +261,11 @@ class World:
         if self._around is not None:
             self._around.check()
 
+    def cut(self) -> None:
+        """Let the other ranks know that this one has failed, before it says how at the next meeting."""
+        if self._line is not None:
+            self._line.cut()
+
     def wait_for(self, work: dist.Work) -> None:
         """Wait for a collective that was begun with ``async_op=True``, but not longer than all ranks live."""
         pause = 0.0001

@@ -1,0 +1,134 @@
+"""Brings ranks back into step when one of them breaks off a pass through the base that the others are in.
+
+[Note: In step] In a pass every rank gathers the same groups of the base in the same order. A rank that fails alone
+in the middle of it leaves the others waiting in a gather, which no backend of torch's lets anybody call back. But
+what they wait for is known: each rank writes down what it gathers. The rank that has failed says so over the store;
+from then on no rank begins another gather; all tell one another how far they are, in a thread beside the one that
+may be waiting; and those that are behind gather what is missing, and throw it away. So whoever waits comes out,
+breaks off its own pass, and all meet. Nothing is left in the process group, and the next pass is as any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from shardwise.errors import DisagreementError
+from shardwise.execution.ranks.messages import Stopped
+from shardwise.execution.ranks.world import World
+from shardwise.models.sharded import gather_and_forget, gathers_on_one_mesh, seeing_gathers
+
+T = TypeVar("T")
+
+_LOOK_S = 0.02
+"""Between two looks whether another rank has failed."""
+
+
+@contextmanager
+def in_step(world: World, root: nn.Module | None, recover: Callable[[], object]) -> Iterator[StepKeeper]:
+    """A block in which all ranks pass through a base, and then meet. See [Note: In step].
+
+    Args:
+        world: the ranks.
+        root: the outermost module that FSDP2 has; None where nothing is gathered.
+        recover: has FSDP2 forget a pass that was broken off on this rank.
+    """
+    is_sharded = world.size > 1 and root is not None and gathers_on_one_mesh(root)
+    keeper = StepKeeper(world, root if is_sharded else None, recover)
+    try:
+        yield keeper
+    finally:
+        keeper.end()
+
+
+class StepKeeper:
+    """Of one rank, and one block; see :func:`in_step`."""
+
+    def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
+        self._world, self._root, self._recover = world, root, recover
+        self._gathered: list[int] = []
+        self._longest: list[int] = []
+        self._fault: Exception | None = None
+        self._is_stopping = False
+        self._lock = threading.Lock()
+        self._has_ended, self._is_settled = threading.Event(), threading.Event()
+        if root is not None:
+            threading.Thread(target=self._watch, name="shardwise-in-step", daemon=True).start()
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    def run(self, passes: Callable[[], T]) -> T:
+        """Passes through the base. To be called in a phase, at the end of which all ranks meet.
+
+        Raises:
+            Exception: what ``passes`` raises, once this rank is in step with the others.
+            Stopped: another rank has failed.
+        """
+        with ExitStack() as stack:
+            if self._root is not None:
+                stack.enter_context(seeing_gathers(self._root, self._see))
+            try:
+                return passes()
+            except Exception:
+                stack.close()
+                self._catch_up()
+                raise
+
+    def _see(self, number: int) -> None:
+        with self._lock:
+            if self._is_stopping:
+                raise Stopped("left its pass: another rank has failed")
+            self._gathered.append(number)
+
+    def _watch(self) -> None:
+        """On a thread of its own."""
+        while not self._has_ended.wait(_LOOK_S):
+            try:
+                self._world.check()
+            except Stopped:
+                self._settle()
+                return
+
+    def _settle(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+        line = self._world.line
+        patience = None if line is None else line.patience
+        try:
+            with World.current(self._world.group, patience, purpose="/in step") as beside:
+                self._longest = beside.all_reduce(lambda: self._gathered, longest)
+        except Exception as error:
+            self._fault = error
+        self._is_settled.set()
+
+    def _catch_up(self) -> None:
+        if self._root is None:
+            return
+        self._world.cut()
+        self._recover()
+        self._is_settled.wait()
+        if self._fault is not None:
+            raise self._fault
+        gather_and_forget(self._root, self._longest[len(self._gathered) :])
+
+
+def longest(gathered: Sequence[list[int]]) -> list[int]:
+    """The most that a rank has gathered, of all of which the others' are beginnings.
+
+    Raises:
+        DisagreementError: they are not.
+    """
+    most = max(gathered, key=len)
+    for rank, own in enumerate(gathered):
+        if own != most[: len(own)]:
+            raise DisagreementError(
+                f"rank {rank} has gathered other groups of the base than the rank that is ahead, so ranks cannot "
+                "be brought into step: no collective of this process group can be relied on. Tenants are as before "
+                "this call; keep their states (state_dict) and start again"
+            )
+    return most

@@ -1,0 +1,138 @@
+"""Bases that break off a pass because of somebody's rows, or somebody's matrices; and what ranks do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tests.bank import banking, on_ranks
+from tests.bank.banking import Recipe, no_rows, recipes, rows_for
+
+import shardwise
+from shardwise.bank.tenant import WeightedSum
+from shardwise.errors import ShardwiseError
+from shardwise.execution.ranks.line import Patience
+from shardwise.models.blocks import PerBlock
+from shardwise.models.policies import MinSize
+
+BAD = banking.WORDS - 1
+"""A token that a base in trouble does not bear."""
+MOST_ROWS = 8
+"""That fit into a pass, where there is trouble with memory."""
+
+
+def members() -> dict[str, Recipe]:
+    """Windows of 1 and 2; ``x`` has the rows that are trouble."""
+    x = Recipe(
+        {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}, more={"reduction": WeightedSum()}
+    )
+    return {**{name: recipes()[name] for name in ("ada", "bob")}, "x": x, "dee": recipes()["dee"]}
+
+
+def rows_of(name: str, recipe: Recipe, number: int, *, bad: bool = False) -> dict[str, torch.Tensor]:
+    batch = rows_for(name, recipe, number)
+    ids = batch["input_ids"] % BAD
+    if bad:
+        ids[-1, 0] = BAD
+    return {**batch, "input_ids": ids, "labels": batch["labels"].where(batch["labels"] < 0, ids)}
+
+
+@contextmanager
+def trouble(bank: Any, kind: str) -> Iterator[None]:
+    """In the middle of a pass, where a base does not bear what it sees."""
+    model = bank._model.model
+    is_bad = False
+
+    def look(_module: Any, args: Any, keywords: Any) -> None:
+        nonlocal is_bad
+        ids = args[0] if args else keywords["input"]
+        is_bad = bool((ids == BAD).any()) if kind != "memory" else len(ids) > MOST_ROWS
+
+    def fail(*_: Any) -> None:
+        if is_bad:
+            raise MemoryError("no more") if kind == "memory" else ValueError("not this token")
+
+    def fail_back(_module: Any, _args: Any, output: Any) -> None:
+        output.register_hook(fail)
+
+    def be_finite(_module: Any, _args: Any, output: Any) -> None:
+        if not bool(output.isfinite().all()):
+            raise ValueError("not a number")
+
+    hook: Callable[..., None] = {"backward": fail_back, "matrices": be_finite}.get(kind, fail)
+    handles = [
+        model.embed_tokens.register_forward_pre_hook(look, with_kwargs=True),
+        model.layers[0].mlp.register_forward_hook(hook),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def go(
+    bank: Any, number: int, share: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda name, rows: rows
+) -> Any:
+    """A micro-batch of all, one of the rows of ``x`` bad; steps of the others, and of ``x`` if it can."""
+    own = members()
+    batches = [(name, share(name, rows_of(name, recipe, number, bad=name == "x"))) for name, recipe in own.items()]
+    told = bank.forward_backward(batches)
+    for name in ("ada", "dee", *(("bob",) if number % 2 else ()), *(("x",) if "x" in told.tenants else ())):
+        bank.optim_step(name)
+    return told
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# ── on ranks ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
+    """The rows of ``x`` are on the last rank, which fails alone in the middle of passes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sharding = {
+        "blocks": shardwise.Sharding(activation_checkpointing=PerBlock()),
+        "every layer": shardwise.Sharding(wrap=MinSize(1)),
+    }[groups]
+    quick = Patience(beat_s=0.1)
+    with mock.patch("shardwise.execution.ranks.world.Patience", return_value=quick):
+        bank, quiet = (on_ranks.bank_of(base, members(), sharding=sharding) for _ in range(2))
+
+    def share(name: str, rows: dict[str, Any]) -> dict[str, Any]:
+        if name == "x":
+            return rows if rank == size - 1 else no_rows()
+        return {key: values[rank::size] for key, values in rows.items()}
+
+    told, errors = {}, {}
+    for number, kind in enumerate(("forward", "backward")):
+        before = bank.state_dict("x")["adapter"]
+        with trouble(bank, kind):
+            told[f"{number} {kind}"] = go(bank, number, share)
+            alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]
+            errors[f"alone {kind}"] = said(lambda alone=alone: bank.forward_backward(alone))  # type: ignore[misc]
+            if kind == "forward":
+                errors["to look"] = said(lambda alone=alone: bank.forward(alone))  # type: ignore[misc]
+        assert all(values.equal(before[key]) for key, values in bank.state_dict("x")["adapter"].items())
+        go(quiet, number, share)
+    goes_on = bank.forward_backward([("x", share("x", rows_of("x", members()["x"], 9)))])
+    return {
+        "failures": {
+            kind: {name: str(error) for name, error in each.failures.items()} for kind, each in told.items()
+        },
+        "errors": errors,
+        "states": [{name: each.state_dict(name) for name in ("ada", "bob", "dee")} for each in (bank, quiet)],
+        "goes on": (list(goes_on.tenants), bank.optim_step("x").is_taken),
+        "gathered": {type(values).__name__ for values in bank._model.parameters()},
+    }
