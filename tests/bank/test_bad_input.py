@@ -1,0 +1,382 @@
+"""Whatever one tenant is given, or does wrong: one clear error, and the others are as without it, to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.bank import banking, failing, on_ranks
+from tests.bank.banking import Recipe, adamw, adapter, create, no_rows, recipes, rows_for, train
+from tests.bank.on_ranks import here
+from tests.bank.test_alone import bank_of, require_equal
+from tests.bank.test_isolation import QUIET, X, everything, members_with
+from tests.faults.doomed import Doomed, Seat
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from shardwise.errors import ConfigError, CoverageError, ShardwiseError
+
+BATCH = rows_for("x", X, 9)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return banking.save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def calm(base: Path) -> dict[str, Any]:
+    """What the others are where nothing is wrong."""
+    bank = bank_of(base, members_with(X))
+    train(bank, members_with(X), 4)
+    return {name: everything(bank, name) for name in QUIET}
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of PEFT's: of another rank than its config says, of a wider base, of one with more layers."""
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def saved(name: str, r: int = 4, **changes: Any) -> Path:
+        config = Qwen3Config(**{**banking.SIZES, **changes})
+        model = get_peft_model(
+            AutoModelForCausalLM.from_config(config), LoraConfig(r=r, target_modules=["q_proj", "v_proj"])
+        )
+        model.save_pretrained(folder / name)
+        return folder / name
+
+    config = saved("rank") / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
+    saved("shape", hidden_size=48)
+    saved("layers", num_hidden_layers=3)
+    return folder
+
+
+def refused(call: Callable[[Any, Path], object], match: str, error: type[Exception] = ConfigError) -> Any:
+    return lambda bank, folder: _refused(lambda: call(bank, folder), match, error)
+
+
+def _refused(call: Callable[[], object], match: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def lora(**config: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **config})
+
+
+def in_removed(bank: Any, folder: Path) -> None:
+    create(bank, "gone", X)
+    bank.remove("gone")
+    for call in (
+        lambda: bank.forward_backward([("gone", BATCH)]),
+        lambda: bank.forward([("gone", BATCH)]),
+        lambda: bank.optim_step("gone"),
+        lambda: bank.state_dict("gone"),
+        lambda: bank.save("gone", folder),
+        lambda: bank.remove("gone"),
+    ):
+        _refused(call, "there is no adapter 'gone'; there are ada, x, dee, eve", ConfigError)
+
+
+def in_save(bank: Any, folder: Path) -> None:
+    """Where a file is, no folder can be."""
+    taken = folder / "taken"
+    taken.write_text("")
+    with pytest.raises(ShardwiseError, match="taken"):
+        bank.save("x", taken)
+
+
+def in_evaluation(bank: Any, folder: Path) -> None:
+    bad = {**BATCH, "input_ids": BATCH["input_ids"].clone()}
+    bad["input_ids"][0, 0] = failing.BAD
+    with failing.trouble(bank, "forward"), pytest.raises(ShardwiseError, match="ValueError: not this token"):
+        bank.forward([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", bad), (None, BATCH)])
+    assert len(bank.forward([("ada", rows_for("ada", recipes()["ada"], 0)), ("x", BATCH)])) == 2
+
+
+def in_state(bank: Any, folder: Path) -> None:
+    state = bank.state_dict("x")
+    for key, values in state["adapter"].items():
+        state["adapter"][key] = values[:1]
+    _refused(lambda: bank.load_state_dict("x", state), "this is no state of 'x'", ConfigError)
+
+
+REFUSALS = {
+    "a name twice": refused(lambda bank, _: create(bank, "x", X), "there is an adapter 'x' already"),
+    "a tenant twice": refused(lambda bank, _: bank.forward_backward([("x", BATCH)] * 2), "'x' is named twice"),
+    "unknown": refused(lambda bank, _: bank.forward_backward([("zoe", BATCH)]), "there is no adapter 'zoe'"),
+    "removed": in_removed,
+    "a target that is not there": refused(
+        lambda bank, _: bank.create("y", lora(target_modules=["q_prj"])), "nothing is named 'q_prj'"
+    ),
+    "rank 0": refused(lambda bank, _: bank.create("y", lora(r=0)), "`r` should be a positive integer"),
+    "rank 0 of one layer": refused(
+        lambda bank, _: bank.create("y", lora(rank_pattern={"q_proj": 0})), "`r` should be a positive integer"
+    ),
+    "a file of another rank": refused(
+        lambda bank, folder: bank.load("y", folder / "rank"), r"lora_A.*\(4, 32\)", CoverageError
+    ),
+    "a file of another shape": refused(
+        lambda bank, folder: bank.load("y", folder / "shape"), r"lora_A.*\(4, 48\)", CoverageError
+    ),
+    "a file of another base": refused(
+        lambda bank, folder: bank.load("y", folder / "layers"), "layers.2", CoverageError
+    ),
+    "a token beyond the vocabulary": refused(
+        lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, banking.WORDS]])})]),
+        "'x': input_ids are from 0 to 64; the model has 64 tokens",
+    ),
+    "a token below 0": refused(
+        lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.tensor([[0, -1]])})]),
+        "'x': input_ids are from -1",
+    ),
+    "data that are not finite": refused(
+        lambda bank, _: bank.forward_backward(
+            [("x", {**BATCH, "weights": torch.full(BATCH["labels"].shape, math.inf)})]
+        ),
+        "'x': weights are not all finite",
+    ),
+    "rows without tokens": refused(
+        lambda bank, _: bank.forward_backward([("x", {"input_ids": torch.zeros((2, 0), dtype=torch.int64)})]),
+        "'x': rows have 0 to 0 tokens",
+    ),
+    "an exception in a save": in_save,
+    "an exception in an evaluation": in_evaluation,
+    "a state of another shape": in_state,
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSALS))
+def test_what_is_refused_leaves_no_trace(base, calm, adapters, what):
+    """Between two steps, and in the middle of windows: matrices, moments and gradients are as without."""
+    members = members_with(X)
+    bank = bank_of(base, members)
+    for number in range(4):
+        REFUSALS[what](bank, adapters)
+        assert bank.names == tuple(members)
+        train(bank, members, 1, first=number)
+    for name in QUIET:
+        require_equal(everything(bank, name), calm[name])
+    assert bank.state_dict("x")["steps"] == 4
+
+
+def times(factor: float) -> Callable[..., dict[str, torch.Tensor]]:
+    def rows(name: str, recipe: Recipe, number: int) -> dict[str, torch.Tensor]:
+        batch = rows_for(name, recipe, number)
+        weights = {"weights": torch.full(batch["labels"].shape, factor)} if name == "x" else {}
+        return {**batch, **weights}
+
+    return rows
+
+
+@pytest.mark.parametrize("what", ["decay", "clip", "tokens", "loss of 1e6 times", "loss that is not finite"])
+def test_who_is_idle_is_not_felt_and_does_not_feel(base, what):
+    """Tenants take turns; one decays, clips, learns many tokens, or none that count."""
+    members = {
+        "x": {
+            "decay": replace(X, optimizer=adamw(lr=1.0, weight_decay=0.9)),
+            "clip": replace(X, max_grad_norm=1e-6),
+            "tokens": replace(X, rows=10, tokens=60),
+        }.get(what, X),
+        "ada": recipes()["ada"],
+    }
+    rows = times({"loss of 1e6 times": 1e6, "loss that is not finite": 3e38}.get(what, 1.0))
+    alone, bank = bank_of(base, {"ada": members["ada"]}), bank_of(base, members)
+    for number in range(4):
+        before = everything(bank, "ada"), everything(alone, "ada")
+        told = train(bank, {"x": members["x"]}, 1, first=number, rows=rows)
+        require_equal(*before)
+        assert told[1].is_taken == (what != "loss that is not finite")
+        other = everything(bank, "x")
+        for each in (bank, alone):
+            train(each, {"ada": members["ada"]}, 1, first=number)
+        require_equal(everything(bank, "x"), other)
+        require_equal(everything(bank, "ada"), everything(alone, "ada"))
+
+
+def test_a_batch_of_no_rows(base, calm):
+    """Of one tenant: it has a step of its own to take, by a gradient of 0. Of all: there is no pass."""
+    members = members_with(replace(X, optimizer=adamw(lr=0.1, weight_decay=0.0)))
+    bank = bank_of(base, members)
+    before = adapter(bank, "x")
+    train(
+        bank, members, 4, rows=lambda name, own, number: no_rows() if name == "x" else rows_for(name, own, number)
+    )
+    for name in QUIET:
+        require_equal(everything(bank, name), calm[name])
+    require_equal(adapter(bank, "x"), before)
+    told = bank.forward_backward([(name, no_rows()) for name in members])
+    assert (told.passes, told.failures, told.tenants["x"].logprobs) == (0, {}, [])
+    assert {name: own.learned_tokens for name, own in told.tenants.items()} == dict.fromkeys(members, 0)
+    assert bank.forward([("x", no_rows())]) == [[]]
+
+
+# ── on ranks ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def comes_and_goes(base: Path) -> list[dict[str, Any]]:
+    """Rows of ``x`` are on rank 0 alone, then on both ranks in turn, then nowhere."""
+    rank, size = here().values()
+    members = members_with(X)
+    found = []
+    for trouble in (False, True):
+        bank = on_ranks.bank_of(base, members)
+        if trouble:
+            bank._tenants["x"].matrices[next(iter(bank._tenants["x"].matrices))][0, 0] = math.nan
+        for number in range(6):
+            is_here = (rank == 0, rank == number % size, False)[number // 2]
+            batches = [
+                (name, {key: values[rank::size] for key, values in rows_for(name, own, number).items()})
+                for name, own in members.items()
+            ]
+            batches[1] = ("x", rows_for("x", X, number) if is_here else no_rows())
+            bank.forward_backward(batches)
+            verdicts = [bank.optim_step(name).is_taken for name in members]
+            assert verdicts == [True, number >= 4 or not trouble, True, True], "no rows, no trouble"
+        found.append({name: everything(bank, name) for name in QUIET})
+    return found
+
+
+@pytest.mark.distributed
+def test_absent_on_some_ranks_for_whole_steps_or_on_alternating_ranks(worlds, base):
+    """In turn on one rank, or on none; the others are alike on all ranks, whatever is wrong with it."""
+    first, second = worlds(2).run(comes_and_goes, base)
+    for name in QUIET:
+        require_equal(first[0][name], first[1][name])
+        require_equal(first[0][name], second[0][name])
+        require_equal(first[0][name], second[1][name])
+
+
+def states_and_files(base: Path, folder: Path) -> dict[str, Any]:
+    """A tenant whose rank no number of ranks divides, trained, saved, loaded and given its own state."""
+    members = {"cy": recipes()["cy"], "eve": recipes()["eve"]}
+    bank = on_ranks.bank_of(base, members)
+    train(bank, members, 6, **here())
+    bank.save("eve", folder)
+    bank.load("again", folder)
+    create(bank, "twin", members["cy"])
+    state = bank.state_dict("cy")
+    bank.load_state_dict("twin", state)
+    missing = {**state, "adapter": dict(list(state["adapter"].items())[1:])}
+    before = adapter(bank, "twin")
+    with pytest.raises(ConfigError) as refusal:
+        bank.load_state_dict("twin", missing)
+    require_equal(adapter(bank, "twin"), before)
+    return {
+        "adapters": {name: adapter(bank, name) for name in bank.names},
+        "refusal": str(refusal.value),
+        "first": next(iter(state["adapter"])),
+        "counts": bank.trained_counts(),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(worlds: Any, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any, Path]:
+    folder = tmp_path_factory.mktemp("saved") / "eve"
+    first, second = worlds(2).run(states_and_files, base, folder)
+    return first, second, folder
+
+
+def shapes_of_peft(base: Path, name: str) -> dict[str, tuple[int, ...]]:
+    bank = bank_of(base, {name: recipes()[name]})
+    return {key: tuple(values.shape) for key, values in adapter(bank, name).items()}
+
+
+@pytest.mark.distributed
+def test_a_local_shard_is_not_taken_for_the_global_tensor(saved, base):
+    for each in saved[:2]:
+        for name in ("cy", "eve"):
+            values = each["adapters"][name]
+            assert {type(own) for own in values.values()} == {torch.Tensor}
+            assert {key: tuple(own.shape) for key, own in values.items()} == shapes_of_peft(base, name)
+
+
+@pytest.mark.distributed
+def test_nothing_is_sharded_twice(saved):
+    """What is given to a tenant is what it has, on every rank, and as many numbers."""
+    first, second, _ = saved
+    require_equal(first["adapters"]["twin"], first["adapters"]["cy"])
+    require_equal(first["adapters"]["twin"], second["adapters"]["twin"])
+    assert first["counts"] == second["counts"]
+    assert (
+        first["counts"]["twin"]
+        == first["counts"]["cy"]
+        == sum(values.numel() for values in first["adapters"]["cy"].values())
+    )
+
+
+@pytest.mark.distributed
+def test_nothing_is_sliced_on_the_dimension_that_would_be_sharded(saved):
+    """Rank 3 on two ranks: every row of A and every column of B are in the file, and come back."""
+    from safetensors.torch import load_file
+
+    first, second, folder = saved
+    stored = load_file(folder / "adapter_model.safetensors")
+    require_equal(stored, first["adapters"]["eve"])
+    assert {len(values) for key, values in stored.items() if "lora_A" in key} == {3}
+    for each in (first, second):
+        require_equal(each["adapters"]["again"], stored)
+
+
+@pytest.mark.distributed
+def test_an_incomplete_state_dict_is_refused_whole(saved, base, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    first, second, folder = saved
+    assert first["refusal"] == second["refusal"]
+    assert f"{first['first']}: not there in the state" in first["refusal"]
+    stored = load_file(folder / "adapter_model.safetensors")
+    lost = sorted(stored)[0]
+    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 3
+    save_file(
+        {key: values for key, values in stored.items() if key != lost}, tmp_path / "adapter_model.safetensors"
+    )
+    bank = bank_of(base, {"ada": recipes()["ada"]})
+    with pytest.raises(CoverageError, match=lost.removesuffix(".weight").rpartition("model.")[2]):
+        bank.load("x", tmp_path)
+    assert bank.names == ("ada",)
+
+
+# ── a rank that is gone ───────────────────────────────────────────────────────────────────────────
+
+
+def killed(seat: Seat, base: str) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of a pass."""
+    members = {name: recipes()[name] for name in ("ada", "bob")}
+    bank = on_ranks.bank_of(Path(base), members)
+    bank.forward_backward([("bob", rows_for("bob", members["bob"], 0))])
+    before = bank._tenants["bob"].gradient.clone()
+
+    def die(*_: Any) -> None:
+        if seat.rank == 1:
+            seat.tell()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    bank._model.model.layers[0].register_forward_hook(die)
+    try:
+        bank.forward_backward([(name, rows_for(name, own, 1)) for name, own in members.items()])
+    except ShardwiseError as error:
+        told = f"{type(error).__name__}: {error}"
+    is_as_before = bank._tenants["bob"].gradient.equal(before)
+    return {"told": told, "as before": is_as_before, "ada": len(bank.state_dict("ada")["adapter"])}
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_in_a_pass_is_named(base):
+    with Doomed(2) as world:
+        outcome = world.run(killed, str(base), limit_s=60)
+    found = outcome.ends[0].value
+    assert found["told"].startswith("RankLostError: rank 1 (host ")
+    assert "is lost: its process has ended" in found["told"]
+    assert found["as before"]
+    assert found["ada"] == 8
