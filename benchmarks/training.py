@@ -11,12 +11,12 @@ from typing import Any
 from benchmarks.checkpoints import SHAPES, Shape
 
 
-def _smaller(name: str, **changes: int) -> Shape:
+def smaller(name: str, **changes: int) -> Shape:
     shape = SHAPES["qwen3-0.6b"]
     return replace(shape, name=name, config={**shape.config, **changes})
 
 
-SMALL = _smaller(
+SMALL = smaller(
     "qwen3-36m",
     hidden_size=512,
     intermediate_size=1536,
@@ -27,7 +27,7 @@ SMALL = _smaller(
     max_window_layers=8,
     vocab_size=16384,
 )
-MIDDLE = _smaller("qwen3-159m", num_hidden_layers=8, max_window_layers=8, vocab_size=32768)
+MIDDLE = smaller("qwen3-159m", num_hidden_layers=8, max_window_layers=8, vocab_size=32768)
 MODELS = {
     SMALL.name: SMALL,
     MIDDLE.name: MIDDLE,
