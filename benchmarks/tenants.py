@@ -3,8 +3,8 @@
 On gloo ranks of this machine, float32, arms in turn in the same processes:
 
 - *turns*: a step of all tenants: through a bank at once; by PEFT's ``set_adapter`` with an optimizer for each, on a
-  base that FSDP2 shards alike; and by our own trainings of one LoRA each, one after the other. The losses have to be
-  the same. Beside it the bytes and calls of collectives of a step.
+  base that FSDP2 shards alike; and by our own trainings of one LoRA each, one after the other. The losses have to
+  be the same. Beside it the bytes and calls of collectives of a step.
 - *share*: as many tokens a step in all, of 1 tenant or more; and of one training with ``tuning=Lora``. Then how
   long a tenant takes to come, to be saved and to go.
 - *products*: of many small tenants in one layer, the adapters' own forward and backward products alone, grouped and

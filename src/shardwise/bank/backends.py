@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.bank import dropout
+from shardwise.planning.forecasts.tenants import padded_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +166,6 @@ class GroupedProducts:
                     )
 
 
-def padded_rank(rank: int, dtype: torch.dtype) -> int:
-    """The rank a grouped product takes: rows of 16 bytes, or a multiple."""
-    step = 16 // dtype.itemsize
-    return -(-rank // step) * step
-
-
 def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
     """Parts that follow each other without a gap and have one padded rank."""
     found: list[list[SitePart]] = []
@@ -179,7 +174,7 @@ def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
         if (
             last is not None
             and last.stop == part.start
-            and padded_rank(last.pair.rank, dtype) == padded_rank(part.pair.rank, dtype)
+            and padded_rank(last.pair.rank, dtype.itemsize) == padded_rank(part.pair.rank, dtype.itemsize)
         ):
             found[-1].append(part)
         else:
@@ -207,7 +202,7 @@ def _dropped(run: Sequence[SitePart], x: torch.Tensor) -> torch.Tensor:
 def _packed(run: Sequence[SitePart], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(tenants, rank, in) and (tenants, out, rank), padded with zeros."""
     first = run[0].pair
-    rank = padded_rank(first.rank, dtype)
+    rank = padded_rank(first.rank, dtype.itemsize)
     A = first.A.new_zeros((len(run), rank, first.A.shape[1]), dtype=dtype)
     B = first.B.new_zeros((len(run), first.B.shape[0], rank), dtype=dtype)
     for number, part in enumerate(run):
@@ -247,7 +242,7 @@ def choose_backend(
         return SegmentLoop(), "loop: no two neighbours of one rank"
     if isinstance(choice, FewestProducts):
         needed = sum((part.stop - part.start) * part.pair.rank for part in parts)
-        taken = sum((part.stop - part.start) * padded_rank(part.pair.rank, x.dtype) for part in parts)
+        taken = sum((part.stop - part.start) * padded_rank(part.pair.rank, x.dtype.itemsize) for part in parts)
         if taken > 2 * needed:
             return SegmentLoop(), "loop: padded ranks would cost more than twice"
     return GroupedProducts(), "grouped: fewer products"

@@ -32,6 +32,18 @@ from shardwise.storage.hub import HubOptions
     help="What is trained: full, freeze=N[,modules=A+B][,extra=A+B], lora=R[,alpha=X][,targets=A+B], or a folder "
     "with an adapter of PEFT's. Tells what training takes as well.",
 )
+@click.option(
+    "--tenants",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Adapters of an AdapterBank, each as --rank or --tuning lora=... says. Tells what the bank takes.",
+)
+@click.option("--rank", type=click.IntRange(1), metavar="R", help="Of each tenant's LoRA, on all linear layers.")
+@click.option(
+    "--tokens-per-pass",
+    type=click.IntRange(1),
+    help="Of all tenants, on one rank, padding included.  [default: 4096]",
+)
 @click.option("--resize-vocab", type=click.IntRange(1), help="Tokens the model is to have.")
 @click.option("--budget-bytes", type=click.IntRange(4096), help="Host memory for staging.  [default: 256 MiB]")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
@@ -49,6 +61,9 @@ def plan_command(
     device: str,
     offload: bool,
     tuning: str | None,
+    tenants: int | None,
+    rank: int | None,
+    tokens_per_pass: int | None,
     resize_vocab: int | None,
     budget_bytes: int | None,
     revision: str | None,
@@ -63,6 +78,7 @@ def plan_command(
     """
     from shardwise.cli.launch import fail
     from shardwise.engines.forecasting import PlanOptions, sharding_named
+    from shardwise.engines.tenant_forecasts import tenants_named
     from shardwise.engines.tuned import tuning_named
     from shardwise.verbs.plan import plan
 
@@ -77,8 +93,14 @@ def plan_command(
         }
         if mesh is not None:
             options["mesh"] = parse_mesh(mesh)
-        if tuning is not None:
+        if tenants is not None:
+            options["tenants"] = tenants_named(tenants, rank=rank, tuning=tuning)
+        elif rank is not None:
+            raise ConfigError("--rank is of tenants; give --tenants N, or --tuning lora=R for one LoRA")
+        elif tuning is not None:
             options["tuning"] = tuning_named(tuning)
+        if tokens_per_pass is not None:
+            options["tokens_per_pass"] = tokens_per_pass
         if resize_vocab is not None:
             options["resize_vocab"] = resize_vocab
         if budget_bytes is not None:

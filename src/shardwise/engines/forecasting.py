@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -21,6 +22,7 @@ from shardwise.engines.load_plan import foresee_initial_values
 from shardwise.engines.opening import at_one_commit
 from shardwise.engines.outline import Outline, config_of, outline, rules_of
 from shardwise.engines.pretrained_options import FilledOptions, consent_of
+from shardwise.engines.tenant_forecasts import tenant_shapes
 from shardwise.engines.tuned import made_ready, resizing
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
@@ -51,9 +53,10 @@ from shardwise.planning.forecasts.forecast import (
     shared_tensors,
     uneven_tensors,
 )
+from shardwise.planning.forecasts.tenants import forecast_bank
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
 from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
-from shardwise.report.forecast import Forecast
+from shardwise.report.forecast import BankForecast, Forecast, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import HubOptions, resolve
@@ -61,7 +64,7 @@ from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import Full
+from shardwise.tuning.modes import Full, Lora
 from shardwise.tuning.tuned import Tuned
 
 _SHORT_READ_BYTES = 64 << 10
@@ -82,6 +85,8 @@ class PlanOptions(FilledOptions, total=False):
         budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_options.LoadOptions`.
         read_policy: how the storage is read; by default as the folder of the checkpoint is.
         shared_reads: as ``shared_reads`` of :class:`~shardwise.engines.load_options.LoadOptions`.
+        tenants: adapters of an ``AdapterBank`` on this base, which takes no ``tuning`` then.
+        tokens_per_pass: that a rank takes through the base at once, of all tenants, padding included (4096).
     """
 
     mesh: Mapping[str, int]
@@ -90,6 +95,8 @@ class PlanOptions(FilledOptions, total=False):
     budget_bytes: int
     read_policy: ReadPolicy
     shared_reads: SharedReads
+    tenants: Sequence[Lora]
+    tokens_per_pass: int
 
 
 def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Forecast:
@@ -168,6 +175,7 @@ def forecast(
         ranks=ranks,
         trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
         training=forecast_training(world, groups, ranks) if "tuning" in options else (),
+        bank=_bank(directory, built, ranks, groups, options),
         read_once=tuple(shared),
         whole=world.whole,
         tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
@@ -187,6 +195,32 @@ def forecast(
     if made.held_imbalance > MAX_PADDING:
         notes += uneven_tensors(world, MAX_PADDING)
     return replace(made, notes=(*notes, *_about_short_reads(made)))
+
+
+def _bank(
+    directory: Path,
+    built: Outline,
+    ranks: Sequence[RankForecast],
+    groups: Sequence[GroupForecast],
+    options: PlanOptions,
+) -> tuple[BankForecast, ...]:
+    if "tenants" not in options:
+        return ()
+    if "tuning" in options:
+        raise ConfigError("tenants are on a base that is not trained itself; leave out tuning")
+    tokens = options.get("tokens_per_pass", 4096)
+    if tokens < 1:
+        raise ConfigError(f"tokens_per_pass={tokens}: a pass has one token or more")
+    computed_in: torch.dtype = options.get("sharding", Sharding()).mp_policy.param_dtype or built.model.dtype
+    embeddings: Any = built.model.get_input_embeddings()
+    return forecast_bank(
+        tenant_shapes(built.model, options["tenants"], directory),
+        ranks,
+        groups,
+        itemsize=computed_in.itemsize,
+        words=int(embeddings.weight.shape[0]),
+        tokens=tokens,
+    )
 
 
 def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:

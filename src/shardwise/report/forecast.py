@@ -90,6 +90,48 @@ class TrainingForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class BankForecast:
+    """What an ``AdapterBank`` takes on one rank, in bytes; activations are not counted.
+
+    ``weight_bytes`` is the base, as it is held. ``trained`` numbers of each tenant take ``tenant_bytes`` together:
+    16 for each, with AdamW, whole on every rank. A pass takes ``gathered_bytes`` (the largest group),
+    ``packed_bytes`` (of tenants of like rank, the matrices of one layer side by side) and, where there are most,
+    ``logits_bytes`` for its ``tokens``.
+    """
+
+    rank: int
+    trained: tuple[int, ...]
+    weight_bytes: int
+    tenant_bytes: int
+    gathered_bytes: int
+    packed_bytes: int
+    logits_bytes: int
+    tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        passing = self.gathered_bytes + self.packed_bytes + self.logits_bytes
+        return self.weight_bytes + self.tenant_bytes + passing
+
+    @property
+    def told_tenants(self) -> str:
+        least, most = min(self.trained), max(self.trained)
+        each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        return (
+            f"{len(self.trained)}, each training {each} numbers: {in_bytes(self.tenant_bytes)} on every rank "
+            "(float32, gradients, AdamW)"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{in_bytes(self.total_bytes)}: base {in_bytes(self.weight_bytes)}, tenants "
+            f"{in_bytes(self.tenant_bytes)}, and for a pass largest group {in_bytes(self.gathered_bytes)}, packed "
+            f"{in_bytes(self.packed_bytes)}, logits of {self.tokens:,} tokens {in_bytes(self.logits_bytes)}; "
+            "activations come on top"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class GroupForecast:
     """A ``fully_shard`` group: its modules ("" for the root), what they hold, and what gathering them takes.
 
@@ -155,6 +197,8 @@ class Forecast:
     trainable_parameters: int = 0
     training: tuple[TrainingForecast, ...] = ()
     """By rank, where a tuning was asked for."""
+    bank: tuple[BankForecast, ...] = ()
+    """By rank, where tenants were."""
 
     @property
     def largest_group(self) -> GroupForecast:
@@ -221,6 +265,7 @@ class Forecast:
         above = [
             ("model", f"{self.model_class}, {self.parameters:,} parameters in {self._dtypes()}"),
             *([("training", self._trainable())] if self.training else []),
+            *([("tenants", self.bank[0].told_tenants)] if self.bank else []),
             ("checkpoint", ", ".join(stored)),
             ("mesh", f"{self._mesh()}, {self.device}, {_count(self.nodes, 'node')}"),
             *(("groups", line) for line in _groups(self.groups)),
@@ -240,6 +285,7 @@ class Forecast:
                 f"{self.held_imbalance:.3f} held, {self.read_imbalance:.3f} read (most over mean)",
             ),
             *([("training", str(max(self.training, key=lambda rank: rank.total_bytes)))] if self.training else []),
+            *([("bank", str(max(self.bank, key=lambda rank: rank.total_bytes)))] if self.bank else []),
             *([("each node", f"{in_bytes(self.node_host_bytes)} of host memory")] if self.nodes > 1 else []),
             *(("note", note) for note in self.notes),
         ]
