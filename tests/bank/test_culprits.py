@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,25 @@ def test_rows_that_do_not_fit_are_left_out(base):
     assert "'x', whose rows fail alone, too: MemoryError: no more" in str(told.failures["x"])
     for name in ("ada", "bob"):
         assert gradients(bank)[name].equal(gradients(quiet)[name])
+
+
+def test_an_error_does_not_keep_what_was_computed(base):
+    """There has to be memory to run tenants again, and whoever logs errors may keep them."""
+    own = failing.members()
+    bank = bank_of(base, own)
+    computed: list[Any] = []
+    handle = bank._model.model.layers[0].register_forward_hook(
+        lambda _module, _args, output: computed.append(weakref.ref(output))
+    )
+    with trouble(bank, "backward"):
+        told = bank.forward_backward([(name, rows_of(name, own[name], 0, bad=name == "x")) for name in own])
+        with pytest.raises(ShardwiseError) as kept:
+            bank.forward_backward([("x", rows_of("x", own["x"], 0, bad=True))])
+    handle.remove()
+    assert told.failures["x"].__cause__ is not None
+    assert "not this token" in str(kept.value)
+    assert len(computed) == 1 + len(own) + 1 + 1
+    assert [values() for values in computed] == [None] * len(computed)
 
 
 @pytest.mark.distributed

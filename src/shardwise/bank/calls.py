@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,7 @@ class RowCall:
                 return keeper.run(passes)
             except Exception as error:
                 self.failure = error
+                _let_go(error)
                 raise
 
         root: Any = root_of(base.model)
@@ -188,6 +190,14 @@ class RowCall:
                 values[: len(row.input_ids) - 1]
                 for values, row in zip(done.logprobs[span], self.rows[number], strict=True)
             ]
+
+
+def _let_go(error: BaseException) -> None:
+    """Have an error keep where it came from, but not what was computed there: tenants are to be run again."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def _nothing_told() -> dict[str, Any]:
