@@ -170,10 +170,10 @@ def test_an_error_does_not_keep_what_was_computed(base):
     own = failing.members()
     bank = bank_of(base, own)
     computed: list[Any] = []
-    handle = bank._model.model.layers[0].register_forward_hook(
+    handle = bank._model.model.embed_tokens.register_forward_hook(
         lambda _module, _args, output: computed.append(weakref.ref(output))
     )
-    with trouble(bank, "backward"):
+    with trouble(bank, "forward"):
         told = bank.forward_backward([(name, rows_of(name, own[name], 0, bad=name == "x")) for name in own])
         with pytest.raises(ShardwiseError) as kept:
             bank.forward_backward([("x", rows_of("x", own["x"], 0, bad=True))])
