@@ -44,7 +44,7 @@ def rows_of(name: str, recipe: Recipe, number: int, *, bad: bool = False) -> dic
 
 @contextmanager
 def trouble(bank: Any, kind: str) -> Iterator[None]:
-    """In the middle of a pass, where a base does not bear what it sees."""
+    """In the middle of a pass, with layers to come, where a base does not bear what it sees."""
     model = bank._model.model
     is_bad = False
 
@@ -67,7 +67,7 @@ def trouble(bank: Any, kind: str) -> Iterator[None]:
     hook: Callable[..., None] = {"backward": fail_back, "matrices": be_finite}.get(kind, fail)
     handles = [
         model.embed_tokens.register_forward_pre_hook(look, with_kwargs=True),
-        model.layers[0].mlp.register_forward_hook(hook),
+        model.layers[-1 if kind == "backward" else 0].mlp.register_forward_hook(hook),
     ]
     try:
         yield
@@ -105,6 +105,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
     sharding = {
         "blocks": shardwise.Sharding(activation_checkpointing=PerBlock()),
         "every layer": shardwise.Sharding(wrap=MinSize(1)),
+        "some ranks gather": shardwise.Sharding(reshard_after_forward=2),
     }[groups]
     quick = Patience(beat_s=0.1)
     with mock.patch("shardwise.execution.ranks.world.Patience", return_value=quick):

@@ -185,16 +185,19 @@ def test_an_error_does_not_keep_what_was_computed(base):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("groups", ["blocks", "every layer"])
-def test_a_rank_that_fails_alone_holds_nobody_up(worlds, base, groups):
+@pytest.mark.parametrize(
+    ("size", "groups"),
+    [(2, "blocks"), (2, "every layer"), pytest.param(4, "some ranks gather", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_fails_alone_holds_nobody_up(worlds, base, size, groups):
     """In the middle of a pass, while the others wait for it in a gather: they come out, and all go on."""
-    first, second = worlds(2).run(failing.one_rank_fails, base, groups)
-    assert first["errors"] == second["errors"]
-    assert set(first["errors"].values()) == {"CheckpointError: rank 1: ValueError: not this token"}
-    assert first["failures"] == second["failures"]
-    for own in first["failures"].values():
-        assert own == {"x": "'x', whose rows fail alone, too: rank 1: ValueError: not this token"}
-    for each in (first, second):
+    ranks = worlds(size).run(failing.one_rank_fails, base, groups)
+    why = f"rank {size - 1}: ValueError: not this token"
+    for each in ranks:
+        assert set(each["errors"].values()) == {f"CheckpointError: {why}"}
+        assert len(each["failures"]) == 2
+        for own in each["failures"].values():
+            assert own == {"x": f"'x', whose rows fail alone, too: {why}"}
         bank, quiet = each["states"]
         for name in OTHERS:
             require_equal(bank[name]["adapter"], quiet[name]["adapter"])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -106,30 +107,36 @@ def test_who_exchanges_gradients_and_what_is_offloaded() -> None:
 
 def test_what_is_gathered_and_when() -> None:
     """Each group before its module, in the forward and in the backward pass; what is raised there ends the pass."""
-    with fake_rank(0, 2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for module in (*model, model):
-            fully_shard(module)
-        comms = [group._all_gather_comm for group in private._param_groups(model)]
-        seen: list[int] = []
+    with fake_rank(1, 4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
+        for module, kept in ((model[0], 2), (model[1], True), (model, True)):
+            fully_shard(module, reshard_after_forward=kept)
+        groups = list(private._param_groups(model))
+        comms = [group._all_gather_comm for group in groups]
+        seen: list[private.Gather] = []
         with private.seeing_gathers(model, seen.append):
-            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        assert seen == [0, 1, 1, 0], "what has no parameters of its own is no group"
-        assert [group._all_gather_comm for group in private._param_groups(model)] == comms
+            model[1](model[0](torch.ones(2, 4, requires_grad=True)).repeat(1, 2)).sum().backward()
+        told = [(gather.group, gather.numel, gather.is_of_all) for gather in seen]
+        assert told == [(0, 5, True), (1, 9, True), (1, 9, True), (0, 10, False)]
+        assert [group._all_gather_comm for group in groups] == comms
 
-        def refuse(number: int) -> None:
-            if number == 1:
-                raise ValueError("no more")
+        def refuse(gather: private.Gather) -> None:
+            raise ValueError("no more")
 
+        for module in model:
+            module.reshard()
         with private.seeing_gathers(model, refuse), pytest.raises(ValueError, match="no more"):
-            model(torch.ones(2, 4))
-        with private.seeing_gathers(model, seen.append):
-            private.gather_and_forget(model, [1, 0])
-        assert seen[4:] == [1, 0]
-        assert {type(values).__name__ for values in model.parameters()} == {"DTensor"}
-        assert private.gathers_on_one_mesh(model)
-    with fake_rank(0, 4):
-        assert not private.gathers_on_one_mesh(fully_shard(nn.Linear(4, 4), reshard_after_forward=2))
+            model[0](torch.ones(2, 4))
+        asked: list[tuple[int, int, int]] = []
+        for group in groups:
+            group._all_gather_comm = mock.Mock(
+                allocate=lambda size, **keywords: torch.ones(size, **keywords),
+                side_effect=lambda output_tensor, input_tensor, group: asked.append(
+                    (output_tensor.numel(), int(input_tensor.count_nonzero()), group.size())
+                ),
+            )
+        private.gather_zeros(model, seen[2:])
+        assert asked == [(36, 0, 4), (20, 0, 2)]
 
 
 def test_which_indices_a_rank_holds() -> None:

@@ -4,8 +4,9 @@
 in the middle of it leaves the others waiting in a gather, which no backend of torch's lets anybody call back. But
 what they wait for is known: each rank writes down what it gathers. The rank that has failed says so over the store;
 from then on no rank begins another gather; all tell one another how far they are, in a thread beside the one that
-may be waiting; and those that are behind gather what is missing, and throw it away. So whoever waits comes out,
-breaks off its own pass, and all meet. Nothing is left in the process group, and the next pass is as any other.
+may be waiting; and those that are behind take part in the gathers that are missing. So whoever waits comes out,
+breaks off its own pass, whose values are of no use, and all meet. Nothing is left in the process group, and the
+next pass is as any other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.messages import Stopped
 from shardwise.execution.ranks.world import World
-from shardwise.models.sharded import gather_and_forget, gathers_on_one_mesh, seeing_gathers
+from shardwise.models.sharded import Gather, gather_zeros, seeing_gathers
 
 T = TypeVar("T")
 
@@ -37,8 +38,7 @@ def in_step(world: World, root: nn.Module | None, recover: Callable[[], object])
         root: the outermost module that FSDP2 has; None where nothing is gathered.
         recover: has FSDP2 forget a pass that was broken off on this rank.
     """
-    is_sharded = world.size > 1 and root is not None and gathers_on_one_mesh(root)
-    keeper = StepKeeper(world, root if is_sharded else None, recover)
+    keeper = StepKeeper(world, root if world.size > 1 else None, recover)
     try:
         yield keeper
     finally:
@@ -50,8 +50,8 @@ class StepKeeper:
 
     def __init__(self, world: World, root: nn.Module | None, recover: Callable[[], object]) -> None:
         self._world, self._root, self._recover = world, root, recover
-        self._gathered: list[int] = []
-        self._longest: list[int] = []
+        self._gathered: list[Gather] = []
+        self._longest: list[Gather] = []
         self._fault: Exception | None = None
         self._is_stopping = False
         self._lock = threading.Lock()
@@ -79,11 +79,11 @@ class StepKeeper:
                 self._catch_up()
                 raise
 
-    def _see(self, number: int) -> None:
+    def _see(self, gather: Gather) -> None:
         with self._lock:
             if self._is_stopping:
                 raise Stopped("left its pass: another rank has failed")
-            self._gathered.append(number)
+            self._gathered.append(gather)
 
     def _watch(self) -> None:
         """On a thread of its own."""
@@ -114,10 +114,10 @@ class StepKeeper:
         self._is_settled.wait()
         if self._fault is not None:
             raise self._fault
-        gather_and_forget(self._root, self._longest[len(self._gathered) :])
+        gather_zeros(self._root, self._longest[len(self._gathered) :])
 
 
-def longest(gathered: Sequence[list[int]]) -> list[int]:
+def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
     """The most that a rank has gathered, of all of which the others' are beginnings.
 
     Raises:

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -263,16 +264,29 @@ def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
     return lambda: group is None or bool(group.reduce_grads and group.all_reduce_grads)
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Of a group of parameters: how many numbers each rank gives, and whether all ranks that shard them do.
+
+    (Not all do in the backward pass where ``reshard_after_forward`` is a number.)
+    """
+
+    group: int
+    numel: int
+    dtype: torch.dtype
+    is_of_all: bool
+
+
 @contextlib.contextmanager
-def seeing_gathers(model: nn.Module, see: Callable[[int], None]) -> Iterator[None]:
-    """In the block ``see`` is called before FSDP2 gathers a group of parameters, with the group's number.
+def seeing_gathers(model: nn.Module, see: Callable[[Gather], None]) -> Iterator[None]:
+    """In the block ``see`` is called before FSDP2 gathers a group of parameters.
 
     What it raises breaks off the pass that wanted the group, which is then as before.
     """
     groups = list(_param_groups(model))
     before = [group._all_gather_comm for group in groups]
-    for number, (group, comm) in enumerate(zip(groups, before, strict=True)):
-        group._all_gather_comm = _SeenGather(comm, number, see)
+    for number, group in enumerate(groups):
+        group._all_gather_comm = _SeenGathers(group, number, see)
     try:
         yield
     finally:
@@ -280,35 +294,31 @@ def seeing_gathers(model: nn.Module, see: Callable[[int], None]) -> Iterator[Non
             group._all_gather_comm = comm
 
 
-class _SeenGather:
-    def __init__(self, comm: Any, number: int, see: Callable[[int], None]) -> None:
-        self._comm, self._number, self._see = comm, number, see
+class _SeenGathers:
+    """In place of what gathers a group of parameters; torch's protocol ``AllGather``."""
+
+    def __init__(self, group: Any, number: int, see: Callable[[Gather], None]) -> None:
+        self._comm, self._all = group._all_gather_comm, group.mesh_info.shard_process_group
+        self._number, self._see = number, see
 
     def allocate(self, *args: Any, **keywords: Any) -> Any:
         return self._comm.allocate(*args, **keywords)
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        self._see(self._number)
-        return self._comm(*args, **keywords)
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
+        self._see(Gather(self._number, input_tensor.numel(), input_tensor.dtype, group is self._all))
+        return self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
 
 
-def gathers_on_one_mesh(model: nn.Module) -> bool:
-    """Whether each group of FSDP2's is gathered by the same ranks in the forward and in the backward pass."""
-    return not any(group._use_post_forward_mesh for group in _param_groups(model))
-
-
-def gather_and_forget(root: nn.Module, numbers: Sequence[int]) -> None:
-    """Gather groups of parameters as a pass would, and keep none. No pass is going on. Collective: yes."""
-    if isinstance(root, FSDPModule):
-        state: Any = root._get_fsdp_state()
-        state._lazy_init()
-    groups = list(_param_groups(root))
-    for number in numbers:
-        group = groups[number]
-        group.lazy_init()
-        group.unshard()
-        group.wait_for_unshard()
-        group.reshard()
+def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
+    """Take part in gathers, as a pass would, giving zeros; what comes is thrown away. Collective: yes."""
+    groups = list(_param_groups(model))
+    for each in gathers:
+        group = groups[each.group]
+        comm = group._all_gather_comm
+        ranks = (group.mesh_info if each.is_of_all else group.post_forward_mesh_info).shard_process_group
+        output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
+        own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
+        comm(output_tensor=output, input_tensor=own, group=ranks)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[object]:

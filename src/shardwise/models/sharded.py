@@ -6,10 +6,10 @@ Also which groups of parameters it gathers, and when.
 from __future__ import annotations
 
 from shardwise.models._torch_private import (
+    Gather,
     adopt_sharded,
     fsdp_params,
-    gather_and_forget,
-    gathers_on_one_mesh,
+    gather_zeros,
     is_offloaded,
     padded_size,
     pins_memory,
@@ -20,10 +20,10 @@ from shardwise.models._torch_private import (
 )
 
 __all__ = [
+    "Gather",
     "adopt_sharded",
     "fsdp_params",
-    "gather_and_forget",
-    "gathers_on_one_mesh",
+    "gather_zeros",
     "is_offloaded",
     "padded_size",
     "pins_memory",
