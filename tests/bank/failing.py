@@ -14,6 +14,8 @@ from tests.bank import banking, on_ranks
 from tests.bank.banking import Recipe, no_rows, recipes, rows_for
 
 import shardwise
+from shardwise.bank import in_step
+from shardwise.bank.in_step import gather_zeros
 from shardwise.bank.tenant import WeightedSum
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.line import Patience
@@ -67,7 +69,7 @@ def trouble(bank: Any, kind: str) -> Iterator[None]:
     hook: Callable[..., None] = {"backward": fail_back, "matrices": be_finite}.get(kind, fail)
     handles = [
         model.embed_tokens.register_forward_pre_hook(look, with_kwargs=True),
-        model.layers[-1 if kind == "backward" else 0].mlp.register_forward_hook(hook),
+        (model.norm if kind == "backward" else model.layers[0].mlp).register_forward_hook(hook),
     ]
     try:
         yield
@@ -116,10 +118,15 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
             return rows if rank == size - 1 else no_rows()
         return {key: values[rank::size] for key, values in rows.items()}
 
-    told, errors = {}, {}
+    told, errors, waited_for = {}, {}, set()
+
+    def caught_up(root: Any, gathers: Any) -> None:
+        waited_for.update({f"{kind}: {len(gathers)} gathers"} if gathers else {})
+        gather_zeros(root, gathers)
+
     for number, kind in enumerate(("forward", "backward")):
         before = bank.state_dict("x")["adapter"]
-        with trouble(bank, kind):
+        with trouble(bank, kind), mock.patch.object(in_step, "gather_zeros", caught_up):
             told[f"{number} {kind}"] = go(bank, number, share)
             alone = [("x", share("x", rows_of("x", members()["x"], number, bad=True)))]
             errors[f"alone {kind}"] = said(lambda alone=alone: bank.forward_backward(alone))  # type: ignore[misc]
@@ -133,6 +140,7 @@ def one_rank_fails(base: Path, groups: str) -> dict[str, Any]:
             kind: {name: str(error) for name, error in each.failures.items()} for kind, each in told.items()
         },
         "errors": errors,
+        "waited for": waited_for,
         "states": [{name: each.state_dict(name) for name in ("ada", "bob", "dee")} for each in (bank, quiet)],
         "goes on": (list(goes_on.tenants), bank.optim_step("x").is_taken),
         "gathered": {type(values).__name__ for values in bank._model.parameters()},

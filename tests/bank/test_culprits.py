@@ -196,6 +196,8 @@ def test_a_rank_that_fails_alone_holds_nobody_up(worlds, base, size, groups):
     for each in ranks:
         assert set(each["errors"].values()) == {f"CheckpointError: {why}"}
         assert len(each["failures"]) == 2
+        is_last = each is ranks[-1]
+        assert each["waited for"] == ({"forward: 1 gathers", "backward: 1 gathers"} if is_last else set())
         for own in each["failures"].values():
             assert own == {"x": f"'x', whose rows fail alone, too: {why}"}
         bank, quiet = each["states"]
