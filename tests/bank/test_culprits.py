@@ -16,7 +16,9 @@ from tests.bank.test_isolation import everything, poisoned
 
 import shardwise
 from shardwise.bank.backends import GroupedAlways, LoopedAlways
-from shardwise.errors import ConfigError, ShardwiseError, TrainingError
+from shardwise.bank.in_step import longest
+from shardwise.errors import ConfigError, DisagreementError, ShardwiseError, TrainingError
+from shardwise.models.sharded import Gather
 
 OTHERS = ("ada", "bob", "dee")
 
@@ -182,6 +184,13 @@ def test_an_error_does_not_keep_what_was_computed(base):
     assert "not this token" in str(kept.value)
     assert len(computed) == 1 + len(own) + 1 + 1
     assert [values() for values in computed] == [None] * len(computed)
+
+
+def test_ranks_that_are_on_different_ways_cannot_be_brought_into_step():
+    first, second, other = (Gather(number, 4, torch.float32, is_of_all=True) for number in range(3))
+    assert longest([[first], [first, second], []]) == [first, second]
+    with pytest.raises(DisagreementError, match="rank 2 has gathered other groups .* The bank is over"):
+        longest([[first], [first, second], [other]])
 
 
 @pytest.mark.distributed

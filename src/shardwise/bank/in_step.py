@@ -128,7 +128,7 @@ def longest(gathered: Sequence[list[Gather]]) -> list[Gather]:
         if own != most[: len(own)]:
             raise DisagreementError(
                 f"rank {rank} has gathered other groups of the base than the rank that is ahead, so ranks cannot "
-                "be brought into step: no collective of this process group can be relied on. Tenants are as before "
-                "this call; keep their states (state_dict) and start again"
+                "be brought into step: no collective of this process group can be relied on. The bank is over; "
+                "start again, and go on from what was saved last"
             )
     return most
