@@ -25,6 +25,7 @@ from shardwise.bank.facts import facts_of_base
 from shardwise.bank.files import config_of, find_training, outlined, read_tenant, save_tenant
 from shardwise.bank.hooks import SiteHooks
 from shardwise.bank.moments import Moments
+from shardwise.bank.names import require_name
 from shardwise.bank.optimizers import OptimizerMaker
 from shardwise.bank.results import BeginsAnew, FusedLosses, TenantLoss, TenantStart, TenantStep
 from shardwise.bank.routing import RouteSwitch
@@ -36,7 +37,6 @@ from shardwise.bank.tenant import (
     Tenant,
     TenantOptions,
     TokenMean,
-    require_name,
 )
 from shardwise.engines.save_options import SavedState, SaveOptions, Trust, Verification, WithTraining
 from shardwise.errors import ConfigError
@@ -98,6 +98,11 @@ class AdapterBank:
     def names(self) -> tuple[str, ...]:
         """Of the tenants, in the order they came in."""
         return tuple(self._tenants)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row that the base takes."""
+        return self._base.longest
 
     def trained_counts(self) -> dict[str, int]:
         """How many numbers each tenant trains."""

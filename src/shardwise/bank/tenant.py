@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -95,23 +94,6 @@ class TenantOptions:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def require_name(name: object) -> str:
-    """A name that is safe as that of a folder, of a file, and in a log.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
-        raise ConfigError(
-            f"{name!r} is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the first a letter "
-            "or a digit, the last no '.', and no '..'"
-        )
-    return name
 
 
 @dataclass(slots=True)

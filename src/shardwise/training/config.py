@@ -29,6 +29,15 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file cannot be read; or naming every key that is unknown, missing or wrong.
     """
+    return config_of(*read_values(file, overrides))
+
+
+def read_values(file: str | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """The same as plain values, which may have any keys; and what errors call them.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     told = file or "the configuration"
     merged: Any = OmegaConf.create()
     try:
@@ -44,7 +53,7 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
                     f"{override!r}: overrides are written key=value, such as optimizer.learning_rate=1e-4"
                 )
             merged = OmegaConf.merge(merged, _in_full(OmegaConf.from_dotlist([override])))
-        value = OmegaConf.to_container(merged, resolve=True)
+        value: Any = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(f"{file}: the configuration cannot be read ({error.strerror or error})") from error
     except (
@@ -54,7 +63,7 @@ def read_config(file: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
         RecursionError,
     ) as error:
         raise ConfigError(f"{told}: the configuration cannot be read ({error})") from error
-    return config_of(value, told)
+    return value, told
 
 
 def config_of(value: object, told: str = "the configuration") -> TrainConfig:
@@ -66,30 +75,41 @@ def config_of(value: object, told: str = "the configuration") -> TrainConfig:
     try:
         return TrainConfig.model_validate(value)
     except ValidationError as error:
-        faults: dict[str, list[str]] = {}
-        for fault in error.errors(include_url=False):
-            path, wanted = _explained(dict(fault))
-            if wanted not in (known := faults.setdefault(path, [])):
-                known.append(wanted)
-        # Where a key may be a word or a section, and the section has a fault, that it is no word is not the news.
-        near = [path for path in faults if not any(other.startswith(f"{path}.") for other in faults)]
-        lines = [f"  {path}: {', or '.join(faults[path])}" for path in near]
-        raise ConfigError("\n".join([f"{told}: the training cannot be set up so", *lines])) from error
+        raise refused(told, faults_of(error)) from error
+
+
+def faults_of(error: ValidationError, root: type[Section] = TrainConfig) -> dict[str, str]:
+    """What is wrong with values that were to be a section: by the path of the key, in words."""
+    faults: dict[str, list[str]] = {}
+    for fault in error.errors(include_url=False):
+        path, wanted = _explained(dict(fault), root)
+        if wanted not in (known := faults.setdefault(path, [])):
+            known.append(wanted)
+    # Where a key may be a word or a section, and the section has a fault, that it is no word is not the news.
+    near = [path for path in faults if not any(other.startswith(f"{path}.") for other in faults)]
+    return {path: ", or ".join(faults[path]) for path in near}
+
+
+def refused(told: str, faults: Mapping[str, str]) -> ConfigError:
+    """The error that names every fault."""
+    lines = [f"  {path}: {wanted}" for path, wanted in faults.items()]
+    return ConfigError("\n".join([f"{told}: the training cannot be set up so", *lines]))
 
 
 def _in_full(config: DictConfig) -> DictConfig:
-    """With sections where one of their keys was given for them."""
-    whole: Any = OmegaConf.to_container(config, resolve=False)
-    for section, key in _SHORT.items():
-        if isinstance(whole.get(section), str):
-            whole[section] = {key: whole[section]}
-    expanded: DictConfig = OmegaConf.create(whole)
+    expanded: DictConfig = OmegaConf.create(in_full(OmegaConf.to_container(config, resolve=False)))
     return expanded
 
 
-def _explained(fault: Mapping[str, Any]) -> tuple[str, str]:
+def in_full(values: Any) -> dict[str, Any]:
+    """Plain values with sections where one of their keys was given for them."""
+    shortened = [section for section in _SHORT if isinstance(values.get(section), str)]
+    return {**values, **{section: {_SHORT[section]: values[section]} for section in shortened}}
+
+
+def _explained(fault: Mapping[str, Any], root: type[Section]) -> tuple[str, str]:
     """The path of the key that a fault of pydantic's is about, and what is wrong or wanted."""
-    keys, at = _keys_of(fault["loc"], is_unknown=fault["type"] == "extra_forbidden")
+    keys, at = _keys_of(fault["loc"], root, is_unknown=fault["type"] == "extra_forbidden")
     path = ".".join(keys) or "the whole"
     value = fault["input"]
     shown = path if isinstance(value, dict | list) else f"{path}={value!r}"
@@ -115,13 +135,15 @@ def _explained(fault: Mapping[str, Any]) -> tuple[str, str]:
             return shown, message[:1].lower() + message[1:]
 
 
-def _keys_of(loc: Sequence[str | int], *, is_unknown: bool) -> tuple[list[str], type[Section] | None]:
+def _keys_of(
+    loc: Sequence[str | int], root: type[Section], *, is_unknown: bool
+) -> tuple[list[str], type[Section] | None]:
     """The keys among pydantic's location, without the branches of unions, and the section the last one is in.
 
     Where the last key is itself a section, it is that one.
     """
     keys: list[str] = []
-    sections: list[type[Section]] = [TrainConfig]
+    sections: list[type[Section]] = [root]
     for number, part in enumerate(loc):
         if isinstance(part, int):
             keys[-1:] = [f"{keys[-1]}[{part}]" if keys else str(part)]
@@ -154,15 +176,20 @@ def _tag(section: type[Section]) -> str | None:
 def _nearest(keys: Sequence[str], section: type[Section] | None) -> str | None:
     """The key most likely meant: of the same section, else of the same name in another, else the nearest."""
     before, last = ".".join(keys[:-1]), _OTHER_NAMES.get(keys[-1], keys[-1])
-    if section is not None and (near := difflib.get_close_matches(last, section.model_fields, 1, 0.7)):
+    known = [] if section is None else [*section.model_fields, *(_OF_MANY if section is TrainConfig else ())]
+    if near := difflib.get_close_matches(last, known, 1, 0.7):
         return f"{before}.{near[0]}" if before else near[0]
     paths = list(known_keys())
     same = [path for path in paths if path.rpartition(".")[2] == last]
     return next(iter(same or difflib.get_close_matches(".".join(keys), paths, 1, 0.7)), None)
 
 
+_OF_MANY = ("bank", "sweep", "tenants")
+"""What stands beside these keys where many are trained at once; see ``shardwise.tenants``."""
+
 _OTHER_NAMES = {
     "finetuning_type": "method",
+    "lora": "tuning",
     "lora_r": "r",
     "lora_rank": "r",
     "lora_target_modules": "target_modules",

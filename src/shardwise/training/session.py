@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ class Session:
             revision=None if config.model.tokenizer else config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        data, held_out = _read_rows(config, tokenizer)
+        data, held_out = read_rows(config, tokenizer)
         request = ModelRequest(
             config.model.name,
             options,
@@ -169,7 +170,7 @@ class Session:
     def _begin_writing(self) -> None:
         """Nothing is written before all that may be refused has been looked at. Collective: yes."""
         require_blind_rows(self.model, self.steps.batches.layout, self.config.options())
-        World.current().from_first(lambda: _write_config(self.config, self.output))
+        World.current().from_first(lambda: write_config(self.config, self.output))
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
         if self.rank != 0:
@@ -216,7 +217,7 @@ class Session:
         )
 
 
-def _read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TrainData, TrainData | None]:
+def read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TrainData, TrainData | None]:
     """What is learned, and what is only looked at. Collective: yes."""
     malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
 
@@ -254,7 +255,13 @@ def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders
     return KeptInFolders(own, other)
 
 
-def _write_config(config: TrainConfig, output: Path) -> None:
+class Written(Protocol):
+    """A configuration that can be written down."""
+
+    def to_yaml(self) -> str: ...
+
+
+def write_config(config: Written, output: Path) -> None:
     """Write down what was asked for, with every default; replaced in one go."""
     fresh = output / "config.yaml.new"
     try:

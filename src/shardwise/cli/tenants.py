@@ -1,0 +1,110 @@
+"""``shardwise train`` of many tenants: what every rank does, and what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, describe_data, end_stuck
+
+if TYPE_CHECKING:
+    from shardwise.report.load_report import LoadReport
+    from shardwise.tenants.report import TenantReport
+    from shardwise.tenants.sections import TenantsConfig
+    from shardwise.tenants.session import TenantsSession
+
+SOME_FAILED = 3
+"""The exit code where some tenants were refused or have failed, and the others have been trained."""
+
+ALL_FAILED = 2
+
+
+@dataclass(frozen=True)
+class TenantsRequest:
+    """What every rank is asked to do, and where the first one tells about it."""
+
+    config: TenantsConfig
+    told: Told
+
+    @property
+    def directory(self) -> str:
+        """Where everything is written."""
+        return self.config.output
+
+
+@dataclass(frozen=True)
+class TenantsOutcome:
+    """What one rank has seen. ``loaded`` is None where no tenant was left to load the base for."""
+
+    loaded: LoadReport | None
+    tenants: tuple[TenantReport, ...]
+
+    @property
+    def exit_code(self) -> int:
+        kinds = {report.ended.value for report in self.tenants}
+        if "stopped" in kinds:
+            return STOPPED
+        if kinds == {"trained"}:
+            return 0
+        return SOME_FAILED if "trained" in kinds else ALL_FAILED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reports as plain JSON values."""
+        return {
+            "load": self.loaded.to_dict() if self.loaded else None,
+            "tenants": [report.to_dict() for report in self.tenants],
+        }
+
+
+def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
+    """What every rank does; the first one tells. Collective: yes."""
+    from shardwise.tenants.session import TenantsSession
+    from shardwise.training.stopping import stopping_on_signals
+
+    with stopping_on_signals() as stop:
+        session = TenantsSession.begin(request.config)
+        is_silent = session.rank != 0
+        every = request.config.shared.log.every
+        width = max(map(len, request.config.tenants))
+        log = StepLog(every, request.told, is_silent=is_silent)
+        _begin(session, log)
+
+        def log_of(name: str, total: int) -> StepLog:
+            return StepLog(every, request.told, is_silent=is_silent, whose=name.ljust(width), total=total)
+
+        tenants = session.train(lambda trainee: log_of(trainee.name, trainee.total), stop, end_stuck)
+    return TenantsOutcome(session.loaded, tuple(tenants))
+
+
+def _begin(session: TenantsSession, log: StepLog) -> None:
+    """Tell about the base, the data, and who is not trained."""
+    if session.loaded is not None:
+        log.say(str(session.loaded))
+    for trainee in session.trainees:
+        log.say(f"{trainee.name}: {count_of(trainee.total, 'step')}, {trainee.trained_count:,} parameters")
+        log.say(describe_data(trainee.data))
+        if trainee.held_out is not None:
+            log.say(describe_data(trainee.held_out, "evaluation"))
+    for name, cause in session.refused.items():
+        log.say(f"{name}: refused, {cause}")
+    if session.trainees:
+        log.say(f"training: {count_of(len(session.trainees), 'tenant')} on {count_of(session.size, 'rank')}")
+
+
+def print_tenants(outcome: TenantsOutcome, directory: str) -> None:
+    """A line for each tenant; what is wrong with one goes to the error stream."""
+    for report in outcome.tenants:
+        if not report.is_well:
+            click.echo(f"error: {report.name}: {report.ended.value}: {report.cause}", err=True)
+            continue
+        trained = report.trained
+        assert trained is not None
+        losses = f": loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}" if trained.losses else ""
+        how = "; the same command goes on from there" if report.ended.value == "stopped" else ""
+        done = count_of(len(trained.steps), "step")
+        click.echo(f"{report.name}: {report.ended.value}, {done} to step {trained.last_step}{losses}{how}")
+    if any(report.is_well for report in outcome.tenants):
+        click.echo(f"everything is in {Path(directory)}, a folder for each")

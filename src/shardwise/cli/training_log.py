@@ -1,0 +1,122 @@
+"""Tells of a training on the console, as it happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import click
+
+from shardwise.errors import RankLostError
+from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
+
+if TYPE_CHECKING:
+    from shardwise.training.data import TrainData
+    from shardwise.training.report import Event
+    from shardwise.training.session import Session
+
+STOPPED = 75
+"""The exit code of a training that was asked to stop and has kept its state: EX_TEMPFAIL, call again to go on."""
+
+Told: TypeAlias = Literal["stdout", "stderr"]
+"""Where the console's lines go."""
+
+
+def end_stuck(error: RankLostError) -> None:
+    """Say which rank was lost, and end this one, which waits for it in a collective."""
+    click.echo(f"error: {error}", err=True)
+    sys.stderr.flush()
+    os._exit(2)
+
+
+class StepLog:
+    """One line for every few steps, and for the last, written on the first rank as it happens.
+
+    ``whose`` begins each line, where several are trained; ``total`` is how many steps there are.
+    """
+
+    def __init__(
+        self, every: int, told: Told = "stdout", *, is_silent: bool = False, whose: str = "", total: int = 0
+    ) -> None:
+        self.every = every
+        self.whose = f"{whose}  " if whose else ""
+        self.to_stderr = told == "stderr"
+        self.is_silent = is_silent
+        self.total = total
+        self.since: list[StepFacts] = []
+
+    def begin(self, session: Session) -> None:
+        """Tell about the model and the data."""
+        self.total = len(session.steps)
+        if session.loaded is not None:
+            self.say(str(session.loaded))
+        self.say(describe_data(session.data))
+        if session.held_out is not None:
+            self.say(describe_data(session.held_out, "evaluation"))
+        self.say(f"training: {count_of(self.total, 'step')} on {count_of(session.size, 'rank')}")
+
+    def tell(self, facts: Event) -> None:
+        """Tell about a step, where one of these is due, and about all else."""
+        width = len(str(self.total))
+        place = f"{self.whose}step {facts.step:>{width}}/{self.total}"
+        match facts:
+            case StepFacts():
+                self.since.append(facts)
+                if facts.step % self.every == 0 or facts.step in (1, self.total):
+                    self.say(f"{place}  {self._interval(facts)}")
+                    self.since = []
+            case EvaluationFacts():
+                best = "  the best so far" if facts.is_best else ""
+                self.say(f"{place}  evaluation: loss {facts.loss:.4f}  perplexity {facts.perplexity:.4g}{best}")
+            case CheckpointFacts(kind="restored"):
+                self.say(f"{self.whose}{facts.told}")
+                self.say(f"{self.whose}training goes on after step {facts.step}")
+            case CheckpointFacts():
+                self.say(f"{place}  checkpoint, in {facts.seconds:.1f} s")
+            case Remark():
+                self.say(f"{self.whose}{facts.text}")
+
+    def _interval(self, last: StepFacts) -> str:
+        """The steps since the last line: their mean loss, and of the last one what is of one step."""
+        learned = sum(step.supervised_tokens for step in self.since)
+        loss = sum(step.loss * step.supervised_tokens for step in self.since) / max(learned, 1)
+        seconds = max(sum(step.seconds for step in self.since), 1e-9)
+        return (
+            f"loss {loss:7.4f}  lr {last.learning_rate:.2e}  grad norm {last.grad_norm:8.3f}  "
+            f"{sum(step.tokens for step in self.since) / seconds:,.0f} tokens/s  "
+            f"memory {last.memory_bytes / 2**30:.2f} GiB"
+        )
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def say(self, text: str) -> None:
+        if not self.is_silent:
+            click.echo(text, err=self.to_stderr)
+
+
+def describe_data(data: TrainData, what: str = "data") -> str:
+    """The rows and tokens of a training set, and the rows that are not there whole."""
+    lines = [
+        f"{what} {data.path}",
+        f"  {count_of(len(data.examples), 'row')}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
+    ]
+    for places, why in (
+        (data.cut_lines, "cut off at the end"),
+        (data.skipped_lines, "left out: nothing to learn"),
+        (tuple(fault.line for fault in data.malformed), f"left out: malformed, {_first_cause(data)}"),
+    ):
+        if places:
+            shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
+            lines.append(f"  {why}: {count_of(len(places), 'row')}, {data.unit} {shown}")
+    return "\n".join(lines)
+
+
+def _first_cause(data: TrainData) -> str:
+    return f"such as {data.malformed[0].cause}" if data.malformed else ""
+
+
+def count_of(number: int, word: str) -> str:
+    """A number of things."""
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

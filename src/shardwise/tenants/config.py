@@ -1,0 +1,190 @@
+"""Makes whole trainings of what is said once for all tenants, and of what each has otherwise.
+
+A configuration of many tenants is that of one training, with ``tenants`` or a ``sweep`` beside it. So every key,
+its default, and what is said of a wrong one are those of a training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.bank.names import require_name
+from shardwise.errors import ConfigError
+from shardwise.tenants.sections import ManySection, TenantsConfig
+from shardwise.tenants.sweeping import dotted, grid, nested, points
+from shardwise.training.config import faults_of, in_full, refused
+from shardwise.training.sections import LoraTuning, TrainConfig, TrainingSection
+
+_OWN = ("data", "tuning", "optimizer", "schedule", "training", "evaluation")
+"""What a tenant may have otherwise than the others."""
+
+_EITHER = {"training": {"epochs", "max_steps"}, "schedule": {"warmup_ratio", "warmup_steps"}}
+"""Keys of which a tenant's own takes the place of the others' other one."""
+
+_MOST = 1024
+
+
+def is_of_many(values: object) -> bool:
+    """Whether plain values are a configuration of many tenants, not of one training."""
+    return isinstance(values, Mapping) and not {"tenants", "sweep"}.isdisjoint(values)
+
+
+def tenants_of(values: Mapping[str, Any], told: str = "the configuration") -> TenantsConfig:
+    """Plain values as many trainings.
+
+    Raises:
+        ConfigError: naming every key that is unknown, missing or wrong, and whose it is; or what a bank cannot do.
+    """
+    beside = {key: values[key] for key in ManySection.model_fields if key in values}
+    shared = in_full({key: value for key, value in values.items() if key not in beside})
+    try:
+        many = ManySection.model_validate(beside)
+    except ValidationError as error:
+        raise refused(told, faults_of(error, ManySection)) from error
+    entries = _entries(many, told)
+    if isinstance(shared.get("tuning", {}), Mapping):
+        shared["tuning"] = {"method": "lora", **shared.get("tuning", {})}
+    asks = [shared, *(own for _, own in entries.values())]
+    is_evaluated = any(
+        isinstance(each.get("evaluation"), Mapping) and "data" in each["evaluation"] for each in asks
+    )
+    faulty: dict[str, dict[str, str]] = {}
+    made: dict[str, TrainConfig] = {}
+    for name, (_, own) in entries.items():
+        merged = _placed(_over(shared, own), name)
+        if is_evaluated:
+            _settle_evaluation(merged)
+        try:
+            made[name] = TrainConfig.model_validate(merged)
+        except ValidationError as error:
+            faulty[name] = faults_of(error)
+        else:
+            faulty[name] = dict(_beyond_a_bank(made[name]))
+    if faults := _named(faulty, entries):
+        raise refused(told, faults)
+    return TenantsConfig(many.bank, made, shared["output"]["directory"], dict(values))
+
+
+def _entries(many: ManySection, told: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name: where a tenant is in the configuration, and what it has otherwise."""
+    return _of_sweep(many.sweep, told) if many.sweep is not None else _of_list(many.tenants or [], told)
+
+
+def _of_list(tenants: list[dict[str, Any]], told: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    faults: dict[str, str] = {}
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for number, entry in enumerate(tenants):
+        place, own = f"tenants[{number}]", in_full(entry)
+        name = own.pop("name", None)
+        try:
+            require_name(name)
+        except ConfigError as error:
+            faults[f"{place}.name"] = str(error) if name is not None else "it must be given"
+            continue
+        if name in found:
+            faults[f"{place}.name"] = f"{name!r} is the name of {found[name][0]}, too"
+        for key in own:
+            if key in TrainConfig.model_fields and key not in _OWN:
+                faults[f"{place}.{key}"] = "it is the same for all tenants; give it once, beside them"
+        found[str(name)] = place, own
+    if faults:
+        raise refused(told, faults)
+    return found
+
+
+def _of_sweep(sweep: Mapping[str, Any], told: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    lists = dict(dotted(sweep))
+    faults: dict[str, str] = {}
+    for path, values in lists.items():
+        if (section := path.partition(".")[0]) in TrainConfig.model_fields and section not in _OWN:
+            faults[f"sweep.{path}"] = "it is the same for all tenants; give it once, beside the sweep"
+        elif not (isinstance(values, list) and values):
+            faults[f"sweep.{path}"] = "it must be a list of one or more values"
+    if not faults and (count := points(lists)) > _MOST:
+        faults["sweep"] = f"it has {count} combinations; {_MOST} are the most"
+    if faults:
+        raise refused(told, faults)
+    tenants = grid(lists)
+    if len(tenants) < points(lists):
+        raise refused(told, {"sweep": "values come twice, or have the same names; give tenants names of their own"})
+    return {require_name(name): ("sweep", nested(values)) for name, values in tenants.items()}
+
+
+def _over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said for all, with what a tenant has otherwise in its place."""
+    merged = {**shared}
+    for key, value in own.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            either = _EITHER.get(key, set())
+            dropped = either if either & value.keys() else set()
+            merged[key] = _over({name: each for name, each in before.items() if name not in dropped}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _placed(merged: dict[str, Any], name: str) -> dict[str, Any]:
+    """With a folder of its own in that of all."""
+    output = merged.get("output")
+    if isinstance(output, Mapping) and isinstance(directory := output.get("directory"), str) and directory:
+        return {**merged, "output": {**output, "directory": os.path.join(directory, name)}}
+    return merged
+
+
+def _settle_evaluation(merged: dict[str, Any]) -> None:
+    """Of a tenant that has no data to be evaluated on, that others are evaluated is not wrong."""
+    section = merged.get("evaluation")
+    if isinstance(section, Mapping) and "data" not in section:
+        merged["evaluation"] = {key: value for key, value in section.items() if key != "every"}
+
+
+def _named(
+    faulty: Mapping[str, Mapping[str, str]], entries: Mapping[str, tuple[str, Mapping[str, Any]]]
+) -> dict[str, str]:
+    """Faults, with the place of the tenant where it said so itself, or others have no such fault."""
+    named: dict[str, str] = {}
+    for name, found in faulty.items():
+        place, own = entries[name]
+        for path, wanted in found.items():
+            is_alike = all(path in others for others in faulty.values())
+            named[path if is_alike and not _says(path, own) else f"{place}.{path}"] = wanted
+    return named
+
+
+def _says(path: str, own: Mapping[str, Any]) -> bool:
+    """Whether the key of a path is among what a tenant has otherwise."""
+    inner: Any = own
+    for word in path.partition("=")[0].split("."):
+        key = word.partition("[")[0]
+        if not isinstance(inner, Mapping) or key not in inner:
+            return False
+        inner = inner[key]
+    return True
+
+
+def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """What one training can be asked for, and many at once cannot."""
+    training, sharding, default = config.training, config.sharding, TrainingSection()
+    if not isinstance(config.tuning, LoraTuning):
+        yield f"tuning.method={config.tuning.method!r}", "tenants share one base, so each is a lora"
+    if config.data.packing:
+        yield "data.packing", "rows of tenants are not packed; short ones share passes by bank.tokens_per_pass"
+    if training.accumulate != default.accumulate:
+        yield "training.accumulate", "adapters are whole on every rank, and so are their gradients; leave it out"
+    if training.loss_chunk_tokens not in (default.loss_chunk_tokens, None):
+        yield "training.loss_chunk_tokens", "logits are of a whole pass; bank.tokens_per_pass bounds them"
+    if sharding.precision == "float16":
+        yield "sharding.precision='float16'", "tenants have no gradient scaler; take bfloat16"
+    if sharding.compile:
+        yield "sharding.compile", "blocks that are compiled would not notice adapters that come later"
+    if sharding.replicas > 1:
+        yield "sharding.replicas", "the base of tenants is sharded over all ranks, in one axis"
+    if config.checkpoints.mode != "synchronous":
+        yield "checkpoints.mode", "what tenants keep is small, and written at once; leave it out"
+    if config.log.trackers:
+        yield "log.trackers", "trackers know one training; each tenant has a metrics.jsonl"

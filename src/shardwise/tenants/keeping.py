@@ -1,0 +1,160 @@
+"""Keeps what a tenant goes on from: its state in the bank, its position in its data, how far it has come.
+
+[Note: When a tenant's checkpoint counts] Step 120 of a tenant is kept in ``checkpoints/step-120`` of its folder.
+The bank's own files come first, in one commit of their own; ``progress.json`` comes last, and by it the checkpoint
+counts. It goes first when a checkpoint is removed. So a kill at any moment leaves the one before, and a checkpoint
+is never of two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.checkpoints.folder import name_of
+from shardwise.engines.save_options import SaveOptions
+from shardwise.errors import ConfigError, StorageError
+from shardwise.execution.ranks.world import World
+from shardwise.storage.writing.opening import open_writer
+from shardwise.training.checkpoints import TrainingProgress
+
+PROGRESS = "progress.json"
+_STATE = "training_state.pt"
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeptProgress:
+    """What a tenant keeps beside its state in the bank."""
+
+    progress: TrainingProgress
+    position: Mapping[str, int]
+    """In its data, behind the step."""
+
+
+class TenantKeeper:
+    """Keeps and restores one tenant. See [Note: When a tenant's checkpoint counts]."""
+
+    def __init__(self, folder: Path, source: Path | None, *, keep: int) -> None:
+        self.folder = folder
+        self.source = source
+        """Another folder to go on from, while there is nothing in its own."""
+        self.keep = keep
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint to go on from, as far as this rank sees. Collective: no."""
+        for folder in filter(None, (self.folder, self.source)):
+            if steps := kept_steps(folder):
+                return folder / name_of(steps[-1])
+        return None
+
+    def save(self, world: World, bank: AdapterBank, name: str, kept: KeptProgress) -> None:
+        """Keep a tenant that is between two steps. Collective: yes.
+
+        Raises:
+            ShardwiseError: as of a save; the checkpoints before are as they were.
+        """
+        place = self.folder / name_of(kept.progress.step)
+        _save_state(world, bank, name, place)
+        told = {"progress": kept.progress.to_dict(), "position": dict(kept.position)}
+
+        def let_count() -> None:
+            with open_writer(place) as writer:
+                writer.replace(PROGRESS, json.dumps(told).encode())
+            for step in kept_steps(self.folder)[: -self.keep]:
+                _remove(self.folder / name_of(step))
+
+        world.from_first(let_count)
+
+    def read(self, world: World, place: Path) -> KeptProgress:
+        """How far the tenant of a checkpoint had come. Collective: yes.
+
+        Raises:
+            ConfigError, StorageError: it does not say so; or cannot be read.
+        """
+        return world.from_first(lambda: _read_progress(place / PROGRESS))
+
+    def restore(self, world: World, bank: AdapterBank, name: str, place: Path) -> None:
+        """Give a tenant, created as it was, the state that is kept there. Collective: yes.
+
+        Raises:
+            ConfigError: it is that of another one.
+            StorageError: it cannot be read.
+        """
+        _load_state(world, bank, name, place)
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """The steps of which there is a checkpoint that counts, in order. Links are none."""
+    try:
+        names = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()}
+    except OSError:
+        return []
+    steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
+    return sorted(step for step in steps if (folder / name_of(step) / PROGRESS).is_file())
+
+
+def _save_state(world: World, bank: AdapterBank, name: str, place: Path) -> None:
+    """The state of a tenant in the bank, into a folder. Collective: yes."""
+
+    def write() -> None:
+        fresh = place / f"{_STATE}.new"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            torch.save(bank.state_dict(name), fresh)
+            fresh.replace(place / _STATE)
+        except OSError as error:
+            raise StorageError(f"{fresh}: it cannot be written ({error.strerror or error})") from error
+
+    world.from_first(write)
+    bank.save(name, place, options=SaveOptions(progress=False))
+
+
+def _load_state(world: World, bank: AdapterBank, name: str, place: Path) -> None:
+    """The reverse. Collective: yes."""
+
+    def load() -> None:
+        try:
+            state = torch.load(place / _STATE, weights_only=True, map_location="cpu")
+        except OSError as error:
+            raise StorageError(f"{place / _STATE}: it cannot be read ({error.strerror or error})") from error
+        bank.load_state_dict(name, state)
+
+    world.together(load)
+
+
+def _read_progress(file: Path) -> KeptProgress:
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{file}: it is too large to be what a tenant keeps")
+        told: Any = json.loads(file.read_bytes())
+        progress = TrainingProgress.from_dict(told["progress"])
+        position = {str(key): int(value) for key, value in told["position"].items()}
+    except OSError as error:
+        raise StorageError(f"{file}: it cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file}: it does not say how far a tenant has come ({error})") from error
+    if progress.step < 0 or math.isnan(progress.best_loss):
+        raise ConfigError(f"{file}: it does not say how far a tenant has come")
+    return KeptProgress(progress, position)
+
+
+def _remove(place: Path) -> None:
+    """Remove a checkpoint, and nothing of somebody else's."""
+    with open_writer(place) as writer:
+        writer.remove(PROGRESS)
+        writer.sync_names()
+        for name in writer.list():
+            writer.remove(name)
+        writer.sync_names()
+    try:
+        place.rmdir()
+    except OSError:  # something of somebody else's
+        return

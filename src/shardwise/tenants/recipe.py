@@ -1,0 +1,63 @@
+"""Makes a tenant's optimizer and schedule, as a training alone would have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.training.options import TrainOptions
+from shardwise.training.parts import TrainedPart
+from shardwise.training.recipe import make_schedule, schedule_from
+
+
+class ScheduleOfLength:
+    """transformers' schedule of so many steps, which takes up the place of one of any other length."""
+
+    def __init__(self, optimizer: Optimizer, options: TrainOptions, total_steps: int) -> None:
+        self._optimizer = optimizer
+        self._options = options
+        self._total_steps = total_steps
+        self._inner: LambdaLR = make_schedule(optimizer, options, total_steps)
+
+    def step(self) -> None:
+        self._inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+        self._inner = schedule_from(self._inner, self._optimizer, self._options, self._total_steps)
+
+
+class OwnOptimizer:
+    """What a bank makes a tenant's optimizer and schedule by: AdamW, which decays all matrices of a LoRA."""
+
+    def __init__(self, name: str, options: TrainOptions, total_steps: int) -> None:
+        self._name = name
+        self._options = options
+        self._total_steps = total_steps
+        self._optimizer: Optimizer | None = None
+
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> Optimizer:
+        options = self._options
+        self._optimizer = AdamW(
+            parameters,
+            lr=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        return self._optimizer
+
+    def schedule_of(self, optimizer: Optimizer) -> ScheduleOfLength:
+        return ScheduleOfLength(optimizer, self._options, self._total_steps)
+
+    @property
+    def part(self) -> TrainedPart:
+        """What was made, as what tells about parts takes it."""
+        assert self._optimizer is not None
+        return TrainedPart(self._name, self._optimizer)
