@@ -68,7 +68,7 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
         session = TenantsSession.begin(request.config)
         is_silent = session.rank != 0
         every = request.config.shared.log.every
-        width = max(map(len, request.config.tenants))
+        width = max((len(trainee.name) for trainee in session.trainees), default=0)
         log = StepLog(every, request.told, is_silent=is_silent)
         _begin(session, log)
 

@@ -1,0 +1,258 @@
+"""`train` of many tenants from the command line: each as if it were alone, on any ranks, whatever becomes of others."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from tests.tenants import trying
+from tests.tenants.trying import alone, halved, losses, metrics, run, values, write
+from tests.training import tiny
+from transformers import AutoModelForCausalLM
+
+from shardwise.cli.tenants import SOME_FAILED
+from shardwise.cli.training_log import STOPPED, StepLog
+from shardwise.tenants.keeping import kept_steps
+from shardwise.training.report import Event, StepFacts
+
+CLOSE = 1e-5
+"""Relative. Rows of a training alone are padded to the longest of a batch, those of a tenant to a multiple, and ranks
+sum gradients in another order. In float32 losses of a few steps then differ by some 1e-7; a row too many or a wrong
+rate would show at 1e-3 and more."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trying.base(tmp_path_factory.mktemp("tenants"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, list[float]]:
+    """Three tenants in one process, to their ends; the folder is ``whole``."""
+    config = write(folder / "whole.yaml", values(folder, folder / "whole"))
+    result = run(config, "--json")
+    assert result.exit_code == 0, result.stderr
+    return losses(result)
+
+
+def test_each_tenant_is_as_trained_alone_by_the_command(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path
+) -> None:
+    assert {name: len(own) for name, own in whole.items()} == {"ada": 3, "bob": 6, "cy": 7}
+    for name, own in whole.items():
+        place = folder / "whole" / name
+        assert alone(place, tmp_path / name) == pytest.approx(own, rel=CLOSE)
+        assert [loss for _, loss in metrics(place)] == own
+        assert json.loads((place / "last" / "adapter_config.json").read_text())["r"] == (8 if name == "bob" else 4)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), place / "last")
+        assert any(bool(value.any()) for key, value in model.named_parameters() if "lora_B" in key)
+    looked = [json.loads(line) for line in (folder / "whole" / "bob" / "metrics.jsonl").read_text().splitlines()]
+    ours = [line["loss"] for line in looked if line["kind"] == "evaluation"]
+    theirs = [json.loads(line) for line in (tmp_path / "bob" / "metrics.jsonl").read_text().splitlines()]
+    assert ours == pytest.approx([line["loss"] for line in theirs if line["kind"] == "evaluation"], rel=CLOSE)
+    assert len(ours) == 3
+    assert (folder / "whole" / "bob" / "best" / "adapter_model.safetensors").is_file()
+    assert not (folder / "whole" / "ada" / "best").exists()
+
+
+def test_who_else_is_there_changes_nothing_of_a_tenant(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path
+) -> None:
+    """One alone in the bank, and with a budget that cuts its steps into other portions."""
+    for tokens in (256, 128):
+        config = values(folder, tmp_path / str(tokens)) | {"bank": {"tokens_per_pass": tokens}}
+        config["tenants"] = [each for each in config["tenants"] if each["name"] == "bob"]
+        result = run(write(tmp_path / "c.yaml", config), "--json")
+        assert result.exit_code == 0, result.stderr
+        assert losses(result)["bob"] == pytest.approx(whole["bob"], rel=1e-7 if tokens == 256 else CLOSE)
+
+
+@pytest.mark.distributed
+def test_on_two_ranks_with_one_that_is_broken(folder: Path, whole: dict[str, list[float]], tmp_path: Path) -> None:
+    """Refused alone, by name: data that is not there, malformed, that teaches nothing; a target that is none."""
+    broken = tiny.write_rows(tmp_path / "broken.jsonl", tiny.chat("Hi", "Ho"), "{")
+    empty = tiny.write_rows(tmp_path / "empty.jsonl", tiny.chat("Hi" * 40, "Ho"))
+    config = halved(values(folder, tmp_path / "out"))
+    config["tenants"][1:1] = [
+        {"name": "gone", "data": str(tmp_path / "none.jsonl")},
+        {"name": "broken", "data": str(broken)},
+        {"name": "empty", "data": str(empty), "training": {"max_steps": 3}},
+        {"name": "nowhere", "data": str(folder / "ada.jsonl"), "tuning": {"target_modules": ["none_such"]}},
+    ]
+    start = trying.command(write(tmp_path / "c.yaml", config), "--nproc-per-node", 2, "--json")
+    result = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True)
+    assert result.returncode == SOME_FAILED, result.stderr
+    ranks = json.loads(result.stdout)["ranks"]
+    found = [{each["name"]: each for each in rank["tenants"]} for rank in ranks]
+    for rank in found:
+        assert {name: each["ended"] for name, each in rank.items() if each["ended"] != "trained"} == dict.fromkeys(
+            ("gone", "broken", "empty", "nowhere"), "refused"
+        )
+        assert "none.jsonl: the data cannot be read" in rank["gone"]["cause"]
+        assert "broken.jsonl: 1 row cannot be used\n  line 2" in rank["broken"]["cause"]
+        assert "in none of its 1 rows is there a token to learn" in rank["empty"]["cause"]
+        assert "none_such" in rank["nowhere"]["cause"]
+        for name, own in whole.items():
+            assert [step["loss"] for step in rank[name]["train"]["steps"]] == pytest.approx(own, rel=CLOSE)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ada", "bob", "config.yaml", "cy"]
+    assert "ada  step 3/3  loss" in result.stderr
+    assert "bob  step 2/6  evaluation: loss" in result.stderr
+    assert "broken: refused, " in result.stderr
+
+
+def test_where_all_are_refused_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    config = values(folder, tmp_path / "out")
+    for each in config["tenants"]:
+        each["data"] = "none.jsonl"
+    result = run(write(tmp_path / "c.yaml", config))
+    assert result.exit_code == 2
+    assert result.stderr.count("none.jsonl: the data cannot be read") == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tenant_that_fails_ends_alone(folder: Path, whole: dict[str, list[float]], tmp_path: Path) -> None:
+    config = values(folder, tmp_path / "out")
+    config["tenants"][2]["optimizer"]["learning_rate"] = 1e38
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == SOME_FAILED, result.stderr
+    found = losses(result)
+    cy = json.loads(result.stdout)["ranks"][0]["tenants"][2]
+    assert cy["ended"] == "failed"
+    assert cy["cause"].startswith(f"step {len(found['cy']) + 1}: the loss is")
+    assert "cy.jsonl, line" in cy["cause"]
+    assert not (tmp_path / "out" / "cy" / "last").exists()
+    assert (found["ada"], found["bob"]) == (whole["ada"], whole["bob"])
+
+
+@pytest.mark.distributed
+def test_asked_to_stop_all_end_in_order_and_go_on_on_other_ranks(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM comes after step 2 of ``cy``; ``bob`` is in the middle of a step then, or has not begun it."""
+    out = tmp_path / "out"
+    config = write(tmp_path / "c.yaml", values(folder, out))
+    tell = StepLog.tell
+
+    def ask(self: StepLog, facts: Event) -> None:
+        tell(self, facts)
+        if self.whose.startswith("cy") and isinstance(facts, StepFacts) and facts.step == 2:
+            trying.kill_self(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepLog, "tell", ask)
+        result = run(config)
+    assert result.exit_code == STOPPED, result.stderr
+    assert "cy: stopped, " in result.stdout
+    kept = {name: kept_steps(out / name / "checkpoints") for name in whole}
+    done = {name: len(metrics(out / name)) for name in whole}
+    assert {name: steps[-1:] for name, steps in kept.items()} == {n: [d] if d else [] for n, d in done.items()}
+    assert 2 <= done["cy"] < 7
+    assert not (out / "cy" / "last").exists()
+
+    write(tmp_path / "c.yaml", halved(values(folder, out)))
+    start = trying.command(config, "--nproc-per-node", 2, "--json")
+    rest = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True)
+    assert rest.returncode == 0, rest.stderr
+    for name, own in whole.items():
+        found = metrics(out / name)
+        assert [step for step, _ in found] == list(range(1, len(own) + 1)), name
+        assert [loss for _, loss in found] == pytest.approx(own, rel=CLOSE)
+        assert (out / name / "last" / "adapter_model.safetensors").is_file()
+
+    longer = run(config, "training.batch_size=1", "bank.pad_to=32", "checkpoints.resume=never")
+    assert longer.exit_code == 2
+    assert "checkpoints.resume='never', but there is" in longer.stderr
+
+
+def test_a_tenant_that_has_ended_and_is_to_go_on_goes_on(folder: Path, tmp_path: Path) -> None:
+    """More steps than before; and another one beside it. Data that have changed refuse their tenant alone."""
+    config = values(folder, tmp_path / "out")
+    config["tenants"] = config["tenants"][:1]
+    assert run(write(tmp_path / "c.yaml", config)).exit_code == 0
+    config["tenants"][0]["training"]["max_steps"] = 5
+    config["tenants"].append({"name": "new", "data": str(folder / "cy.jsonl"), "training": {"max_steps": 1}})
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {name: len(own) for name, own in losses(result).items()} == {"ada": 2, "new": 1}
+    assert [step for step, _ in metrics(tmp_path / "out" / "ada")] == [1, 2, 3, 4, 5]
+    again = run(tmp_path / "c.yaml", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert losses(again) == {"ada": [], "new": []}
+    config["tenants"][0]["data"] = str(folder / "bob.jsonl")
+    config["tenants"][1]["training"]["max_steps"] = 2
+    other = run(write(tmp_path / "c.yaml", config), "--json")
+    assert other.exit_code == SOME_FAILED
+    ada, new = json.loads(other.stdout)["ranks"][0]["tenants"]
+    assert (ada["ended"], new["ended"], len(new["train"]["steps"])) == ("refused", "trained", 1)
+    assert "bob.jsonl: the position is one in other data" in ada["cause"]
+
+
+def test_a_sweep_trains_every_point(folder: Path, tmp_path: Path) -> None:
+    config = {key: value for key, value in values(folder, tmp_path / "out").items() if key != "tenants"}
+    config |= {
+        "data": {"train": str(folder / "ada.jsonl"), "max_length": 64},
+        "evaluation": {},
+        "sweep": {"tuning.r": [2, 4], "optimizer.learning_rate": [1e-3, 5e-3]},
+        "training": {"max_steps": 2, "batch_size": 4},
+    }
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == 0, result.stderr
+    found = losses(result)
+    assert list(found) == ["r2-lr1e-3", "r2-lr5e-3", "r4-lr1e-3", "r4-lr5e-3"]
+    assert len({own[1] for own in found.values()}) == 4, "each is another tenant"
+    for name in ("r2-lr5e-3", "r4-lr1e-3"):
+        assert alone(tmp_path / "out" / name, tmp_path / name) == pytest.approx(found[name], rel=CLOSE)
+
+
+def killed(folder: Path, config: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks, of which one is killed after so many passes."""
+    program = (
+        "from shardwise.cli.train import train_command; from tests.tenants import dying; "
+        "dying.install(); train_command()"
+    )
+    start = [sys.executable, "-c", program, str(write(tmp_path / "c.yaml", config)), "--nproc-per-node=2"]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True, cwd=root)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "goes on from the newest checkpoint of each tenant" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_killed_and_gone_on_with_on_other_ranks(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path, ranks: int
+) -> None:
+    """Two ranks, of which one is killed with SIGKILL in a pass; then one, or three, go on.
+
+    Steps have 12 rows each, so that 2, 1 and 3 ranks share them evenly: without that a step would be of another size.
+    """
+    place, other = tmp_path / "out", tmp_path / "whole"
+
+    def config(output: Path, size: int) -> dict[str, Any]:
+        found = values(folder, output) | {"checkpoints": {"every": 1, "keep": 2}}
+        for each in found["tenants"]:
+            each["training"] |= {"batch_size": 12 // size, "gradient_accumulation_steps": 1}
+        return found
+
+    uninterrupted = run(write(tmp_path / "w.yaml", config(other, 1)), "--json")
+    assert uninterrupted.exit_code == 0, uninterrupted.stderr
+    killed(folder, config(place, 2), tmp_path)
+    before = {name: kept_steps(place / name / "checkpoints")[-1:] for name in whole}
+    assert any(before.values())
+    assert not all((place / name / "last").exists() for name in whole)
+    start = trying.command(write(tmp_path / "c.yaml", config(place, ranks)), "--nproc-per-node", ranks, "--json")
+    rest = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True)
+    assert rest.returncode == 0, rest.stderr
+    for name, own in losses(uninterrupted).items():
+        found = metrics(place / name)
+        assert [step for step, _ in found] == list(range(1, len(own) + 1)), name
+        assert [loss for _, loss in found] == pytest.approx(own, rel=CLOSE)
+        assert len(kept_steps(place / name / "checkpoints")) <= 2
