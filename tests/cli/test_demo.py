@@ -38,12 +38,13 @@ def test_a_demo_cut_short_proves_the_weights_and_says_what_it_did_not_learn(tmp_
     result = subprocess.run(start, check=False, timeout=120, capture_output=True, text=True)
     assert result.returncode == 1, result.stdout + result.stderr
     parts = [line[:5] for line in result.stdout.splitlines() if line.startswith("[")]
-    assert parts == [f"[{number}/8]" for number in range(1, 9)]
+    assert parts == [f"[{number}/9]" for number in range(1, 10)]
     same = "49 tensors (47 parameters, 2 buffers), 7.51 MiB: not one bit differs"
     assert result.stdout.count(same) == 2
     assert f"loaded by transformers: {same}" in result.stdout
     assert "rank 0 of 2: read 3.38 MiB of 6.76 MiB" in result.stdout
     assert "it went on with step 16, and ended" in result.stdout
+    assert "cy alone differs by " in result.stdout
     assert verify(tmp_path / "out" / "trained").compared == 46
     assert (tmp_path / "out" / "trained" / "tokenizer.json").is_file()
     assert "it should have fallen below 2.0" in result.stdout
@@ -57,6 +58,7 @@ def test_the_demo(tmp_path: Path) -> None:
     result = run("--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "all 49 tensors bitwise those of transformers, on each of the 2 ranks" in result.stdout
+    assert "many at once: 3 LoRAs of their own ranks and data on one base; cy, trained alone" in result.stdout
 
 
 def test_the_corpus() -> None:

@@ -1,4 +1,4 @@
-"""Configurations of many tenants: what is said once, what each has otherwise, sweeps, and every fault by its place."""
+"""Configurations of many tenants: what is said once, what each has otherwise, sweeps, faults by their places."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from shardwise.tenants.config import is_of_many, tenants_of
 from shardwise.tenants.sections import TenantsConfig
 from shardwise.training.config import read_config, read_values
 from shardwise.training.sections import LoraTuning
+
+NO_NAME = (
+    "'../b' is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the first a letter or a digit, "
+    "the last no '.', and no '..'"
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tenants"
 
@@ -116,8 +121,7 @@ def test_names_tell_values(sweep, names):
             [
                 "tenants[1].name: 'a' is the name of tenants[0], too",
                 "tenants[2].name: it must be given",
-                "tenants[3].name: '../b' is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the "
-                "first a letter or a digit, the last no '.', and no '..'",
+                f"tenants[3].name: {NO_NAME}",
             ],
         ),
         (
@@ -127,7 +131,10 @@ def test_names_tell_values(sweep, names):
                 "tenants[0].sharding: it is the same for all tenants; give it once, beside them",
             ],
         ),
-        ({"data": {}, "tenants": [{"name": "a", "data": "x"}, {"name": "b"}]}, ["tenants[1].data.train: it must be given"]),
+        (
+            {"data": {}, "tenants": [{"name": "a", "data": "x"}, {"name": "b"}]},
+            ["tenants[1].data.train: it must be given"],
+        ),
         ({"data": {}, "tenants": [{"name": "a"}, {"name": "b"}]}, ["data.train: it must be given"]),
         ({"tenants": []}, ["tenants: list should have at least 1 item after validation, not 0"]),
         (
@@ -148,7 +155,10 @@ def test_names_tell_values(sweep, names):
                 "sweep.tuning.r: it must be a list of one or more values",
             ],
         ),
-        ({"sweep": {"tuning.r": [8, 8]}}, ["sweep: values come twice, or have the same names; give tenants names of their own"]),
+        (
+            {"sweep": {"tuning.r": [8, 8]}},
+            ["sweep: values come twice, or have the same names; give tenants names of their own"],
+        ),
         (
             {"tenants": [{"name": "a", "tuning": "full"}], "sharding": {"precision": "float16", "compile": True}},
             [
@@ -158,7 +168,7 @@ def test_names_tell_values(sweep, names):
             ],
         ),
     ],
-)  # fmt: skip
+)
 def test_every_fault_is_named_with_whose_it_is(more, lines):
     assert faults(**more) == lines
 

@@ -1,4 +1,4 @@
-"""A tenant's rows as portions: those of a training alone, whoever else is there and however much fits into a pass."""
+"""A tenant's rows as portions: those of a training alone, however much fits into a pass."""
 
 from __future__ import annotations
 

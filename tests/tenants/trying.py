@@ -62,7 +62,7 @@ def values(folder: Path, output: Path) -> dict[str, Any]:
 
 def write(file: Path, config: dict[str, Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
     return file
 
 

@@ -13,7 +13,10 @@ from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
 from shardwise.training.sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
 
 NEEDED = ("model=org/name", "data=chats.jsonl", "output=out")
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))
+RECIPES = sorted(
+    path for path in (Path(__file__).parents[2] / "recipes").glob("**/*.yaml") if path.parent.name != "tenants"
+)
+"""Of one training; those of many are read in ``tests/tenants``."""
 
 
 def faults(*overrides: str) -> list[str]:

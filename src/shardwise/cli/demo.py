@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.demo_part import DemoPart
+from shardwise.cli.demo_tenants import TenantsShown, show_tenants
 from shardwise.cli.launch import TRAINING, Launched, fail, read_launch, run_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.options import Ratio, Steps, TrainOptions
@@ -40,7 +42,6 @@ _STEPS = 130
 _LORA_STEPS = 30
 _KILLED_AT = 17
 _CHECKPOINT_EVERY = 5
-_PARTS = 8
 LEARNED_LOSS = 2.0
 """Nats a token; where the demo says that the model has learned. It begins near 7."""
 
@@ -77,7 +78,7 @@ class DemoOutcome:
 )
 @click.option("--steps", default=_STEPS, show_default=True, type=click.IntRange(min=1), help="Of the training.")
 def demo_command(*, out: Path, nproc_per_node: int, steps: int) -> None:
-    """Make a small model, load it on several processes, prove every weight, train and save it; then a LoRA.
+    """Make a small model, load it on several processes, prove every weight, train and save it; then LoRAs.
 
     Needs no network, no GPU and no model: everything is made in the folder OUT, in about a minute.
     """
@@ -85,13 +86,14 @@ def demo_command(*, out: Path, nproc_per_node: int, steps: int) -> None:
     try:
         outcomes = run_demo(out, nproc_per_node, steps)
         lesson = run_lesson(out)
+        tenants = show_tenants(out)
     except ShardwiseError as error:
         fail(error)
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have been ended", err=True)
         sys.exit(130)
-    faults = [*find_faults(outcomes), *lesson.faults]
-    _print_verdict(outcomes, lesson, faults, time.time() - started)
+    faults = [*find_faults(outcomes), *lesson.faults, *tenants.faults]
+    _print_verdict(outcomes, lesson, tenants, faults, time.time() - started)
     if faults:
         sys.exit(1)
 
@@ -174,7 +176,7 @@ class LessonOutcome:
 
 
 def run_lesson(out: Path) -> LessonOutcome:
-    """The last two parts of the demo: a LoRA on two processes, of which one is killed; and on one, merged."""
+    """Two more parts of the demo: a LoRA on two processes, of which one is killed; and on one, merged."""
     from shardwise.training import lesson
     from shardwise.verbs.merge_adapter import merge_adapter
 
@@ -259,25 +261,6 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     return DemoOutcome(loaded, comparison, trained, answers, saved, reloaded)
 
 
-class DemoPart:
-    """One numbered part of the demo, told on the first rank: a heading, then results and seconds."""
-
-    def __init__(self, number: int, heading: str, *, rank: int = 0, started: float | None = None) -> None:
-        self.tells = rank == 0
-        self.started = time.time() if started is None else started
-        if self.tells:
-            click.echo(f"\n[{number}/{_PARTS}] {heading}")
-
-    def say(self, line: str) -> None:
-        if self.tells:
-            click.echo(f"      {line}")
-
-    def end(self, *results: str) -> None:
-        for line in results:
-            self.say(line)
-        self.say(f"{time.time() - self.started:.1f} s")
-
-
 def prepare_folder(out: Path) -> None:
     """An empty folder for the demo. What an earlier demo left there is removed; anything else is left alone.
 
@@ -295,7 +278,7 @@ def prepare_folder(out: Path) -> None:
         if (out / "checkpoint").is_symlink():
             (out / "checkpoint").unlink()
         shutil.rmtree(out / "checkpoint", ignore_errors=True)
-        for made in ("trained", "adapter", "checkpoints", "merged"):
+        for made in ("trained", "adapter", "checkpoints", "merged", "tenants"):
             shutil.rmtree(out / made, ignore_errors=True)
         (out / "truth.pt").unlink(missing_ok=True)
         (out / "checkpoint").mkdir()
@@ -341,7 +324,11 @@ def _describe(comparison: Comparison) -> str:
 
 
 def _print_verdict(
-    outcomes: Sequence[DemoOutcome], lesson: LessonOutcome, faults: Sequence[str], seconds: float
+    outcomes: Sequence[DemoOutcome],
+    lesson: LessonOutcome,
+    tenants: TenantsShown,
+    faults: Sequence[str],
+    seconds: float,
 ) -> None:
     first = outcomes[0]
     losses = first.trained.losses
@@ -365,4 +352,5 @@ def _print_verdict(
         f"  - going on: a LoRA, killed on 2 processes after step {_KILLED_AT}, went on in 1 with step "
         f"{lesson.learned.trained.steps[0].step}; merged, it answers alike"
     )
+    click.echo(f"  - many at once: {tenants}")
     click.echo(f"The trained model is in {first.saved.directory}, and with the LoRA in {lesson.directory}.")

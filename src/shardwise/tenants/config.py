@@ -119,7 +119,9 @@ def _over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**shared}
     for key, value in own.items():
         before = merged.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and "adapter" in value:
+            merged[key] = {"method": before.get("method"), **value}  # an adapter has a config of its own
+        elif isinstance(before, Mapping) and isinstance(value, Mapping):
             either = _EITHER.get(key, set())
             dropped = either if either & value.keys() else set()
             merged[key] = _over({name: each for name, each in before.items() if name not in dropped}, value)

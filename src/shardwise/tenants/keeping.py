@@ -1,6 +1,6 @@
 """Keeps what a tenant goes on from: its state in the bank, its position in its data, how far it has come.
 
-[Note: When a tenant's checkpoint counts] Step 120 of a tenant is kept in ``checkpoints/step-120`` of its folder.
+[Note: When a tenant's checkpoint counts] Step 120 of a tenant is kept in ``states/step-120`` of its folder.
 The bank's own files come first, in one commit of their own; ``progress.json`` comes last, and by it the checkpoint
 counts. It goes first when a checkpoint is removed. So a kill at any moment leaves the one before, and a checkpoint
 is never of two steps.
@@ -37,6 +37,24 @@ class KeptProgress:
     progress: TrainingProgress
     position: Mapping[str, int]
     """In its data, behind the step."""
+    tuning: Mapping[str, Any]
+    """What its LoRA is, as configured."""
+
+    def require_tuning(self, name: str, tuning: Mapping[str, Any]) -> None:
+        """Refuse to go on as another LoRA.
+
+        Raises:
+            ConfigError: naming what differs.
+        """
+        keys = sorted({*self.tuning, *tuning})
+        others = [key for key in keys if self.tuning.get(key) != tuning.get(key)]
+        if others:
+            told = ", ".join(
+                f"tuning.{key} {self.tuning.get(key)} then and {tuning.get(key)} now" for key in others
+            )
+            raise ConfigError(
+                f"what {name!r} has kept is of another LoRA ({told}); go on with the same, or give it another name"
+            )
 
 
 class TenantKeeper:
@@ -63,7 +81,7 @@ class TenantKeeper:
         """
         place = self.folder / name_of(kept.progress.step)
         _save_state(world, bank, name, place)
-        told = {"progress": kept.progress.to_dict(), "position": dict(kept.position)}
+        told = {"progress": kept.progress.to_dict(), "position": dict(kept.position), "tuning": dict(kept.tuning)}
 
         def let_count() -> None:
             with open_writer(place) as writer:
@@ -137,13 +155,14 @@ def _read_progress(file: Path) -> KeptProgress:
         told: Any = json.loads(file.read_bytes())
         progress = TrainingProgress.from_dict(told["progress"])
         position = {str(key): int(value) for key, value in told["position"].items()}
+        tuning = dict(told["tuning"].items())
     except OSError as error:
         raise StorageError(f"{file}: it cannot be read ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: it does not say how far a tenant has come ({error})") from error
     if progress.step < 0 or math.isnan(progress.best_loss):
         raise ConfigError(f"{file}: it does not say how far a tenant has come")
-    return KeptProgress(progress, position)
+    return KeptProgress(progress, position, tuning)
 
 
 def _remove(place: Path) -> None:

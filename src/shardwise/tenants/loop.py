@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.errors import RankLostError, TrainingError
+from shardwise.errors import RankLostError, StorageError, TrainingError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
+from shardwise.report.save_report import SaveReport
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.trainee import Trainee
 from shardwise.tenants.turns import line_after, next_pass
@@ -54,7 +55,7 @@ class TurnLoop:
 
         Raises:
             RankLostError: a rank is lost, or has run out of memory.
-            StorageError: something cannot be written.
+            StorageError: metrics cannot be written.
             ShardwiseError: the base itself has failed.
         """
 
@@ -79,6 +80,7 @@ class TurnLoop:
             self._pass(line)
         for name in list(self._line):
             self._do(name, lambda trainee: trainee.keep(self.bank))
+        for name in list(self._line):
             self._end(name, Ended.STOPPED)
         self._hear()
 
@@ -99,16 +101,17 @@ class TurnLoop:
         trainee = self.trainees[name]
         try:
             what(trainee)
-            if trainee.is_done:
-                self._end(name, Ended.TRAINED)
-        except TrainingError as error:
+            saved = trainee.leave(self.bank) if trainee.is_done else None
+        except (TrainingError, StorageError) as error:
             self.bank.remove(name)
-            self._end(name, Ended.FAILED, str(error))
+            self._end(name, Ended.FAILED, cause=str(error))
+        else:
+            if saved is not None:
+                self._end(name, Ended.TRAINED, saved=saved)
 
-    def _end(self, name: str, ended: Ended, cause: str = "") -> None:
-        """A tenant leaves the line; one that has come to its end is saved, and leaves the bank."""
+    def _end(self, name: str, ended: Ended, *, cause: str = "", saved: SaveReport | None = None) -> None:
+        """A tenant leaves the line, and what it has read is forgotten."""
         trainee = self.trainees.pop(name)
-        saved = trainee.leave(self.bank) if ended is Ended.TRAINED else None
         self._line.remove(name)
         self._ended[name] = trainee.report(ended, cause, saved)
         self._failure = self._failure or trainee.failure

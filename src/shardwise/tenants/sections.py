@@ -19,7 +19,7 @@ class BankSection(Section):
     they are. Rows are padded to a multiple of ``pad_to``. ``backend`` is how adapters are computed.
     """
 
-    tokens_per_pass: Count = 8192
+    tokens_per_pass: Count = 4096
     pad_to: Count = 64
     backend: Literal["fewest_products", "looped", "grouped"] = "fewest_products"
 

@@ -142,7 +142,11 @@ class TenantsSession:
                 stop=stop,
                 when_stuck=when_stuck,
             )
-            ended = loop.go()
+            try:
+                ended = loop.go()
+            finally:
+                for trainee in self.trainees:
+                    trainee.close()
         told = {report.name: report for report in ended}
         told |= {name: TenantReport(name, Ended.REFUSED, cause) for name, cause in self.refused.items()}
         return [told[name] for name in self.config.tenants]
@@ -164,8 +168,8 @@ def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> _Row
     output = Path(config.output.directory)
     require_place(str(output / "last"))
     is_own = section.resume in ("auto", "never")
-    elsewhere = None if is_own else Path(section.resume) / output.name / "checkpoints"
-    keeper = TenantKeeper(output / "checkpoints", elsewhere, keep=section.keep)
+    elsewhere = None if is_own else Path(section.resume) / output.name / "states"
+    keeper = TenantKeeper(output / "states", elsewhere, keep=section.keep)
     source = world.from_first(keeper.newest)
     if source is not None and section.resume == "never":
         raise ConfigError(

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -124,6 +124,10 @@ class Trainee:
         return bool(self._window)
 
     @property
+    def _tuning(self) -> dict[str, Any]:
+        return self.config.tuning.model_dump(mode="json", exclude={"placement"})
+
+    @property
     def output(self) -> Path:
         return Path(self.config.output.directory)
 
@@ -138,6 +142,7 @@ class Trainee:
         start = time.perf_counter()
         kept = None if source is None else self.keeper.read(self.world, source)
         if kept is not None:
+            kept.require_tuning(self.name, self._tuning)
             self.world.together(lambda: self.steps.load_state_dict(kept.position))
             self.progress, self._position = kept.progress, self.steps.state_dict()
         self.kept_step, self.total = self.step, len(self.steps)
@@ -280,7 +285,7 @@ class Trainee:
         if self.step <= self.kept_step:
             return
         start = time.perf_counter()
-        self.keeper.save(self.world, bank, self.name, KeptProgress(self.progress, self._position))
+        self.keeper.save(self.world, bank, self.name, KeptProgress(self.progress, self._position, self._tuning))
         self.kept_step = self.step
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 
@@ -307,10 +312,14 @@ class Trainee:
         for facts in self._early:
             self._tell(facts)
 
-    def report(self, ended: Ended, cause: str = "", saved: SaveReport | None = None) -> TenantReport:
-        """What it did, as seen by this rank; there is no more to be told then."""
+    def close(self) -> None:
+        """There is no more to be told."""
         for listener in self._listeners:
             listener.close()
+
+    def report(self, ended: Ended, cause: str = "", saved: SaveReport | None = None) -> TenantReport:
+        """What it did, as seen by this rank; there is no more to be told."""
+        self.close()
         trained = TrainReport(
             rank=self.world.rank,
             world_size=self.world.size,
