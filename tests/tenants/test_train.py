@@ -184,6 +184,11 @@ def test_a_tenant_that_has_ended_and_is_to_go_on_goes_on(folder: Path, tmp_path:
     again = run(tmp_path / "c.yaml", "--json")
     assert again.exit_code == 0, again.stderr
     assert losses(again) == {"ada": [], "new": []}
+    elsewhere = run(
+        tmp_path / "c.yaml", f"output={tmp_path / 'two'}", f"checkpoints.resume={tmp_path / 'out'}", "--json"
+    )
+    assert losses(elsewhere) == {"ada": [], "new": []}
+    assert (tmp_path / "two" / "ada" / "last" / "adapter_model.safetensors").is_file()
     config["tenants"][0]["data"] = str(folder / "bob.jsonl")
     config["tenants"][1]["training"]["max_steps"] = 2
     other = run(write(tmp_path / "c.yaml", config), "--json")
@@ -260,3 +265,39 @@ def test_killed_and_gone_on_with_on_other_ranks(
         assert [step for step, _ in found] == list(range(1, len(own) + 1)), name
         assert [loss for _, loss in found] == pytest.approx(own, rel=CLOSE)
         assert len(kept_steps(place / name / "states")) <= 2
+
+
+@pytest.mark.parametrize("name", ["tenants", "sweep"])
+def test_a_recipe_runs_offline_on_what_it_ships(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    changes = (f"model={folder / 'model'}", f"output={tmp_path / 'out'}", "training.epochs=1")
+    result = run(f"recipes/tenants/{name}.yaml", *changes, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = losses(result)
+    assert len(found) == (3 if name == "tenants" else 6)
+    assert all(own[-1] < own[0] for own in found.values() if len(own) > 8)
+    assert all((tmp_path / "out" / each / "last" / "adapter_model.safetensors").is_file() for each in found)
+
+
+def test_a_tenant_begins_with_an_adapter_that_is_there(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path
+) -> None:
+    """Its config counts, whatever is said for all; evaluation before and after are those of a training alone."""
+    config = values(folder, tmp_path / "out")
+    config["tenants"] = [
+        {
+            "name": "more",
+            "data": str(folder / "bob.jsonl"),
+            "tuning": {"adapter": str(folder / "whole" / "bob" / "last")},
+            "training": {"max_steps": 2},
+            "evaluation": {"data": str(folder / "ada.jsonl")},
+        }
+    ]
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == 0, result.stderr
+    [first, *_] = losses(result)["more"]
+    assert first < whole["bob"][0] - 0.1
+    assert alone(tmp_path / "out" / "more", tmp_path / "alone") == pytest.approx(losses(result)["more"], rel=CLOSE)
+    assert json.loads((tmp_path / "out" / "more" / "last" / "adapter_config.json").read_text())["r"] == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.tenants.turns import Waiting, line_after, next_pass
+from shardwise.tenants.turns import Waiting, next_pass, queue_after
 
 BUDGET = 512
 LENGTHS = st.sampled_from([64, 128, 192, 512])
@@ -24,18 +24,18 @@ TENANTS = st.lists(st.lists(portions(), min_size=1, max_size=6), min_size=1, max
 
 def passes(tenants: list[list[tuple[int, int]]]) -> list[list[Waiting]]:
     """All passes until everybody's portions are gone."""
-    line = [f"t{number}" for number in range(len(tenants))]
-    left = {name: list(own) for name, own in zip(line, tenants, strict=True)}
+    queue = [f"t{number}" for number in range(len(tenants))]
+    left = {name: list(own) for name, own in zip(queue, tenants, strict=True)}
     gone = []
-    while line:
-        waiting = [Waiting(name, *left[name][0]) for name in line]
+    while queue:
+        waiting = [Waiting(name, *left[name][0]) for name in queue]
         taken = next_pass(waiting, BUDGET)
         assert taken, "somebody is always first"
         gone.append([each for each in waiting if each.name in taken])
-        line = line_after(line, taken)
+        queue = queue_after(queue, taken)
         for name in taken:
             left[name].pop(0)
-        line = [name for name in line if left[name]]
+        queue = [name for name in queue if left[name]]
     return gone
 
 
@@ -71,13 +71,13 @@ def _gaps(name: str, gone: list[list[Waiting]]) -> list[int]:
 
 
 def test_short_rows_do_not_wait_for_long_ones_to_be_padded():
-    line = [Waiting("long", 1, 512), Waiting("a", 2, 64), Waiting("b", 4, 64), Waiting("c", 4, 64)]
-    assert next_pass(line, 512) == ["long"]
-    assert next_pass(line[1:], 512) == ["a", "b"], "c does not fit beside them, and is first then"
-    assert next_pass(line[1:], 1024) == ["a", "b", "c"]
+    queue = [Waiting("long", 1, 512), Waiting("a", 2, 64), Waiting("b", 4, 64), Waiting("c", 4, 64)]
+    assert next_pass(queue, 512) == ["long"]
+    assert next_pass(queue[1:], 512) == ["a", "b"], "c does not fit beside them, and is first then"
+    assert next_pass(queue[1:], 1024) == ["a", "b", "c"]
 
 
 def test_a_portion_without_rows_goes_along_with_any_pass():
-    line = [Waiting("none", 0, 0), Waiting("long", 1, 512), Waiting("short", 1, 64)]
-    assert next_pass(line, 512) == ["none", "long"]
-    assert next_pass(line[:1], 512) == ["none"]
+    queue = [Waiting("none", 0, 0), Waiting("long", 1, 512), Waiting("short", 1, 64)]
+    assert next_pass(queue, 512) == ["none", "long"]
+    assert next_pass(queue[:1], 512) == ["none"]

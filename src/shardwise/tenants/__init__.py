@@ -4,7 +4,7 @@
 its own alone (``portions``): whoever else is there, it gets the same portions one after the other. Which tenants'
 portions go through the base together is decided for one pass at a time (``turns``): whoever is first in turn, and
 those behind it that have rows of the same padded length and fit into the budget of tokens. All that have gone go to
-the end of the line. So each pass has one length, nobody is padded to another's, and nobody waits for more passes
+the end of the queue. So each pass has one length, nobody is padded to another's, and nobody waits for more passes
 than there are others. The decision is taken of numbers that every rank has, so all ranks take the same one without
 a word.
 

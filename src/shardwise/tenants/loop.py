@@ -1,4 +1,4 @@
-"""The line of tenants, pass by pass, until all have come to their ends or are asked to stop."""
+"""The queue of tenants, pass by pass, until all have come to their ends or are asked to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.report.save_report import SaveReport
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.trainee import Trainee
-from shardwise.tenants.turns import line_after, next_pass
+from shardwise.tenants.turns import next_pass, queue_after
 from shardwise.training.stopping import StopRequest
 
 
@@ -46,7 +46,7 @@ class TurnLoop:
         self.passes = 0
         self.is_stopping = False
         self._names = tuple(self.trainees)
-        self._line = list(self._names)
+        self._queue = list(self._names)
         self._failure: Exception | None = None
         self._ended: dict[str, TenantReport] = {}
 
@@ -70,26 +70,26 @@ class TurnLoop:
         return [self._ended[name] for name in self._names]
 
     def _train(self) -> None:
-        for name in list(self._line):
+        for name in list(self._queue):
             self._do(name, lambda trainee: trainee.catch_up(self.bank))
-        while self._line:
+        while self._queue:
             self._hear()
-            line = [name for name in self._line if not self.is_stopping or self.trainees[name].is_in_window]
-            if not line:
+            queue = [name for name in self._queue if not self.is_stopping or self.trainees[name].is_in_window]
+            if not queue:
                 break
-            self._pass(line)
-        for name in list(self._line):
+            self._pass(queue)
+        for name in list(self._queue):
             self._do(name, lambda trainee: trainee.keep(self.bank))
-        for name in list(self._line):
+        for name in list(self._queue):
             self._end(name, Ended.STOPPED)
         self._hear()
 
-    def _pass(self, line: Sequence[str]) -> None:
+    def _pass(self, queue: Sequence[str]) -> None:
         """Those whose turn it is go through the base; of these, those whose windows are full take their steps."""
-        taken = next_pass([self.trainees[name].waiting() for name in line], self.tokens_per_pass)
+        taken = next_pass([self.trainees[name].waiting() for name in queue], self.tokens_per_pass)
         told = self.bank.forward_backward([(name, self.trainees[name].rows()) for name in taken])
         self.passes += 1
-        self._line = line_after(self._line, taken)
+        self._queue = queue_after(self._queue, taken)
         for name in taken:
             trainee = self.trainees[name]
             trainee.note(told.tenants[name])
@@ -110,9 +110,9 @@ class TurnLoop:
                 self._end(name, Ended.TRAINED, saved=saved)
 
     def _end(self, name: str, ended: Ended, *, cause: str = "", saved: SaveReport | None = None) -> None:
-        """A tenant leaves the line, and what it has read is forgotten."""
+        """A tenant leaves the queue, and what it has read is forgotten."""
         trainee = self.trainees.pop(name)
-        self._line.remove(name)
+        self._queue.remove(name)
         self._ended[name] = trainee.report(ended, cause, saved)
         self._failure = self._failure or trainee.failure
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A tenant in the line, and its next portion; the same value on every rank.
+    """A tenant in the queue, and its next portion; the same value on every rank.
 
     ``rows`` are those of the rank with the most, ``tokens`` what each is padded to; 0 of a portion without rows.
     """
@@ -23,15 +23,15 @@ class Waiting:
         return self.rows * self.tokens
 
 
-def next_pass(line: Sequence[Waiting], tokens_per_pass: int) -> list[str]:
-    """Who goes through the base together: the first in line, and whoever behind it fits.
+def next_pass(queue: Sequence[Waiting], tokens_per_pass: int) -> list[str]:
+    """Who goes through the base together: the first in the queue, and whoever behind it fits.
 
     They have rows of one padded length, and cost no more than the budget together; the first goes in any case.
     Portions without rows cost nothing, and go along.
     """
-    leader = next((each for each in line if each.cost), None)
+    leader = next((each for each in queue if each.cost), None)
     taken, left = [], tokens_per_pass
-    for each in line:
+    for each in queue:
         if not each.cost:
             taken.append(each.name)
         elif leader is not None and each.tokens == leader.tokens and (each is leader or each.cost <= left):
@@ -40,7 +40,7 @@ def next_pass(line: Sequence[Waiting], tokens_per_pass: int) -> list[str]:
     return taken
 
 
-def line_after(line: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """The line once some have had their turn: they go to its end, in their order."""
+def queue_after(queue: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """The queue once some have had their turn: they go to its end, in their order."""
     gone = set(taken)
-    return [name for name in line if name not in gone] + [name for name in line if name in gone]
+    return [name for name in queue if name not in gone] + [name for name in queue if name in gone]
