@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from tests.tenants import on_ranks, trying
 from tests.tenants.trying import alone, halved, losses, metrics, run, values, write
@@ -64,13 +65,31 @@ def test_each_tenant_is_as_trained_alone_by_the_command(
 def test_who_else_is_there_changes_nothing_of_a_tenant(
     folder: Path, whole: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    """One alone in the bank, and with a budget that cuts its steps into other portions."""
-    for tokens in (256, 128):
-        config = values(folder, tmp_path / str(tokens)) | {"bank": {"tokens_per_pass": tokens}}
-        config["tenants"] = [each for each in config["tenants"] if each["name"] == "bob"]
+    """One alone in the bank; with a budget that cuts its steps into other portions; and with dropout."""
+
+    def trained(tokens: int, names: str, dropout: float = 0.0) -> list[float]:
+        config = values(folder, tmp_path / f"{tokens}-{names}-{dropout}") | {"bank": {"tokens_per_pass": tokens}}
+        config["tenants"] = [each for each in config["tenants"] if each["name"] in names]
+        for each in config["tenants"]:
+            each["tuning"] = each.get("tuning", {}) | {"lora_dropout": dropout}
         result = run(write(tmp_path / "c.yaml", config), "--json")
         assert result.exit_code == 0, result.stderr
-        assert losses(result)["bob"] == pytest.approx(whole["bob"], rel=1e-7 if tokens == 256 else CLOSE)
+        return losses(result)["bob"]
+
+    assert trained(256, "bob") == pytest.approx(whole["bob"], rel=1e-7)
+    assert trained(128, "bob") == pytest.approx(whole["bob"], rel=CLOSE)
+    dropped = trained(256, "bob", 0.2)
+    assert dropped == pytest.approx(trained(256, "ada bob cy", 0.2), rel=1e-7)
+    assert dropped != pytest.approx(whole["bob"], rel=1e-3)
+
+
+def test_what_is_computed_in_bfloat16_is_near(folder: Path, whole: dict[str, list[float]], tmp_path: Path) -> None:
+    config = values(folder, tmp_path / "out") | {"sharding": {"precision": "bfloat16"}}
+    result = run(write(tmp_path / "c.yaml", config), "bank.backend=looped", "--json")
+    assert result.exit_code == 0, result.stderr
+    for name, own in whole.items():
+        assert losses(result)[name] == pytest.approx(own, rel=0.02)
+        assert losses(result)[name] != own
 
 
 @pytest.mark.distributed
@@ -133,6 +152,36 @@ def test_a_tenant_that_fails_ends_alone(folder: Path, whole: dict[str, list[floa
     assert "cy.jsonl, line" in cy["cause"]
     assert not (tmp_path / "out" / "cy" / "last").exists()
     assert (found["ada"], found["bob"]) == (whole["ada"], whole["bob"])
+
+
+@pytest.mark.parametrize("tokens", [64])
+def test_a_tenant_whose_rows_break_a_pass_off_ends_alone(
+    folder: Path, whole: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """Whether others are in that pass or not: in 64 tokens there is room for one row."""
+    config = values(folder, tmp_path / "out") | {"bank": {"tokens_per_pass": tokens}}
+    bad = tiny.write_rows(
+        tmp_path / "bad.jsonl", *[tiny.chat("Hi", "Ho" * (n % 3)) for n in range(1, 8)], {"text": "~"}
+    )
+    config["tenants"][2]["data"] = str(bad)
+    unbearable = tiny.tokenizer()("~")["input_ids"][0]
+    forward = torch.nn.Embedding.forward
+
+    def look(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        if bool((ids == unbearable).any()):
+            raise ValueError("not this token")
+        return forward(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", look)
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == SOME_FAILED, result.stderr
+    cy = json.loads(result.stdout)["ranks"][0]["tenants"][2]
+    assert cy["ended"] == "failed"
+    assert "not this token" in cy["cause"]
+    found = losses(result)
+    for name in ("ada", "bob"):
+        assert found[name] == pytest.approx(whole[name], rel=CLOSE)
+        assert (tmp_path / "out" / name / "last" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.distributed

@@ -65,7 +65,7 @@ class TenantsShown:
         )
 
 
-class _Silent:
+class _NoListener:
     """A listener who says nothing."""
 
     def tell(self, facts: Event) -> None: ...
@@ -97,7 +97,7 @@ def train_quietly(config: TenantsConfig) -> list[TenantReport]:
     from shardwise.tenants.session import TenantsSession
     from shardwise.training.stopping import StopRequest
 
-    return TenantsSession.begin(config).train(lambda trainee: _Silent(), StopRequest())
+    return TenantsSession.begin(config).train(lambda trainee: _NoListener(), StopRequest())
 
 
 def _values(out: Path) -> dict[str, Any]:

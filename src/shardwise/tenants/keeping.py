@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.bank.adapter_bank import AdapterBank
+from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
 from shardwise.checkpoints.folder import name_of
 from shardwise.engines.save_options import SaveOptions
 from shardwise.errors import ConfigError, StorageError
@@ -99,14 +99,18 @@ class TenantKeeper:
         """
         return world.from_first(lambda: _read_progress(place / PROGRESS))
 
-    def restore(self, world: World, bank: AdapterBank, name: str, place: Path) -> None:
-        """Give a tenant, created as it was, the state that is kept there. Collective: yes.
+    def restore(self, bank: AdapterBank, name: str, place: Path, keywords: TenantKeywords) -> None:
+        """Add a tenant that goes on from what is kept there. Collective: yes. If it fails, there is no such tenant.
 
         Raises:
-            ConfigError: it is that of another one.
-            StorageError: it cannot be read.
+            ShardwiseError: as of :meth:`~shardwise.bank.adapter_bank.AdapterBank.load`.
         """
-        _load_state(world, bank, name, place)
+        bank.load(name, place, **keywords)
+        try:
+            World.current().together(lambda: _load_state(bank, name, place))
+        except BaseException:
+            bank.remove(name)
+            raise
 
 
 def kept_steps(folder: Path) -> list[int]:
@@ -135,17 +139,14 @@ def _save_state(world: World, bank: AdapterBank, name: str, place: Path) -> None
     bank.save(name, place, options=SaveOptions(progress=False))
 
 
-def _load_state(world: World, bank: AdapterBank, name: str, place: Path) -> None:
-    """The reverse. Collective: yes."""
-
-    def load() -> None:
-        try:
-            state = torch.load(place / _STATE, weights_only=True, map_location="cpu")
-        except OSError as error:
-            raise StorageError(f"{place / _STATE}: it cannot be read ({error.strerror or error})") from error
-        bank.load_state_dict(name, state)
-
-    world.together(load)
+def _load_state(bank: AdapterBank, name: str, place: Path) -> None:
+    """The reverse."""
+    try:
+        state = torch.load(place / _STATE, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise StorageError(f"{place / _STATE}: it cannot be read ({error.strerror or error})") from error
+    # Words of a config that was read are others than of one that was given; the matrices' shapes are compared.
+    bank.load_state_dict(name, {**state, "config": bank.state_dict(name)["config"]})
 
 
 def _read_progress(file: Path) -> KeptProgress:

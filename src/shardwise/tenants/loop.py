@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.bank.adapter_bank import AdapterBank
-from shardwise.errors import RankLostError, StorageError, TrainingError
+from shardwise.errors import DisagreementError, RankLostError, ShardwiseError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.report.save_report import SaveReport
@@ -87,10 +87,18 @@ class TurnLoop:
     def _pass(self, queue: Sequence[str]) -> None:
         """Those whose turn it is go through the base; of these, those whose windows are full take their steps."""
         taken = next_pass([self.trainees[name].waiting() for name in queue], self.tokens_per_pass)
-        told = self.bank.forward_backward([(name, self.trainees[name].rows()) for name in taken])
-        self.passes += 1
         self._queue = queue_after(self._queue, taken)
-        for name in taken:
+        try:
+            told = self.bank.forward_backward([(name, self.trainees[name].rows()) for name in taken])
+        except (RankLostError, DisagreementError):
+            raise
+        except ShardwiseError as error:
+            if len(taken) > 1:  # each of them alone, or none: it is not of one's rows
+                raise
+            self._fail(taken[0], error)
+            return
+        self.passes += 1
+        for name in told.tenants:
             trainee = self.trainees[name]
             trainee.note(told.tenants[name])
             if trainee.is_due:
@@ -102,12 +110,17 @@ class TurnLoop:
         try:
             what(trainee)
             saved = trainee.leave(self.bank) if trainee.is_done else None
-        except (TrainingError, StorageError) as error:
-            self.bank.remove(name)
-            self._end(name, Ended.FAILED, cause=str(error))
+        except (RankLostError, DisagreementError):
+            raise
+        except ShardwiseError as error:
+            self._fail(name, error)
         else:
             if saved is not None:
                 self._end(name, Ended.TRAINED, saved=saved)
+
+    def _fail(self, name: str, error: ShardwiseError) -> None:
+        self.bank.remove(name)
+        self._end(name, Ended.FAILED, cause=str(error))
 
     def _end(self, name: str, ended: Ended, *, cause: str = "", saved: SaveReport | None = None) -> None:
         """A tenant leaves the queue, and what it has read is forgotten."""

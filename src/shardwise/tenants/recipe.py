@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.training.checkpoints import GroupSettings, settings_of
 from shardwise.training.options import TrainOptions
 from shardwise.training.parts import TrainedPart
 from shardwise.training.recipe import make_schedule, schedule_from
@@ -41,6 +42,8 @@ class OwnOptimizer:
         self._options = options
         self._total_steps = total_steps
         self._optimizer: Optimizer | None = None
+        self.asked: GroupSettings = {}
+        """What the optimizer was made with, which a state that it goes on from may overrule."""
 
     def optimizer_of(self, parameters: list[nn.Parameter]) -> Optimizer:
         options = self._options
@@ -54,6 +57,7 @@ class OwnOptimizer:
         return self._optimizer
 
     def schedule_of(self, optimizer: Optimizer) -> ScheduleOfLength:
+        self.asked = settings_of([self.part])
         return ScheduleOfLength(optimizer, self._options, self._total_steps)
 
     @property

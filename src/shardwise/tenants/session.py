@@ -29,7 +29,7 @@ from shardwise.tenants.loop import TurnLoop
 from shardwise.tenants.portions import PassBudget
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
-from shardwise.tenants.trainee import TenantListener, Trainee
+from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
 from shardwise.training.configured import sharding_of
 from shardwise.training.data import TrainData
 from shardwise.training.metrics import MetricsFile
@@ -100,12 +100,15 @@ class TenantsSession:
             return cls(config, world.rank, world.size, None, None, (), refused)
         model, loaded = _load_base(shared, tokenizer)
         bank = AdapterBank(model, backend=_backend_of(config.bank), pad_to=config.bank.pad_to)
-        budget = PassBudget(config.bank.tokens_per_pass, config.bank.pad_to, bank.longest)
-        device = computing_device(next(model.parameters()))
+        ground = CommonGround(
+            world,
+            computing_device(next(model.parameters())),
+            PassBudget(config.bank.tokens_per_pass, config.bank.pad_to, bank.longest),
+        )
         trainees = []
         for name, each in rows.items():
             try:
-                trainees.append(_joined(name, config.tenants[name], each, world, model, bank, device, budget))
+                trainees.append(_joined(name, config.tenants[name], each, model, bank, ground))
             except _ALONE as error:
                 refused[name] = str(error)
         return cls(config, world.rank, world.size, loaded, bank, tuple(trainees), refused)
@@ -208,11 +211,9 @@ def _joined(
     name: str,
     config: TrainConfig,
     rows: _Rows,
-    world: World,
     model: PreTrainedModel,
     bank: AdapterBank,
-    device: torch.device,
-    budget: PassBudget,
+    ground: CommonGround,
 ) -> Trainee:
     """A tenant in the bank. Collective: yes.
 
@@ -222,9 +223,7 @@ def _joined(
     for found in (rows.data, rows.held_out):
         if found is not None:
             require_embeddings(model, found)
-    trainee = Trainee(
-        name, config, rows.data, rows.held_out, rows.keeper, world=world, device=device, budget=budget
-    )
+    trainee = Trainee(name, config, rows.data, rows.held_out, rows.keeper, ground)
     trainee.join(bank, rows.source)
     return trainee
 

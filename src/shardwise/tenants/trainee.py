@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from shardwise.tenants.portions import (
 from shardwise.tenants.recipe import OwnOptimizer
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.turns import Waiting
-from shardwise.training.checkpoints import TrainingProgress, overruled, settings_of
+from shardwise.training.checkpoints import TrainingProgress, overruled
 from shardwise.training.clipping import reduced
 from shardwise.training.configured import tuning_of
 from shardwise.training.data import TrainData
@@ -57,6 +57,21 @@ class TenantListener(Protocol):
     def close(self) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CommonGround:
+    """What all tenants of a bank are trained on.
+
+    Attributes:
+        world: the ranks.
+        device: of the base.
+        budget: of a pass.
+    """
+
+    world: World
+    device: torch.device
+    budget: PassBudget
+
+
 class Trainee:
     """A tenant of a bank that is trained as its configuration says.
 
@@ -73,10 +88,7 @@ class Trainee:
         data: TrainData,
         held_out: TrainData | None,
         keeper: TenantKeeper,
-        *,
-        world: World,
-        device: torch.device,
-        budget: PassBudget,
+        ground: CommonGround,
     ) -> None:
         self.name = name
         self.config = config
@@ -84,12 +96,13 @@ class Trainee:
         self.data = data
         self.held_out = held_out
         self.keeper = keeper
-        self.world = world
-        self.device = device
-        self.steps = OwnSteps(data, self.options, ranks=world.size, budget=budget)
+        self.world = ground.world
+        self.ground = ground
+        ranks, budget = self.world.size, ground.budget
+        self.steps = OwnSteps(data, self.options, ranks=ranks, budget=budget)
         size = config.evaluation.batch_size or config.training.batch_size
         self._looked_at = (
-            [] if held_out is None else evaluation_portions(held_out, size, ranks=world.size, budget=budget)
+            [] if held_out is None else evaluation_portions(held_out, size, ranks=ranks, budget=budget)
         )
         self.progress = TrainingProgress()
         self.kept_step = 0
@@ -148,24 +161,24 @@ class Trainee:
         self.kept_step, self.total = self.step, len(self.steps)
         self._next_step = iter(self.steps)
         own = OwnOptimizer(self.name, self.options, self.total)
+        if source is None:
+            self._begin(bank, own)
+        else:
+            self.keeper.restore(bank, self.name, source, self._keywords(own))
+        self.trained_count = bank.trained_counts()[self.name]
+        self._began = time.perf_counter()
+        if source is not None:
+            self._tell(CheckpointFacts(self.step, self._began - start, "restored", f"restored {source}"))
+            self._remark(overruled(own.part, own.asked))
+
+    def _begin(self, bank: AdapterBank, own: OwnOptimizer) -> None:
+        """Become a tenant with a new LoRA, or one that is there. Collective: yes."""
         tuning = self.world.together(lambda: tuning_of(self.config.tuning))
         if isinstance(tuning, ExistingLora):
             bank.load(self.name, tuning.directory, **self._keywords(own))
         else:
             assert isinstance(tuning, Lora)
             bank.create(self.name, tuning.config, **self._keywords(own))
-        try:
-            asked = settings_of([own.part])
-            if source is not None:
-                self.keeper.restore(self.world, bank, self.name, source)
-        except BaseException:
-            bank.remove(self.name)
-            raise
-        self.trained_count = bank.trained_counts()[self.name]
-        self._began = time.perf_counter()
-        if source is not None:
-            self._tell(CheckpointFacts(self.step, self._began - start, "restored", f"restored {source}"))
-            self._remark(overruled(own.part, asked))
 
     def _keywords(self, own: OwnOptimizer) -> TenantKeywords:
         return {
@@ -228,7 +241,7 @@ class Trainee:
             tokens=sum(portion.own_tokens for portion, _ in window),
             supervised_tokens=learned,
             seconds=now - self._began,
-            memory_bytes=peak_memory(self.device),
+            memory_bytes=peak_memory(self.ground.device),
             epoch=self.steps.epochs_done,
         )
         self._began = now
