@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.cli.tenants import SOME_FAILED
 from shardwise.cli.training_log import STOPPED, StepLog
+from shardwise.tenants.config import tenants_of
 from shardwise.tenants.keeping import kept_steps
+from shardwise.tenants.session import TenantsSession
 from shardwise.training.report import Event, StepFacts
+from shardwise.training.stopping import StopRequest
 
 CLOSE = 1e-5
 """Relative. Rows of a training alone are padded to the longest of a batch, those of a tenant to a multiple; and
@@ -100,6 +105,7 @@ def test_on_two_ranks_beside_some_that_are_broken(
     broken = tiny.write_rows(tmp_path / "broken.jsonl", tiny.chat("Hi", "Ho"), "{")
     empty = tiny.write_rows(tmp_path / "empty.jsonl", tiny.chat("Hi" * 40, "Ho"))
     config = halved(values(folder, tmp_path / "out"))
+    config["bank"]["optimizer_state"] = "sharded"
     config["tenants"][1:1] = [
         {"name": "gone", "data": str(tmp_path / "none.jsonl")},
         {"name": "broken", "data": str(broken)},
@@ -352,3 +358,24 @@ def test_a_tenant_begins_with_an_adapter_that_is_there(
     assert first < whole["bob"][0] - 0.1
     assert alone(tmp_path / "out" / "more", tmp_path / "alone") == pytest.approx(losses(result)["more"], rel=CLOSE)
     assert json.loads((tmp_path / "out" / "more" / "last" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_the_memory_of_a_tenant_that_has_ended_is_free(folder: Path, tmp_path: Path) -> None:
+    session = TenantsSession.begin(tenants_of(values(folder, tmp_path / "out")))
+    assert session.bank is not None
+    bank, numbers = session.bank, [weakref.ref(tenant.flat) for tenant in session.bank._tenants.values()]
+    seen: list[tuple[tuple[str, ...], list[bool]]] = []
+
+    class Looking:
+        def tell(self, facts: Event) -> None:
+            if isinstance(facts, StepFacts) and facts.step == 7:
+                gc.collect()
+                seen.append((bank.names, [number() is None for number in numbers]))
+
+        def close(self) -> None: ...
+
+    session.train(lambda trainee: Looking(), StopRequest())
+    [(names, are_gone)] = seen
+    assert "ada" not in names
+    assert are_gone == [name not in names for name in ("ada", "bob", "cy")]
+    assert bank.names == ()

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
+from shardwise.bank.results import BeginsAnew
 from shardwise.checkpoints.folder import name_of
 from shardwise.engines.save_options import SaveOptions
-from shardwise.errors import ConfigError, StorageError
+from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.storage.writing.opening import open_writer
 from shardwise.training.checkpoints import TrainingProgress
 
 PROGRESS = "progress.json"
-_STATE = "training_state.pt"
 _MAX_BYTES = 1 << 20
 
 
@@ -80,7 +78,7 @@ class TenantKeeper:
             ShardwiseError: as of a save; the checkpoints before are as they were.
         """
         place = self.folder / name_of(kept.progress.step)
-        _save_state(world, bank, name, place)
+        bank.save(name, place, options=SaveOptions(progress=False))
         told = {"progress": kept.progress.to_dict(), "position": dict(kept.position), "tuning": dict(kept.tuning)}
 
         def let_count() -> None:
@@ -103,14 +101,13 @@ class TenantKeeper:
         """Add a tenant that goes on from what is kept there. Collective: yes. If it fails, there is no such tenant.
 
         Raises:
+            FormatError: nothing of a training is kept there.
             ShardwiseError: as of :meth:`~shardwise.bank.adapter_bank.AdapterBank.load`.
         """
-        bank.load(name, place, **keywords)
-        try:
-            World.current().together(lambda: _load_state(bank, name, place))
-        except BaseException:
+        started = bank.load(name, place, **keywords)
+        if isinstance(started, BeginsAnew):
             bank.remove(name)
-            raise
+            raise FormatError(f"{place}: there is no state of a training to go on from ({started.why})")
 
 
 def kept_steps(folder: Path) -> list[int]:
@@ -121,32 +118,6 @@ def kept_steps(folder: Path) -> list[int]:
         return []
     steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
     return sorted(step for step in steps if (folder / name_of(step) / PROGRESS).is_file())
-
-
-def _save_state(world: World, bank: AdapterBank, name: str, place: Path) -> None:
-    """The state of a tenant in the bank, into a folder. Collective: yes."""
-
-    def write() -> None:
-        fresh = place / f"{_STATE}.new"
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            torch.save(bank.state_dict(name), fresh)
-            fresh.replace(place / _STATE)
-        except OSError as error:
-            raise StorageError(f"{fresh}: it cannot be written ({error.strerror or error})") from error
-
-    world.from_first(write)
-    bank.save(name, place, options=SaveOptions(progress=False))
-
-
-def _load_state(bank: AdapterBank, name: str, place: Path) -> None:
-    """The reverse."""
-    try:
-        state = torch.load(place / _STATE, weights_only=True, map_location="cpu")
-    except OSError as error:
-        raise StorageError(f"{place / _STATE}: it cannot be read ({error.strerror or error})") from error
-    # Words of a config that was read are others than of one that was given; the matrices' shapes are compared.
-    bank.load_state_dict(name, {**state, "config": bank.state_dict(name)["config"]})
 
 
 def _read_progress(file: Path) -> KeptProgress:

@@ -16,12 +16,14 @@ class BankSection(Section):
     """How tenants share the base.
 
     ``tokens_per_pass`` is the most tokens, padding included, that a rank takes through the base at once, whosever
-    they are. Rows are padded to a multiple of ``pad_to``. ``backend`` is how adapters are computed.
+    they are. Rows are padded to a multiple of ``pad_to``. ``backend`` is how adapters are computed. What optimizers
+    keep is whole on every rank, or a slice on each.
     """
 
     tokens_per_pass: Count = 4096
     pad_to: Count = 64
     backend: Literal["fewest_products", "looped", "grouped"] = "fewest_products"
+    optimizer_state: Literal["whole", "sharded"] = "whole"
 
 
 class ManySection(Section):

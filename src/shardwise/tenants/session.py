@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.backends import BackendChoice, FewestProducts, GroupedAlways, LoopedAlways
+from shardwise.bank.moments import ShardedMoments, WholeMoments
 from shardwise.errors import (
     ConfigError,
     CoverageError,
@@ -104,6 +105,7 @@ class TenantsSession:
             world,
             computing_device(next(model.parameters())),
             PassBudget(config.bank.tokens_per_pass, config.bank.pad_to, bank.longest),
+            ShardedMoments() if config.bank.optimizer_state == "sharded" else WholeMoments(),
         )
         trainees = []
         for name, each in rows.items():

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.bank.adapter_bank import AdapterBank, TenantKeywords
+from shardwise.bank.moments import Moments
 from shardwise.bank.results import TenantLoss
 from shardwise.bank.rows import RowTensors
-from shardwise.engines.save_options import CompareWithMemory, SaveOptions
+from shardwise.engines.save_options import CompareWithMemory, MatricesOnly, SaveOptions
 from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.report.save_report import SaveReport
@@ -65,11 +66,13 @@ class CommonGround:
         world: the ranks.
         device: of the base.
         budget: of a pass.
+        moments: on which ranks is what optimizers keep.
     """
 
     world: World
     device: torch.device
     budget: PassBudget
+    moments: Moments
 
 
 class Trainee:
@@ -175,7 +178,7 @@ class Trainee:
         """Become a tenant with a new LoRA, or one that is there. Collective: yes."""
         tuning = self.world.together(lambda: tuning_of(self.config.tuning))
         if isinstance(tuning, ExistingLora):
-            bank.load(self.name, tuning.directory, **self._keywords(own))
+            bank.load(self.name, tuning.directory, state=MatricesOnly(), **self._keywords(own))
         else:
             assert isinstance(tuning, Lora)
             bank.create(self.name, tuning.config, **self._keywords(own))
@@ -187,6 +190,7 @@ class Trainee:
             "max_grad_norm": self.options.max_grad_norm,
             "accumulation": self.steps.portions_per_step,
             "seed": self.options.seed,
+            "optimizer_state": self.ground.moments,
         }
 
     # ── its steps ─────────────────────────────────────────────────────────────────────────────────
@@ -312,6 +316,7 @@ class Trainee:
         return bank.save(
             self.name,
             self.output / name,
+            state=MatricesOnly(),
             dtype=self.config.output.dtype,
             verify=CompareWithMemory(),
             options=SaveOptions(progress=False),
