@@ -160,7 +160,7 @@ def test_a_tenant_that_fails_ends_alone(folder: Path, whole: dict[str, list[floa
     assert (found["ada"], found["bob"]) == (whole["ada"], whole["bob"])
 
 
-@pytest.mark.parametrize("tokens", [64])
+@pytest.mark.parametrize("tokens", [256, 64])
 def test_a_tenant_whose_rows_break_a_pass_off_ends_alone(
     folder: Path, whole: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.errors import DisagreementError, RankLostError, ShardwiseError
@@ -98,8 +98,7 @@ class TurnLoop:
             self._fail(taken[0], error)
             return
         self.passes += 1
-        failures: Mapping[str, ShardwiseError] = getattr(told, "failures", {})
-        for name, cause in failures.items():
+        for name, cause in told.failures.items():
             self._fail(name, cause)
         for name in told.tenants:
             trainee = self.trainees[name]
