@@ -34,7 +34,7 @@ IN_FLIGHT = 8
 
 def ours(url: str, file: str, ranges: list[tuple[int, int]], memory: memoryview) -> None:
     """Into the buffer, by the reader that loads use."""
-    from shardwise.storage.reading.remote import RemoteReader
+    from shardwise.storage.reading.remote_reader import RemoteReader
 
     with RemoteReader(url, concurrency=IN_FLIGHT) as reader, ThreadPoolExecutor(IN_FLIGHT) as pool:
         list(pool.map(lambda item: reader.read_into(file, item[0], memory[item[0] : item[1]]), ranges))

@@ -101,7 +101,7 @@ def plan_once(wanted: Shape) -> dict[str, float]:
     from shardwise.layout import Origin, TensorKind
     from shardwise.models import build, initialize, wrap
     from shardwise.models import transformers_compat as compat
-    from shardwise.models.rules import bind
+    from shardwise.models.key_conversions import bind
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrap import Sharding
     from shardwise.planning.loads.consent import Consent, Refuse
@@ -162,7 +162,7 @@ class _Clock:
 def _index(wanted: Shape) -> Any:
     """The index of a checkpoint of this shape that nobody has written."""
     from shardwise.formats.checkpoint_index import CheckpointIndex
-    from shardwise.formats.safetensors import TensorEntry
+    from shardwise.formats.safetensors_header import TensorEntry
     from shardwise.tensors.dtypes import dtype_named
 
     bf16 = dtype_named("BF16")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise
 from shardwise.engines.forecasting import _plan as plan_of_all_ranks
 from shardwise.engines.outline import config_of, outline
-from shardwise.engines.tuned import made_ready
+from shardwise.engines.tuning_arguments import made_ready
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Destination, Placer, arrange

@@ -5,8 +5,8 @@ from shardwise import report as report
 from shardwise import storage as storage
 from shardwise.bank.adapter_bank import AdapterBank as AdapterBank
 from shardwise.checkpoints.checkpointer import Checkpointer as Checkpointer
-from shardwise.checkpoints.reopened import verify as verify
 from shardwise.checkpoints.state import TrainState as TrainState
+from shardwise.checkpoints.verify import verify as verify
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError
 from shardwise.errors import CoverageError as CoverageError
@@ -33,7 +33,7 @@ from shardwise.verbs.optimizer_state import set_optimizer_state as set_optimizer
 from shardwise.verbs.plan import plan as plan
 from shardwise.verbs.pretrained import from_pretrained as from_pretrained
 from shardwise.verbs.save import save as save
-from shardwise.verbs.save import save_adapter as save_adapter
+from shardwise.verbs.save_adapter import save_adapter as save_adapter
 from shardwise.verbs.shard import shard as shard
 from shardwise.verbs.state import model_state as model_state
 from shardwise.verbs.state import set_model_state as set_model_state

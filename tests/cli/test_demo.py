@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from shardwise import verify
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
 from shardwise.report.forecast import RankForecast
@@ -19,7 +20,6 @@ from shardwise.report.save_report import SaveReport
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
 from shardwise.training.rows import Chat, read_rows
-from shardwise.verbs.reopen import verify
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters

@@ -12,7 +12,7 @@ from tests import zoo
 
 from shardwise.cli import main
 from shardwise.models import reference
-from shardwise.verbs.verify import verify_load
+from shardwise.verbs.verify_load import verify_load
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_difference_is_found_and_named(mixtral, monkeypatch):
 
 def test_a_buffer_that_differs_is_found(mixtral, monkeypatch):
     monkeypatch.setattr(
-        "shardwise.engines.verifying.reference_buffers",
+        "shardwise.engines.verifying_load.reference_buffers",
         lambda model: {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()},
     )
     assert verify_load(str(mixtral)).unequal == (

@@ -32,7 +32,7 @@ from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.formats.composed import Joined, View, Whole, tiling
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.tensors import Box
 from shardwise.testing import HttpStore
 

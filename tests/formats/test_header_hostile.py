@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.formats.building import file_of, file_with, tensor
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.safetensors import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
+from shardwise.formats.safetensors_header import MAX_HEADER_BYTES, FileHeader, parse_header, read_header
 from shardwise.storage.reading.memory import MemoryReader
 
 ONE = b'"data_offsets":[0,1]'

@@ -22,7 +22,7 @@ from shardwise.formats import checkpoint_index
 from shardwise.formats.checkpoint_index import holds_optimizer, open_checkpoint, open_state
 from shardwise.formats.composed import MAX_DIMS, Joined, View, Whole, tiling
 from shardwise.formats.pickles import read_pickle
-from shardwise.formats.safetensors import read_header
+from shardwise.formats.safetensors_header import read_header
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
 from shardwise.formats.torch_values import TORCH_FILE
 from shardwise.formats.two_checkpoints import beside

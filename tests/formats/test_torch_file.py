@@ -16,7 +16,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.testing import HttpStore
 
 

@@ -17,8 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardwise.errors import StorageError
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading import fsspec_transport
-from shardwise.storage.reading.remote import RemoteReader
-from shardwise.storage.reading.retries import Retries
+from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading.retry_policy import Retries
 
 CONTENT = bytes(range(256)) * 40
 QUICK = Retries(attempts=3, first_wait_s=0.001, longest_wait_s=0.01, timeout_s=0.2)

@@ -13,7 +13,7 @@ from tests.storage.object_store import ObjectStore
 
 from shardwise.errors import ConfigError, StorageError
 from shardwise.storage.policies import LOCAL_WRITES
-from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.storage.writing import fsspec_writer
 from shardwise.storage.writing.fsspec_writer import FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.testing import HttpStore, HttpStoreProcess
 from shardwise.testing.http_store import Status
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.remote import RemoteReader
-from shardwise.storage.reading.retries import Retries
+from shardwise.storage.reading.remote_reader import RemoteReader
+from shardwise.storage.reading.retry_policy import Retries
 
 CONTENT = bytes(range(256)) * 1000
 

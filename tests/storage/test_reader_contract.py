@@ -14,7 +14,7 @@ from shardwise.storage.contract import StorageReader
 from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
-from shardwise.storage.reading.remote import RemoteReader
+from shardwise.storage.reading.remote_reader import RemoteReader
 from shardwise.testing import HttpStore, StorageReaderSuite
 from shardwise.testing.storage_suite import MakeReader
 

@@ -29,8 +29,8 @@ from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import ShardedGradients, WholeGradients
 from shardwise.training.batches import Batch
 from shardwise.training.clipping import clip_gradients
-from shardwise.training.evaluation import evaluating, generate
 from shardwise.training.forward import Forward
+from shardwise.training.generation import evaluating, generate
 from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
 from shardwise.training.options import TrainOptions
 from shardwise.training.recipe import parts_of

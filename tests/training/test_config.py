@@ -9,8 +9,8 @@ import yaml
 
 from shardwise.errors import ConfigError
 from shardwise.training.config import config_of, known_keys, read_config
+from shardwise.training.config_sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
 
 NEEDED = ("model=org/name", "data=chats.jsonl", "output=out")
 RECIPES = sorted(

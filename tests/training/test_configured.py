@@ -26,11 +26,11 @@ from shardwise.models.policies import (
 from shardwise.training.accumulation import ShardedGradients, WholeGradients
 from shardwise.training.batches import Flattened, Packed, Padded
 from shardwise.training.config import read_config
-from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
+from shardwise.training.config_sections import TrainConfig
+from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import ModelRequest, load_model
-from shardwise.training.sections import TrainConfig
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
 
 

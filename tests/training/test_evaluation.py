@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.training import stepping
 
-from shardwise.training.evaluation import evaluating, generate
+from shardwise.training.generation import evaluating, generate
 
 
 @pytest.mark.distributed

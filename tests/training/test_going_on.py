@@ -28,9 +28,9 @@ from shardwise.models.replicated import average_replicated_gradients
 from shardwise.training.batches import Padded, evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, TrainingProgress
 from shardwise.training.data import TrainData, read_data
+from shardwise.training.evaluation_rows import Evaluation, evaluate
 from shardwise.training.forward import Forward
 from shardwise.training.loader import step_loader
-from shardwise.training.looking import Evaluation, evaluate
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, Trackers
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.training.batches import IGNORED, Batch
-from shardwise.training.evaluation import evaluating
+from shardwise.training.generation import evaluating
 from shardwise.training.losses import (
     ChunkedLogits,
     LossInChunks,

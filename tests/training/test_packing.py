@@ -28,9 +28,9 @@ from shardwise.training.batches import (
     pack,
 )
 from shardwise.training.data import TrainData, read_data
+from shardwise.training.evaluation_rows import evaluate
 from shardwise.training.forward import Forward
 from shardwise.training.loader import step_loader
-from shardwise.training.looking import evaluate
 from shardwise.training.loop import train
 from shardwise.training.masking import Example
 from shardwise.training.options import Epochs, TrainOptions

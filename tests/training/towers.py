@@ -23,9 +23,9 @@ from shardwise.models.replicated import average_replicated_gradients
 from shardwise.training.batches import IGNORED, Batch, EvaluationBatches, Padded, evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.data import read_data
+from shardwise.training.evaluation_rows import Evaluation, evaluate
 from shardwise.training.forward import Forward
 from shardwise.training.loader import StepLoader, step_loader
-from shardwise.training.looking import Evaluation, evaluate
 from shardwise.training.loop import train
 from shardwise.training.options import Steps, TrainOptions
 from shardwise.training.parts import OwnParts, TrainedPart

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings
 from shardwise.models.selection import Everything, Selection
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.tuned import Tuned
+from shardwise.tuning.ready_model import Tuned
 
 
 @dataclass(frozen=True)

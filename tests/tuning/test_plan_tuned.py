@@ -17,7 +17,7 @@ from tests.tuning.test_tune import ALL_LINEAR, COPIES, DORA, NARROW
 import shardwise
 from shardwise import ConfigError, ExistingLora, Freeze, Full, Lora
 from shardwise.cli.main import main
-from shardwise.engines.tuned import tuning_named
+from shardwise.engines.tuning_arguments import tuning_named
 from shardwise.options import Replicated
 
 TUNINGS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.safetensors import TensorEntry
+from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType
 

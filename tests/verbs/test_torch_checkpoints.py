@@ -20,7 +20,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 import shardwise
 from shardwise import ConfigError, CoverageError, FormatError
 from shardwise.models import pretrained
-from shardwise.verbs.verify import verify_load
+from shardwise.verbs.verify_load import verify_load
 
 SIZES = [1, 3]
 

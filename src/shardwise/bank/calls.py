@@ -34,7 +34,7 @@ from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
-from shardwise.training.evaluation import evaluating
+from shardwise.training.generation import evaluating
 
 T = TypeVar("T")
 R = TypeVar("R")

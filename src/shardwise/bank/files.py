@@ -52,7 +52,7 @@ from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.formats.adapter_training import TRAINING_KEY, training_beside
-from shardwise.formats.safetensors import read_header
+from shardwise.formats.safetensors_header import read_header
 from shardwise.interchange.accelerate_reading import set_from_files, stored_values
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
@@ -127,7 +127,7 @@ def save_tenant(
 
     Raises:
         ConfigError: the optimizer or the schedule has what is no plain data.
-        ShardwiseError: as of :func:`~shardwise.verbs.save.save_adapter`.
+        ShardwiseError: as of :func:`~shardwise.verbs.save_adapter.save_adapter`.
     """
     _agree(world, tenant.name, state)
     whole = world.together(lambda: lent(model, tenant))

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoints import randomness
+from shardwise.checkpoints.fingerprint_check import Witness
 from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
 from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
 from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
-from shardwise.checkpoints.witness import Witness
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions

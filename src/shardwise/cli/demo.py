@@ -25,8 +25,8 @@ from shardwise.training.report import StepFacts
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
+    from shardwise.training.demo_lora import Learned
     from shardwise.training.example import Comparison
-    from shardwise.training.lesson import Learned
     from shardwise.training.report import Event, TrainReport
 
 CORPUS = Path(str(resources.files("shardwise.cli"))) / "data" / "facts.jsonl"
@@ -177,7 +177,7 @@ class LessonOutcome:
 
 def run_lesson(out: Path) -> LessonOutcome:
     """Two more parts of the demo: a LoRA on two processes, of which one is killed; and on one, merged."""
-    from shardwise.training import lesson
+    from shardwise.training import demo_lora as lesson
     from shardwise.verbs.merge_adapter import merge_adapter
 
     rows, adapter, merged = out / "new.jsonl", out / "adapter", out / "merged"

@@ -79,7 +79,7 @@ def plan_command(
     from shardwise.cli.launch import fail
     from shardwise.engines.forecasting import PlanOptions, sharding_named
     from shardwise.engines.tenant_forecasts import tenants_named
-    from shardwise.engines.tuned import tuning_named
+    from shardwise.engines.tuning_arguments import tuning_named
     from shardwise.verbs.plan import plan
 
     try:

@@ -19,8 +19,8 @@ from shardwise.errors import ConfigError, ShardwiseError
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
+    from shardwise.training.config_sections import TrainConfig
     from shardwise.training.report import TrainReport
-    from shardwise.training.sections import TrainConfig
 
 _EPILOG = """\
 \b

@@ -41,7 +41,7 @@ def verify_command(
     from shardwise.cli.launch import fail, run_ranks
 
     if ranks is None:
-        from shardwise.checkpoints.reopened import verify
+        from shardwise.checkpoints.verify import verify
 
         try:
             found = verify(model)
@@ -62,6 +62,6 @@ def verify_command(
 
 def _verify(model: str, dtype: str, revision: str | None, trust: bool) -> object:  # noqa: FBT001 - runs on a rank
     from shardwise.storage.hub import HubOptions
-    from shardwise.verbs.verify import verify_load
+    from shardwise.verbs.verify_load import verify_load
 
     return verify_load(model, dtype=dtype, hub=HubOptions(revision=revision), trust_remote_code=trust)

@@ -21,7 +21,7 @@ from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
-from shardwise.engines.tuned import alike, made_ready, resizing
+from shardwise.engines.tuning_arguments import alike, made_ready, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.execution.ranks.messages import OddRanks
@@ -44,7 +44,7 @@ from shardwise.storage.reading.opening import OpenStorage, open_storage
 from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full
-from shardwise.tuning.tuned import Tuned
+from shardwise.tuning.ready_model import Tuned
 
 _CONFIGS = ("config.json", "generation_config.json")
 

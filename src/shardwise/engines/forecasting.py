@@ -23,7 +23,7 @@ from shardwise.engines.opening import at_one_commit
 from shardwise.engines.outline import Outline, config_of, outline, rules_of
 from shardwise.engines.pretrained_options import FilledOptions, consent_of
 from shardwise.engines.tenant_forecasts import tenant_shapes
-from shardwise.engines.tuned import made_ready, resizing
+from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
@@ -65,7 +65,7 @@ from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full, Lora
-from shardwise.tuning.tuned import Tuned
+from shardwise.tuning.ready_model import Tuned
 
 _SHORT_READ_BYTES = 64 << 10
 """Reads that are shorter than this on average, and many, are worth a note."""

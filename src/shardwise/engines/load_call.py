@@ -17,7 +17,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
 from shardwise.models import pretrained
 from shardwise.models.initialize import BufferRules
-from shardwise.models.rules import bind
+from shardwise.models.key_conversions import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.stored import stored_tensors

@@ -15,7 +15,7 @@ from shardwise.engines import offline
 from shardwise.engines.adapters import beside_of, weights_in
 from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.errors import CoverageError, FormatError
-from shardwise.execution.reading.edited import edited
+from shardwise.execution.reading.adapter_merge import edited
 from shardwise.execution.reading.outgoing import Outgoing
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
@@ -26,9 +26,9 @@ from shardwise.formats.two_checkpoints import beside
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
+from shardwise.models.key_conversions import assign_keys
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
 from shardwise.models.revert import Output
-from shardwise.models.rules import assign_keys
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import (
     Edit,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.engines.load_options import LoadOptions
-from shardwise.engines.tuned import TunedOptions
+from shardwise.engines.tuning_arguments import TunedOptions
 from shardwise.models.initialize import BufferRules
 from shardwise.models.wrap import Sharding
 from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse

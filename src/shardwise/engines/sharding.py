@@ -24,7 +24,7 @@ from shardwise.models import wrap
 from shardwise.models.groups import group_parameters
 from shardwise.models.placement import is_sharded, refuse_unmovable
 from shardwise.models.rebind import Bound, look_at
-from shardwise.models.trained import TrainedDtype
+from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom

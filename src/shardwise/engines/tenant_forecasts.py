@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.engines.tuned import tuning_named
+from shardwise.engines.tuning_arguments import tuning_named
 from shardwise.errors import ConfigError
 from shardwise.models.build import build_on_meta
 from shardwise.planning.forecasts.tenants import AdaptedLinear, TenantShape

@@ -12,7 +12,7 @@ import re
 from typing import Final
 
 from shardwise.errors import FormatError
-from shardwise.formats.safetensors import FileHeader, read_header
+from shardwise.formats.safetensors_header import FileHeader, read_header
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 

@@ -14,9 +14,9 @@ from shardwise.errors import FormatError, StorageError
 from shardwise.formats.composed import Composed, ComposedPart, FoundTensor, Joined, StoredView, View, Whole, tiling
 from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
 from shardwise.formats.faults import FormatFaults
-from shardwise.formats.safetensors import FileHeader, TensorEntry, read_header
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
 from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
+from shardwise.formats.safetensors_header import FileHeader, TensorEntry, read_header
 from shardwise.formats.selection import FileSelection, Layout, is_there, select, variant_in, where_models_are
 from shardwise.formats.torch_file import TorchFileContents, read_torch_file
 from shardwise.formats.wrappers import Path, WrapperChoice, choose_model

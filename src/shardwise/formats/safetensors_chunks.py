@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from shardwise.errors import FormatError
 from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor, StoredView
-from shardwise.formats.safetensors import FileHeader, TensorEntry
+from shardwise.formats.safetensors_header import FileHeader, TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.names import shown
 from shardwise.tensors import Strided

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from shardwise.engines import offline
-from shardwise.engines.reopening import reopened
+from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
@@ -254,7 +254,7 @@ def _read_back(out: Path, streamed: WrittenTensors, named: NamedOutputs, file_fo
         damaged = [key for key, value in streamed.fingerprints.items() if found.get(key) != value]
         compared = len(found)
     else:
-        report = reopened(out)
+        report = verify_files(out)
         damaged, compared = list(report.damaged), report.compared
     if damaged or compared != len(streamed.fingerprints):
         raise StorageError(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from transformers import PreTrainedModel
 
 from shardwise.models import transformers_compat as compat
-from shardwise.models.rules import assign_keys
+from shardwise.models.key_conversions import assign_keys
 
 
 class WholeTensors:

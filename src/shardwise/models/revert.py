@@ -15,8 +15,8 @@ from shardwise.layout import ModelLayout, TensorLayout
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import tree_map, without_data
 from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.key_conversions import ModelFacade
 from shardwise.models.pretrained import is_pretrained
-from shardwise.models.rules import ModelFacade
 from shardwise.models.tracer import NotStructural, Recorded
 from shardwise.tensors import DType, numel
 

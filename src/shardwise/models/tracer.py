@@ -2,7 +2,7 @@
 
 A :class:`Recorded` tensor has no data; its ``expression`` says which stored elements it stands for. Every aten
 operation that only moves elements yields another recorded tensor; anything else raises :class:`NotStructural`, and
-the caller decides (see :mod:`shardwise.models.rules`).
+the caller decides (see :mod:`shardwise.models.key_conversions`).
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ from shardwise.models.policies import NoSplitModules as NoSplitModules
 from shardwise.models.policies import WholeModel as WholeModel
 from shardwise.models.selection import AdapterOnly as AdapterOnly
 from shardwise.models.selection import Everything as Everything
-from shardwise.models.trained import AsItIs as AsItIs
-from shardwise.models.trained import Upcast as Upcast
+from shardwise.models.trained_dtype import AsItIs as AsItIs
+from shardwise.models.trained_dtype import Upcast as Upcast
 from shardwise.models.vocabulary import Drawn as Drawn
 from shardwise.models.vocabulary import MeanOfRows as MeanOfRows
 from shardwise.models.vocabulary import ResizeVocab as ResizeVocab

@@ -21,8 +21,8 @@ from shardwise.storage.reading.local import LocalReader as LocalReader
 from shardwise.storage.reading.memory import MemoryReader as MemoryReader
 from shardwise.storage.reading.opening import OpenStorage as OpenStorage
 from shardwise.storage.reading.opening import open_storage as open_storage
-from shardwise.storage.reading.remote import RemoteReader as RemoteReader
-from shardwise.storage.reading.retries import Retries as Retries
+from shardwise.storage.reading.remote_reader import RemoteReader as RemoteReader
+from shardwise.storage.reading.retry_policy import Retries as Retries
 from shardwise.storage.urls import is_url as is_url
 from shardwise.storage.writing.fsspec_writer import FsspecWriter as FsspecWriter
 from shardwise.storage.writing.local_writer import LocalWriter as LocalWriter

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import Field, model_validator
 
-from shardwise.training.sections import Count, Section, TrainConfig
+from shardwise.training.config_sections import Count, Section, TrainConfig
 
 
 class BankSection(Section):

@@ -31,7 +31,8 @@ from shardwise.tenants.portions import PassBudget
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
-from shardwise.training.configured import sharding_of
+from shardwise.training.config_sections import TrainConfig
+from shardwise.training.config_values import sharding_of
 from shardwise.training.data import TrainData
 from shardwise.training.metrics import MetricsFile
 from shardwise.training.prepare import (
@@ -41,7 +42,6 @@ from shardwise.training.prepare import (
     require_place,
     set_attention,
 )
-from shardwise.training.sections import TrainConfig
 from shardwise.training.session import read_rows, write_config
 from shardwise.training.stopping import StopRequest
 from shardwise.verbs.pretrained import from_pretrained

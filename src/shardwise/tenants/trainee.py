@@ -33,7 +33,8 @@ from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.turns import Waiting
 from shardwise.training.checkpoints import TrainingProgress, overruled
 from shardwise.training.clipping import reduced
-from shardwise.training.configured import tuning_of
+from shardwise.training.config_sections import TrainConfig
+from shardwise.training.config_values import tuning_of
 from shardwise.training.data import TrainData
 from shardwise.training.loop import peak_memory
 from shardwise.training.report import (
@@ -44,7 +45,6 @@ from shardwise.training.report import (
     StepFacts,
     TrainReport,
 )
-from shardwise.training.sections import TrainConfig
 from shardwise.tuning.modes import ExistingLora, Lora
 
 _SHOWN_ROWS = 20

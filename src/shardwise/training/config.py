@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.training.sections import Section, TrainConfig
+from shardwise.training.config_sections import Section, TrainConfig
 
 _SHORT = {"model": "name", "tuning": "method", "data": "train", "output": "directory", "schedule": "name"}
 """Sections that may be given as the value of one of their keys: ``model: Qwen/Qwen3-0.6B``."""

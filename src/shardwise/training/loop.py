@@ -30,8 +30,8 @@ from shardwise.training.checkpoints import (
     settings_of,
     state_of,
 )
+from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation, evaluate, rows_to_blame
 from shardwise.training.forward import Forward, computing_in
-from shardwise.training.looking import Evaluating, Evaluation, NoEvaluation, evaluate, rows_to_blame
 from shardwise.training.losses import prepare_loss
 from shardwise.training.recipe import Recipe, parts_of, trained_parameters
 from shardwise.training.report import (

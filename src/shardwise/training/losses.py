@@ -28,9 +28,9 @@ from shardwise.execution.ranks.world import World
 from shardwise.models.placement import computing_device, root_of
 from shardwise.models.view import canonical
 from shardwise.training.batches import IGNORED, Batch
-from shardwise.training.evaluation import evaluating
+from shardwise.training.forward_overrides import remembered, with_forward
+from shardwise.training.generation import evaluating
 from shardwise.training.recorded_logits import LogitsStep, RecordedLogits, StandIn
-from shardwise.training.remembered import remembered, with_forward
 from shardwise.training.router_loss import require_router_loss, with_router_loss
 
 

@@ -16,6 +16,7 @@ from shardwise.engines.opening import open_everywhere, read_index, resolve_every
 from shardwise.engines.pretrained_options import Later, PretrainedOptions
 from shardwise.engines.save_options import CompareWithMemory, SaveOptions
 from shardwise.engines.saving import require_writable
+from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
@@ -30,14 +31,14 @@ from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
 from shardwise.training.batches import BatchLayout, Flattened, Padded, flatten, pack
 from shardwise.training.data import TrainData
-from shardwise.training.evaluation import evaluating
 from shardwise.training.forward import computing_in
+from shardwise.training.generation import evaluating
 from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
 from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.pretrained import from_pretrained
-from shardwise.verbs.reopen import verify
-from shardwise.verbs.save import save, save_adapter
+from shardwise.verbs.save import save
+from shardwise.verbs.save_adapter import save_adapter
 
 
 def load_tokenizer(
@@ -278,7 +279,8 @@ def keep(
     Collective: yes, over the default process group.
 
     Raises:
-        ShardwiseError: as :func:`~shardwise.verbs.save.save` and :func:`~shardwise.verbs.reopen.verify`.
+        ShardwiseError: as :func:`~shardwise.verbs.save.save`, and
+            :func:`~shardwise.engines.verifying_files.verify_files`.
     """
     compared, quiet = CompareWithMemory(), SaveOptions(progress=False)
     if has_adapters(model):
@@ -292,7 +294,7 @@ def keep(
         verify=compared,
         options=quiet,
     )
-    found = World.current().from_first(lambda: verify(directory))
+    found = World.current().from_first(lambda: verify_files(directory))
     if not found.is_sound:
         raise StorageError(f"{directory}: what was saved is damaged already: {found.damaged[0]}; check the disk")
     return report

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import computing_device
 from shardwise.training.batches import IGNORED, Batch
-from shardwise.training.evaluation import evaluating
+from shardwise.training.generation import evaluating
 
 _NAMES = ("router_aux_loss_coef", "aux_loss_coef")
 _TRIED_TOKENS = 8

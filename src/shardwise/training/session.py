@@ -23,10 +23,11 @@ from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.training.batches import evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.configured import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
+from shardwise.training.config_sections import DataSection, EvaluationSection, TrainConfig
+from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
 from shardwise.training.data import Malformed, RefuseRows, SkipRows, TrainData, read_data
+from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation
 from shardwise.training.loader import StepLoader, step_loader
-from shardwise.training.looking import Evaluating, Evaluation, NoEvaluation
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
 from shardwise.training.prepare import (
@@ -43,7 +44,6 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
-from shardwise.training.sections import DataSection, EvaluationSection, TrainConfig
 from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
 

@@ -10,7 +10,7 @@ from shardwise.errors import RankLostError
 from shardwise.training.accumulation import Accumulation, WholeGradients
 from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import Checkpointing, NoCheckpoints
-from shardwise.training.looking import Evaluating, NoEvaluation
+from shardwise.training.evaluation_rows import Evaluating, NoEvaluation
 from shardwise.training.losses import LossChoice, WholeLogits
 from shardwise.training.stopping import StopRequest
 

@@ -17,8 +17,8 @@ from shardwise.models.modules import parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter, match_adapter
+from shardwise.tuning.ready_model import Tuned
 from shardwise.tuning.selecting import matches, near
-from shardwise.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
     from peft import LoraConfig

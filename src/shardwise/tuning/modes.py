@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.conversion import Bindings
     from shardwise.models.selection import Selection
     from shardwise.tuning.existing import Adapter
-    from shardwise.tuning.tuned import Tuned
+    from shardwise.tuning.ready_model import Tuned
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class Full(_OfTheModel):
     """All that the model's class trains."""
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
-        from shardwise.tuning.tuned import Tuned
+        from shardwise.tuning.ready_model import Tuned
 
         return Tuned(base, base, bindings)
 
@@ -111,8 +111,8 @@ class Freeze(_OfTheModel):
             raise ConfigError("Freeze() trains nothing; pass trainable_layers=n (the last n), or extra_modules")
 
     def prepare(self, base: PreTrainedModel, bindings: Bindings, _adapters: Mapping[str, Adapter]) -> Tuned:
+        from shardwise.tuning.ready_model import Tuned
         from shardwise.tuning.selecting import freeze
-        from shardwise.tuning.tuned import Tuned
 
         freeze(base, self)
         return Tuned(base, base, bindings)

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings
 from shardwise.errors import ConfigError
 from shardwise.models.modules import parameters_of, take_after, walk
-from shardwise.models.trained import TrainedDtype
+from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import look_inside
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Tuning
-from shardwise.tuning.tuned import Tuned
+from shardwise.tuning.ready_model import Tuned
 
 
 def tune(

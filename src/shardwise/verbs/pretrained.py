@@ -46,7 +46,7 @@ def from_pretrained(
     group), and reads its own bytes. Returns the model in evaluation mode, as transformers does, or the model and
     the :class:`~shardwise.report.LoadReport` with ``output_loading_info=True``.
 
-    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.engines.tuned.TunedOptions` and
+    Keyword arguments: see :class:`PretrainedOptions`, :class:`~shardwise.engines.tuning_arguments.TunedOptions` and
     :class:`~shardwise.engines.outline.ModelOptions`.
 
     Collective: yes, over ``options.process_group`` (default: all ranks), whose ranks are those of the mesh.

@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 from shardwise.errors import ConfigError, DisagreementError, RankLostError
 from shardwise.execution.ranks.keys import KeyStore
 from shardwise.execution.ranks.liveness import Pulses
-from shardwise.execution.ranks.talk import Talk
+from shardwise.execution.ranks.lost_ranks import Talk
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from shardwise.conversion import (
     skeleton,
 )
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.safetensors import TensorEntry
+from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.loads.schedule import aligned, firsts_of_requests, segments_of
 from shardwise.planning.loads.staging import ComputingShare, staging_within

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import StorageError
-from shardwise.storage.reading.retries import Retries
+from shardwise.storage.reading.retry_policy import Retries
 from shardwise.storage.reading.transport import PASSING_STATUSES, FileState, PermanentFault, TransientFault, changed
 from shardwise.storage.urls import scheme_of, without_secrets
 

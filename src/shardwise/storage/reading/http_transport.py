@@ -22,7 +22,7 @@ from shardwise.storage.reading.http_answers import (
     unexpected_answer,
     version_in,
 )
-from shardwise.storage.reading.retries import Retries
+from shardwise.storage.reading.retry_policy import Retries
 from shardwise.storage.reading.transport import (
     FileState,
     PermanentFault,

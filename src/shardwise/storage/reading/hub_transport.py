@@ -13,7 +13,7 @@ from shardwise.errors import StorageError
 from shardwise.storage.hub import HubOptions, commit_of, hub_errors_named
 from shardwise.storage.names import shown
 from shardwise.storage.reading.http_transport import HttpTransport
-from shardwise.storage.reading.retries import Retries
+from shardwise.storage.reading.retry_policy import Retries
 from shardwise.storage.reading.transport import PASSING_STATUSES, FileState, TransientFault
 
 _PATH = re.compile(

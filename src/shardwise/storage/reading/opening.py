@@ -34,7 +34,7 @@ def open_storage(
 
     URLs are read in place. A hub id is downloaded, or taken from the cache alone with ``download=False``.
     ``hub.subfolder`` holds for all of them, ``hub.token`` and ``hub.revision`` for hf:// as for hub ids.
-    ``storage_options`` are those of :class:`~shardwise.storage.reading.remote.RemoteReader`, for URLs only.
+    ``storage_options`` are those of :class:`~shardwise.storage.reading.remote_reader.RemoteReader`, for URLs only.
 
     Raises:
         StorageError: for what is not there, or cannot be opened.
@@ -53,7 +53,7 @@ def open_storage(
 
 def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
     # Imported here: what is local needs no network code.
-    from shardwise.storage.reading.remote import RemoteReader
+    from shardwise.storage.reading.remote_reader import RemoteReader
 
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":

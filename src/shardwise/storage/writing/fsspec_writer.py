@@ -16,7 +16,7 @@ from shardwise.storage.contract import INCOMPLETE, WritePolicy
 from shardwise.storage.names import shown, why_not_plain
 from shardwise.storage.policies import OBJECT_STORE_WRITES
 from shardwise.storage.reading.fsspec_transport import fault_of, open_file_system, tuned
-from shardwise.storage.reading.retries import DEFAULT_RETRIES, Retries
+from shardwise.storage.reading.retry_policy import DEFAULT_RETRIES, Retries
 from shardwise.storage.reading.transport import PermanentFault
 from shardwise.storage.urls import Redactor, scheme_of, without_secrets
 

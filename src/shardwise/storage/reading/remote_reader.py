@@ -20,7 +20,7 @@ from shardwise.storage.policies import OBJECT_STORE
 from shardwise.storage.reading.fsspec_transport import FsspecTransport
 from shardwise.storage.reading.http_transport import HttpTransport
 from shardwise.storage.reading.hub_transport import HubTransport
-from shardwise.storage.reading.retries import DEFAULT_RETRIES, Retries
+from shardwise.storage.reading.retry_policy import DEFAULT_RETRIES, Retries
 from shardwise.storage.reading.transport import (
     FileState,
     PermanentFault,

@@ -27,10 +27,7 @@ from shardwise.models.policies import (
 from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import Accumulation, ShardedGradients, WholeGradients
 from shardwise.training.batches import BatchLayout, Flattened, Packed, Padded
-from shardwise.training.losses import ChunkedLogits, WholeLogits
-from shardwise.training.options import TrainOptions
-from shardwise.training.prepare import mixed_precision
-from shardwise.training.sections import (
+from shardwise.training.config_sections import (
     DataSection,
     FreezeTuning,
     FullTuning,
@@ -39,6 +36,9 @@ from shardwise.training.sections import (
     TrainingSection,
     WrapSection,
 )
+from shardwise.training.losses import ChunkedLogits, WholeLogits
+from shardwise.training.options import TrainOptions
+from shardwise.training.prepare import mixed_precision
 from shardwise.tuning import configs
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
 

@@ -13,13 +13,13 @@ from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
-from shardwise.models.trained import AsItIs, TrainedDtype, Upcast
+from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
+from shardwise.tuning.ready_model import Tuned
 from shardwise.tuning.tune import tune
-from shardwise.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
     from peft import LoraConfig

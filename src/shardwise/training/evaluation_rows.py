@@ -13,8 +13,8 @@ import torch
 from shardwise.execution.ranks.world import World
 from shardwise.training.batches import Batch
 from shardwise.training.clipping import reduced
-from shardwise.training.evaluation import evaluating
 from shardwise.training.forward import Forward
+from shardwise.training.generation import evaluating
 from shardwise.training.report import EvaluationFacts
 
 _SHOWN_ROWS = 20

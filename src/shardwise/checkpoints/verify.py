@@ -9,16 +9,16 @@ from pathlib import Path
 
 from shardwise.checkpoints import folder
 from shardwise.checkpoints.facts import FACTS
+from shardwise.checkpoints.fingerprint_check import BLOCK_BYTES, Witness, mark_of
 from shardwise.checkpoints.fingerprints import FingerprintedRun, digest
 from shardwise.checkpoints.modes import AtStep
 from shardwise.checkpoints.opened import Opened, open_checkpoint, open_folder, resolve
-from shardwise.checkpoints.witness import BLOCK_BYTES, Witness, mark_of
+from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import FormatError
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.distributed import METADATA
 from shardwise.report.reopen_report import ReopenReport
 from shardwise.storage.urls import is_url
-from shardwise.verbs import reopen
 
 
 def verify(directory: str | os.PathLike[str]) -> ReopenReport:
@@ -41,7 +41,7 @@ def verify(directory: str | os.PathLike[str]) -> ReopenReport:
     start = time.perf_counter()
     opened = _of_a_training(directory)
     if opened is None:
-        return reopen.verify(directory)
+        return verify_files(directory)
     damaged = [] if opened.marks is None else _damaged(opened)
     facts = opened.facts
     parts = ", ".join(["model", *sorted(opened.parts)])

@@ -14,7 +14,7 @@ from shardwise.execution.reading.workers import Workers
 from shardwise.formats.adapter_training import is_training_file, training_beside
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.peft_adapter import ADAPTER_WEIGHTS
-from shardwise.formats.safetensors import TensorEntry
+from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.fingerprints import RecordedSave
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL
@@ -27,10 +27,20 @@ _BLOCK_BYTES = 8 << 20
 _CONFIG = "config.json"
 
 
-def reopened(directory: str | os.PathLike[str]) -> ReopenReport:
-    """Look whether everything is there and sound, as :func:`~shardwise.verbs.reopen.verify` says.
+def verify_files(directory: str | os.PathLike[str]) -> ReopenReport:
+    """Open a model or an adapter again, and compare it with what was recorded when it was saved.
+
+    The headers and the index must agree, every tensor that the model of ``config.json`` needs must be there, and
+    the fingerprints of the tensors' bytes must be those in ``model.fingerprints.json``, which ``save`` writes (of
+    an adapter ``adapter_model.fingerprints.json``). Without a config the second is passed over; without recorded
+    fingerprints the third. Small files beside the weights that are not what was saved are told as changed.
 
     Collective: no. Memory: a few blocks of 8 MiB.
+
+    Raises:
+        FormatError: the files contradict their format or each other.
+        CoverageError: the model needs other tensors.
+        StorageError: bytes could not be read.
     """
     start = time.perf_counter()
     with open_storage(directory).reader as reader:

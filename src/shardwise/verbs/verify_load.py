@@ -10,7 +10,7 @@ from shardwise.engines.bringing_up import bring_up, settle_call
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.pretrained_options import PretrainedOptions
-from shardwise.engines.verifying import compare_with_reference
+from shardwise.engines.verifying_load import compare_with_reference
 from shardwise.models.modules import original_class
 from shardwise.report.verify_report import VerifyReport
 
