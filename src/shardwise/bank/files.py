@@ -37,6 +37,7 @@ from shardwise.bank.state import (
 from shardwise.bank.tenant import Tenant
 from shardwise.engines.adapters import weights_in
 from shardwise.engines.clock import Clock
+from shardwise.engines.model_files import set_from_files, stored_values
 from shardwise.engines.save_options import (
     MatricesOnly,
     PeftNames,
@@ -53,7 +54,6 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.formats.adapter_training import TRAINING_KEY, training_beside
 from shardwise.formats.safetensors_header import read_header
-from shardwise.interchange.accelerate_reading import set_from_files, stored_values
 from shardwise.layout import TensorKind
 from shardwise.models.build import build_on_meta
 from shardwise.models.dtypes import in_memory

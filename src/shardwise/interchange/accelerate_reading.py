@@ -12,10 +12,10 @@ from typing import Any, assert_never
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines import model_states, optimizer_states
+from shardwise.engines import optimizer_states
 from shardwise.engines.clock import Clock
+from shardwise.engines.model_files import set_from_files, stored_values, with_read
 from shardwise.engines.optimizer_fitting import Ours
-from shardwise.errors import FormatError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import (
     BroughtValues,
@@ -38,7 +38,6 @@ from shardwise.formats.accelerate_names import (
     WholeFile,
     find,
 )
-from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
 from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
@@ -90,22 +89,6 @@ def read_model(world: World, model: nn.Module, source: FilesSource, only: Select
         return set_from_files(world, model, values, only, tolerance, source.options, clock)
 
 
-def set_from_files(
-    world: World,
-    model: nn.Module,
-    values: Values,
-    only: Selection,
-    tolerance: Tolerance,
-    options: StateOptions,
-    clock: Clock,
-) -> StateReport:
-    """Give a model the values that files have. Collective: yes."""
-    report, _ = model_states.set_values(
-        world, model, values, only=only, tolerance=tolerance, options=options, clock=clock
-    )
-    return _with_read(report, values)
-
-
 def read_optimizer(
     world: World,
     model: nn.Module,
@@ -132,19 +115,7 @@ def read_optimizer(
         report = optimizer_states.set_values(
             world, model, optimizer, take_apart, tolerance=source.tolerance, options=options, clock=clock
         )
-        return _with_read(report, brought[0])
-
-
-def stored_values(world: World, folder: str, file: str, options: StateOptions, stack: ExitStack) -> StoredValues:
-    """The tensors in files of a folder, by names without wrappers; closed with ``stack``. Collective: yes.
-
-    Raises:
-        FormatError, StorageError: as of :func:`~shardwise.formats.open_checkpoint`; two names are one.
-    """
-    reader = stack.enter_context(world.together(lambda: LocalReader(folder)))
-    index = world.from_first(lambda: open_checkpoint(reader, weights_name=file))
-    named = world.together(lambda: _by_canonical_keys(stored_tensors(index), index.root))
-    return StoredValues(reader, index, named, options.budget_bytes)
+        return with_read(report, brought[0])
 
 
 def _values_of_model(world: World, source: FilesSource, stack: ExitStack) -> Values:
@@ -197,16 +168,6 @@ def _found(path: Path, kind: SavedKind, number: int) -> AccelerateSave:
     return find(path, kind, number)
 
 
-def _by_canonical_keys(stored: Mapping[str, Any], root: str) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, expression in stored.items():
-        plain = canonical(key)
-        if plain in named:
-            raise FormatError(f"{root}: has {plain} twice, with and without the names of wrappers")
-        named[plain] = expression
-    return named
-
-
 def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[str, Levels]]:
     """A state taken apart, and the way to each of its values, by label.
 
@@ -231,10 +192,3 @@ def _read(state: Any, ours: Ours, order: ParameterOrder) -> tuple[Given, dict[st
         plain = ours.first_names.get(canonical(full), canonical(full))
         ways |= {label(plain, str(entry)): ("state", name, entry) for entry in entries}
     return read({"state": values, "param_groups": groups}, ours.first_names, ours.shapes), ways
-
-
-def _with_read(report: StateReport, values: Values) -> StateReport:
-    """A report that also tells from where the values came."""
-    if isinstance(values, StoredValues):
-        return replace(report, read_bytes=values.read_bytes, brought_by=())
-    return replace(report, brought_by=tuple(range(report.world_size)))
