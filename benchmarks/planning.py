@@ -99,8 +99,9 @@ def plan_once(wanted: Shape) -> dict[str, float]:
 
     from shardwise.conversion import copies
     from shardwise.layout import Origin, TensorKind
-    from shardwise.models import build, initialize, wrap
+    from shardwise.models import build, wrap
     from shardwise.models import transformers_compat as compat
+    from shardwise.models.initialize import Initialisers
     from shardwise.models.key_conversions import bind
     from shardwise.models.view import Held, layout_of, look_inside
     from shardwise.models.wrap import Sharding
@@ -125,11 +126,11 @@ def plan_once(wanted: Shape) -> dict[str, float]:
         wrap.wrap(model, Sharding(mesh=wrap.default_mesh()))
     with clock.phase("layout"):
         held = look_inside(model)
-        computed = initialize.recompute_buffers(model, held, {}, seed=0)
-        initial = initialize.initial_origin(model)
+        initialisers = Initialisers(model, held)
+        computed = initialisers.buffers({}, seed=0)
 
         def origin_of(item: Held) -> Origin:
-            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initial(item)
+            return computed[item.fqn].origin if item.kind is TensorKind.BUFFER else initialisers.origin_of(item)
 
         layout = layout_of(held, origin_of)
     with clock.phase("plan_load"):
