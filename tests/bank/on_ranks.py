@@ -158,6 +158,14 @@ def faults(base: Path) -> dict[str, Any]:
         "another seed": said(lambda: bank.create("x", ada.lora(), seed=rank)),
     }
     assert bank.names == ("ada", "dee", "bob")
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    # Before FSDP2 has seen a pass at all.
+    handle = bank._model.register_forward_pre_hook(raises, prepend=True)
+    errors["not begun"] = said(lambda: bank.forward_backward([("ada", good)]))
+    handle.remove()
     train(bank, members, 2, **here())
     bank.forward_backward([("ada", good), ("dee", good)])
     errors["another step"] = said(lambda: bank.optim_step(("ada", "dee")[rank]))
@@ -172,10 +180,6 @@ def faults(base: Path) -> dict[str, Any]:
 
     # An exception in the forward pass of all ranks, between two gathers.
     layer = bank._model.model.layers[1].mlp
-
-    def raises(*_: Any) -> None:
-        raise RuntimeError("half way")
-
     batch = [(name, rows_for(name, recipe, 5)) for name, recipe in members.items()]
     for where, hook in (
         ("half way", raises),

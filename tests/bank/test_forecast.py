@@ -97,6 +97,7 @@ def test_what_grouped_products_pack(base, dtype):
     assert alone.bank[0].packed_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")  # torch 2.11
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_a_pass(base, dtype):
     plan = shardwise.plan(

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,7 @@ from torch.distributed._composable.replicate import replicate as old_replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, placement_types
+from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise
@@ -137,6 +138,48 @@ def test_what_is_gathered_and_when() -> None:
             )
         private.gather_zeros(model, seen[2:])
         assert asked == [(36, 0, 4), (20, 0, 2)]
+
+
+def test_a_pass_that_was_broken_off_is_forgotten() -> None:
+    """Wherever it was, nothing is left gathered, and the next pass gathers what a first one does."""
+
+    def broken_off(*_: object) -> None:
+        raise ValueError("no more")
+
+    with fake_rank(1, 4):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).requires_grad_(requires_grad=False)
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+
+        def gathers(most: int | None = None) -> list[int]:
+            seen: list[int] = []
+
+            def see(gather: private.Gather) -> None:
+                if len(seen) == most:
+                    broken_off()
+                seen.append(gather.group)
+
+            with private.seeing_gathers(model, see):
+                model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            return seen
+
+        def fails_in(hook: Callable[..., None]) -> None:
+            with model[1].register_forward_hook(hook):
+                gathers()
+
+        private.forget_pass(model)  # where there was none
+        expected = gathers()
+        assert len(expected) == 5
+        for fail in (
+            *(partial(gathers, number) for number in range(len(expected))),
+            partial(fails_in, broken_off),
+            partial(fails_in, lambda _module, _args, output: output.register_hook(broken_off) and None),
+        ):
+            with pytest.raises(ValueError, match="no more"):
+                fail()
+            private.forget_pass(model)
+            assert {type(parameter) for parameter in model.parameters()} == {DTensor}
+            assert gathers() == expected
 
 
 def test_which_indices_a_rank_holds() -> None:

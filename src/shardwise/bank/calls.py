@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from shardwise.bank import guards
@@ -34,6 +32,7 @@ from shardwise.bank.tenant import Tenant, TokenMean, WeightedSum
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.models.placement import root_of
+from shardwise.models.sharded import forget_pass
 from shardwise.training.generation import evaluating
 
 T = TypeVar("T")
@@ -63,15 +62,10 @@ class SharedBase:
         return found if isinstance(found, int) and found > 0 else 1 << 30
 
     def recover(self) -> None:
-        """Have FSDP2 forget a pass that was broken off: what is gathered, what it waits for. Collective: no."""
-        root: Any = root_of(self.model)
-        if hasattr(root, "reset_iter_state"):  # torch 2.13
-            root.reset_iter_state()
-            return
-        model: nn.Module = self.model
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Have FSDP2 forget a pass that was broken off. Collective: no."""
+        root = root_of(self.model)
+        if root is not None:
+            forget_pass(root)
 
 
 @dataclass

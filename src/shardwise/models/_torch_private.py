@@ -3,12 +3,12 @@
 Checked with torch 2.11, 2.13 and 2.15. What each name means is asserted by ``tests/canary``; one that is gone is an
 error when this file is imported. What is touched: the registries of ``nn.Module``; wrapper subclasses and version
 counters of tensors; the store of the default process group, and the device of a group's object collectives;
-``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam``
-(to find a parameter's padded storage and to hand it a materialised one); and the placements' ``_split_tensor`` (to
-learn which indices a rank holds, also of ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors;
-fake tensors (to write a file with room for bytes that come later); where a chunk lies in a distributed
-checkpoint; whether gradients were given a dtype; trees of Python's containers; and the classes that torch's two
-``replicate()`` put in front.
+``FSDPModule._get_fsdp_state`` and below it the parameter groups (do they exchange gradients?) and ``FSDPParam`` (to
+find a parameter's padded storage and to hand it a materialised one), and, before torch 2.13, what it keeps of a
+pass that has been broken off; and the placements' ``_split_tensor`` (to learn which indices a rank holds, also of
+``_StridedShard``); hooks on gradients; arithmetic on lists of tensors; fake tensors (to write a file with room for
+bytes that come later); where a chunk lies in a distributed checkpoint; whether gradients were given a dtype; trees
+of Python's containers; and the classes that torch's two ``replicate()`` put in front.
 """
 
 from __future__ import annotations
@@ -319,6 +319,37 @@ def gather_zeros(model: nn.Module, gathers: Sequence[Gather]) -> None:
         output = comm.allocate((each.numel * ranks.size(),), dtype=each.dtype, device=group.device)
         own = output.narrow(0, each.numel * ranks.rank(), each.numel).zero_()
         comm(output_tensor=output, input_tensor=own, group=ranks)
+
+
+def forget_pass(root: Any) -> None:
+    """Have FSDP2 forget a pass that was broken off: what is gathered, and what it waits for. Collective: no.
+
+    ``FSDPModule.reset_iter_state`` does it from torch 2.13 on.
+
+    Args:
+        root: the outermost ``FSDPModule``.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no pass has begun, and there is nothing yet to put back
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared, idle = state._comm_ctx, type(state._training_state).IDLE
+    if shared.all_gather_state is not None:
+        state._device_handle.current_stream().wait_event(shared.all_gather_state.event)
+        shared.all_gather_state = None
+    shared.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = idle
+    for group in _param_groups(root):
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        group._training_state = idle  # else ``reshard`` keeps, after a forward pass, what the backward pass wants
+        group.reshard()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[object]:

@@ -1,6 +1,6 @@
 """What FSDP2 keeps of a parameter that it has sharded, and the memory it wants for it; what a placement splits.
 
-Also which groups of parameters it gathers, and when.
+Also which groups of parameters it gathers, and when; and how it forgets a pass.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardwise.models._torch_private import (
     Gather,
     adopt_sharded,
+    forget_pass,
     fsdp_params,
     gather_zeros,
     is_offloaded,
@@ -22,6 +23,7 @@ from shardwise.models._torch_private import (
 __all__ = [
     "Gather",
     "adopt_sharded",
+    "forget_pass",
     "fsdp_params",
     "gather_zeros",
     "is_offloaded",
