@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise import StorageError
-from shardwise.execution.writing import distributed_folder, rank_files, whole_file
+from shardwise.execution.writing import distributed_folder, rank_files, saving_lock, whole_file
 from shardwise.execution.writing import marked_folder as marked
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import DistributedFolder, OneFile, RankFiles
@@ -171,6 +171,41 @@ def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form, mon
         with pytest.raises(StorageError):
             save(2, tmp_path, form)
     assert seed_in(tmp_path) == 3
+
+
+@pytest.mark.parametrize("done", ["nothing", "some", "all"])
+def test_files_of_ranks_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done, monkeypatch):
+    """Whoever is told of a failure looks for the older files, and would find these."""
+    save(1, tmp_path, "files of ranks")
+    taken = []
+
+    def other():
+        last_mark_removed(tmp_path)
+        with open_writer(tmp_path) as writer:
+            saving_lock.take_lock(writer, "0123abcd")
+            (intent,) = [name for name in writer.list() if name.endswith(".renames.json")]
+            if done == "all":
+                rank_files._finish(writer, intent, lambda name: name.startswith("pytorch_model"))
+            elif done == "some":
+                (fresh,) = [name for name in writer.list() if name.endswith(".new")]
+                writer.rename(fresh, "pytorch_model_fsdp_0_rank0.bin")
+        taken.append(True)
+
+    with monkeypatch.context() as context:
+
+        def opened(target):
+            context.undo()
+            return Before(open_writer(target), lambda name, *_: name == "sizes" and is_listed(tmp_path), other)
+
+        patched(context, opened)
+        save(2, tmp_path, "files of ranks")
+    assert taken
+    last_mark_removed(tmp_path)
+    assert seed_in(tmp_path) == 2
+
+
+def is_listed(root: Path) -> bool:
+    return any(path.name.endswith(".renames.json") for path in root.iterdir())
 
 
 def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):

@@ -175,9 +175,10 @@ def _commit(marked: Marked, names: Sequence[str], is_one: Callable[[str], bool],
     commit = Commit(
         files,
         steps=(Publish(ready, intent),),
-        then=files,
+        then={},  # not these, of which whoever has the folder by then may have given some their names
         ready={ready: content},
         says={intent: content},
+        carried_out=frozenset({intent}),
         without=frozenset({ready}),
     )
     let_count(marked.writer, marked.held, commit, {})
