@@ -79,9 +79,10 @@ class Commit:
         steps: in their order, each durable before the next. After the last, and not before, the save counts.
         then: the files as they are called when it counts, with their sizes.
         says: small files that have this content then.
-        carried_out: of these, lists of what is left to do: whoever has the folder next does it, and removes them.
         without: names that are not there then: whoever had them would count in its place.
         obsolete: what is removed once it counts.
+        carried_out: those of ``says`` that list what is left to do: whoever has the folder next does it, and removes
+            them.
     """
 
     files: Mapping[str, int]
@@ -89,9 +90,9 @@ class Commit:
     then: Mapping[str, int]
     ready: Mapping[str, bytes] = field(default_factory=dict)
     says: Mapping[str, bytes] = field(default_factory=dict)
-    carried_out: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     obsolete: tuple[str, ...] = ()
+    carried_out: frozenset[str] = frozenset()
 
     @property
     def aside(self) -> tuple[Rename, ...]:
