@@ -173,8 +173,11 @@ def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form, mon
     assert seed_in(tmp_path) == 3
 
 
+@pytest.mark.parametrize("held", ["sizes", "rename"])
 @pytest.mark.parametrize("done", ["nothing", "some", "all"])
-def test_files_of_ranks_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done, monkeypatch):
+def test_files_of_ranks_count_though_another_has_carried_out_their_renames_and_died(
+    tmp_path, done, held, monkeypatch
+):
     """Whoever is told of a failure looks for the older files, and would find these."""
     save(1, tmp_path, "files of ranks")
     taken = []
@@ -195,7 +198,7 @@ def test_files_of_ranks_count_though_another_has_carried_out_their_renames_and_d
 
         def opened(target):
             context.undo()
-            return Before(open_writer(target), lambda name, *_: name == "sizes" and is_listed(tmp_path), other)
+            return Before(open_writer(target), lambda name, *_: name == held and is_listed(tmp_path), other)
 
         patched(context, opened)
         save(2, tmp_path, "files of ranks")

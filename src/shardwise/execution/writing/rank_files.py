@@ -196,18 +196,28 @@ def _remove_left(writer: StorageWriter, is_one: Callable[[str], bool]) -> None:
 
 
 def _finish(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> None:
-    """Give the files that are listed their names, and remove what an older save has of more ranks; when marked."""
+    """Give the files that are listed their names, and remove what an older save has of more ranks; when marked.
+
+    Whoever has taken the folder over does the same meanwhile, and may be done first.
+    """
     there = set(writer.list())
     if intent not in there:
         return  # somebody else has finished it
     token, names = _parsed(writer, intent, is_one)
     for name in names:
-        if _fresh(name, token) in there:
-            writer.rename(_fresh(name, token), name)
+        fresh = _fresh(name, token)
+        if fresh in there:
+            try:
+                writer.rename(fresh, name)
+            except StorageError:
+                if fresh in writer.list():
+                    raise
         elif name not in there:
             raise FormatError(
                 f"{intent} in {writer.root}: lists {shown(name)}, which is gone; remove that list, and save again"
             )
+    if intent not in writer.list():
+        return  # what is there by now may be of a newer save
     for name in there:
         if is_one(name) and name not in names:
             writer.remove(name)

@@ -81,8 +81,7 @@ class Commit:
         says: small files that have this content then.
         without: names that are not there then: whoever had them would count in its place.
         obsolete: what is removed once it counts.
-        carried_out: those of ``says`` that list what is left to do: whoever has the folder next does it, and removes
-            them.
+        carried_out: those of ``says`` that list what is left to do, which whoever has the folder next does.
     """
 
     files: Mapping[str, int]
