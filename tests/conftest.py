@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -114,3 +115,11 @@ def worlds() -> Iterator[Worlds]:
     kept = Worlds()
     yield kept
     kept.close()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is heard, even where the tests themselves were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -344,6 +344,7 @@ def test_another_trainings_checkpoint_is_gone_on_from(checkpoint: Path, chats: P
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_that_is_asked_to_stop_says_so(

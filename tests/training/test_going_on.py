@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -273,14 +272,6 @@ def test_what_a_listener_raises_ends_the_training_at_the_next_step(data: TrainDa
 
     with pytest.raises(StorageError, match="no place for step 1"):
         train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, fail)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is heard, even where the tests themselves were started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")
