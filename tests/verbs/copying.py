@@ -18,7 +18,7 @@ from tests.verbs.on_ranks import attempt
 from torch import nn
 
 import shardwise
-from shardwise.interchange import accelerate_reading
+from shardwise.engines import model_files
 from shardwise.storage.reading.memory import MemoryReader
 
 FSDP_FILE = "pytorch_model_fsdp.bin"
@@ -124,7 +124,7 @@ def torch_files(one: str, other: str) -> list[tuple[str, str]]:
     model = small_qwen3()
     return [
         attempt(lambda: shardwise.from_pretrained(mine)),
-        _reading(accelerate_reading, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
+        _reading(model_files, mine, lambda: shardwise.load_accelerate_model(model, f"{one}/{FSDP_FILE}")),
     ]
 
 
