@@ -70,6 +70,8 @@ class World:
         self.size = size
         self.group = group
         self._around = around
+        self._settled: BaseException | None = None
+        """What the last meeting has raised, on every rank."""
         self._line: Line | None = None
         self._large_bytes = min(_LARGE_BYTES, _ANSWERED_BYTES // size)
         """An answer of this size or more is sent by a collective."""
@@ -139,7 +141,8 @@ class World:
     ) -> None:
         if self._line is None:
             return
-        if error is not None and not isinstance(error, (errors.ShardwiseError, Stopped)):
+        is_known = isinstance(error, (errors.ShardwiseError, Stopped)) or error is self._settled
+        if error is not None and not is_known:
             # Not raised by a meeting (Ctrl-C, say, or a mistake between two of them): nobody else knows of it.
             self._line.leave(f"{type(error).__name__}: {error}")
         elif self._around is None and not isinstance(error, errors.RankLostError):
@@ -350,7 +353,8 @@ class World:
             # failure is that of a rank of the world around this one.
             if outcome.failure.is_stop and self._around is not None:
                 raise Stopped
-            raise outcome.to_error(self._global_rank) from failure
+            self._settled = outcome.to_error(self._global_rank)
+            raise self._settled from failure
         return answer
 
     def _meet(self, line: Line, message: bytes, conclude: Callable[[Said], bytes], at_once_bytes: int) -> bytes:
