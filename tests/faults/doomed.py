@@ -174,7 +174,7 @@ class Doomed:
             if file is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)
             os.kill(self.outcome.pids[rank], signal.SIGSTOP)
-            while _state_of(self.outcome.pids[rank]) != "T":
+            while _states_of_threads(self.outcome.pids[rank]) != {"T"}:
                 time.sleep(0.001)
         self._stopped.append(rank)
         self.outcome.struck_at_s = time.monotonic()
@@ -202,8 +202,10 @@ class Doomed:
         self.close()
 
 
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _states_of_threads(pid: int) -> set[str]:
+    """All of them: a thread that waits for the lock may yet be given it after the first thread has stopped."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
 
 
 def _live(
