@@ -131,7 +131,7 @@ class GroupedProducts:
             packed_lora_A, packed_lora_B = _packed(run, x.dtype)
             z = products.of_rows(_dropped(run, x), packed_lora_A.transpose(-2, -1))
             scaled = products.scaled(z)
-            out[products.rows] += products.of_rows(scaled, packed_lora_B.transpose(-2, -1))
+            products.add_of_rows(out[products.rows], scaled, packed_lora_B.transpose(-2, -1))
             kept.append(scaled)
         return kept
 
@@ -158,10 +158,10 @@ class GroupedProducts:
                 part.pair.b_grad.add_(b_grad[:, : part.pair.rank])
             if x_grad is None:
                 continue
-            found = products.of_rows(z_grad, packed_lora_A)
             if all(part.keys is None for part in run):
-                x_grad[rows] += found
+                products.add_of_rows(x_grad[rows], z_grad, packed_lora_A)
                 continue
+            found = products.of_rows(z_grad, packed_lora_A)
             for part in run:
                 x_grad[part.start : part.stop] += part.dropped(
                     found[part.start - rows.start : part.stop - rows.start]
@@ -193,6 +193,13 @@ class _Products:
         if self._are_alike:
             return torch.bmm(self._by_tenant(values), matrices).flatten(0, 1)
         return F.grouped_mm(values, matrices, offs=self._offsets)
+
+    def add_of_rows(self, out: torch.Tensor, values: torch.Tensor, matrices: torch.Tensor) -> None:
+        """Adds :meth:`of_rows` to ``out``, (rows, out), contiguous."""
+        if self._are_alike:
+            self._by_tenant(out).baddbmm_(self._by_tenant(values), matrices)
+        else:
+            out += F.grouped_mm(values, matrices, offs=self._offsets)
 
     def over_rows(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """(rows, a) and (rows, b): (tenants, a, b), the sums of outer products over each tenant's rows."""
