@@ -25,6 +25,7 @@ from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
 
 _FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
+_ELEMENT_DTYPES: Final = (*_FLOAT8, DType.U8, DType.I8, DType.I32)
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
 _SHOWN = 5
 _CONFIG: Final = "config.json"
@@ -316,6 +317,8 @@ def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> Checkp
         ConfigError, FormatError: as of :func:`dequantised_index`.
         StorageError: the config cannot be read.
     """
+    if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
+        return index  # nobody opens a file for that
     if not is_there(reader, _CONFIG) or not 0 < (nbytes := reader.size(_CONFIG)) <= _MOST_CONFIG_BYTES:
         return index
     try:
