@@ -1,0 +1,7 @@
+"""Models of shardwise's in other people's training programs. Stated in ``__init__.pyi``, loaded when used."""
+
+from __future__ import annotations
+
+from shardwise._face import face_of
+
+__getattr__, __dir__, __all__ = face_of(__name__, __file__)
