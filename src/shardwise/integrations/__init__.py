@@ -1,4 +1,4 @@
-"""Models that are sharded here in other libraries' ways of training and serving. Stated in ``__init__.pyi``, loaded when used."""
+"""Models that are sharded here, in other libraries' ways of training and serving: stated in the stub beside."""
 
 from __future__ import annotations
 

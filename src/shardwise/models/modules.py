@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.models._torch_private import (
+    buffers_of,
     dropout_of,
     is_compiled_in_place,
     modules_in,
@@ -13,9 +14,11 @@ from shardwise.models._torch_private import (
     sets_grad_dtype,
     take_after,
     walk,
+    writes_to,
 )
 
 __all__ = [
+    "buffers_of",
     "dropout_of",
     "is_compiled_in_place",
     "modules_in",
@@ -26,4 +29,5 @@ __all__ = [
     "sets_grad_dtype",
     "take_after",
     "walk",
+    "writes_to",
 ]

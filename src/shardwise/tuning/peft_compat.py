@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -298,3 +299,53 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
         kind = original_class(base)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(folder, auto_mapping_dict=mapping)
+
+
+def adapter_doors() -> list[tuple[Any, str]]:
+    """The classes, and the names of the functions, by which PEFT moves a new adapter to where its layer is.
+
+    Such a function is given modules, among them the layer with the adapter. None where PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return []
+    with KnownNames("peft", "0.20 or 0.21"):
+        from peft.tuners.lora.layer import ParamWrapper
+        from peft.tuners.lora.model import LoraModel
+        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+        doors = [
+            (BaseTunerLayer, "_move_adapter_to_device_of_base_layer"),
+            (ParamWrapper, "_move_adapter_to_device_of_base_layer"),
+            (BaseTuner, "_replace_module"),
+            (LoraModel, "_replace_module"),
+        ]
+        for owner, name in doors:
+            getattr(owner, name)
+    return doors
+
+
+def layer_among(given: Iterable[object]) -> nn.Module | None:
+    """The layer with adapters among what one of these functions is given."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)
+
+
+def tensors_of_layer(layer: Any) -> list[torch.Tensor]:
+    """The parameters of the layer that an adapter is put on."""
+    return list(layer.get_base_layer().parameters())
+
+
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that PEFT has copied to train them in place of others, to the others' names."""
+    if importlib.util.find_spec("peft") is None:
+        return {}
+    from peft.utils.other import ModulesToSaveWrapper
+
+    found: dict[str, str] = {}
+    for prefix, module in walk(model):
+        if isinstance(module, ModulesToSaveWrapper):
+            for adapter, copied in module.modules_to_save.items():
+                for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:
+                    found[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
+    return found
