@@ -9,6 +9,8 @@ template that does not (one that drops the reasoning of earlier answers, say) is
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
-from shardwise.training.rows import Chat, Completion, Row, RowError, Text
+from shardwise.training.chat_options import ChatOptions
+from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
 
+_CHATS = ChatOptions()
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -41,6 +45,54 @@ class Example:
     def cut(self, max_length: int) -> Example:
         """The first ``max_length`` tokens."""
         return Example(self.tokens[:max_length], self.supervised[:max_length])
+
+
+class Encoder:
+    """Makes examples of rows, by one tokenizer and one way of reading chats.
+
+    It is built once, keeps nothing of the rows it has seen, and can be pickled for another process.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chats: ChatOptions = _CHATS) -> None:
+        self.tokenizer = tokenizer
+        self.chats = chats
+
+    def encode_many(self, rows: Sequence[Row]) -> list[list[Example] | RowFault]:
+        """Of each row its examples, at full length and in order, or what is wrong with it.
+
+        A row has one example or, where no single one can have all that is to be learned of it, several.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template that can be used, and a row needs one.
+        """
+        return [self._encode_one(row) for row in rows]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Everything that decides what becomes of a row, as plain JSON: equal facts, equal examples."""
+        return {"version": 1, "tokenizer": _identity(self.tokenizer), "learn": self.chats.learn.name}
+
+    def _encode_one(self, row: Row) -> list[Example] | RowFault:
+        if isinstance(row, Chat):
+            has_generation_marks(self.tokenizer)  # refuses a tokenizer without a template, before any row is
+        try:
+            return [encode(row, self.tokenizer)]
+        except RowError as error:
+            return RowFault(row.line, str(error))
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of what a tokenizer makes of texts."""
+    found = {
+        "class": type(tokenizer).__name__,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "what": (
+            tokenizer.backend_tokenizer.to_str()
+            if tokenizer.is_fast
+            else [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]
+        ),
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -13,6 +13,9 @@ from shardwise.errors import ConfigError
 
 _SHOWN_FAULTS = 20
 
+ROW_NAMES = ("messages", "text", "prompt", "completion", "tools", "chat_template_kwargs")
+"""Every name that a row may have; others are passed over."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
