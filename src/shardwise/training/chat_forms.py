@@ -49,32 +49,29 @@ def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 def unwritten(messages: Sequence[Message], text: str) -> str | None:
     """What of a chat a text does not have; None where nothing is missing."""
-    dense = _dense(text)
     for index, message in enumerate(messages):
         place, content = f"messages[{index}]", message.get("content")
         missing = _unwritten_calls(message, text)
         if missing is not None:
             return f"{place}.{missing}"
         if isinstance(content, list):
-            parts = [part for part in content if not _is_in(part["text"], dense)]
-            if parts or _is_notation(content, text):
+            if not all(_is_in(part["text"], text) for part in content) or _is_notation(content, text):
                 return f"{place}.content"
-        elif content and message.get("role") != "tool":
-            lines = [_dense(_DIRECTIVE.sub("", line)) for line in _THOUGHT.split(content)[-1].splitlines()]
-            if any(lines) and not any(line in dense for line in lines if line):
+        elif content and content not in text and message["role"] != "tool":
+            lines = [_DIRECTIVE.sub("", line).strip() for line in _THOUGHT.split(content)[-1].splitlines()]
+            if any(lines) and not any(_is_in(line, text) for line in lines if line):
                 return f"{place}.content"
     return None
 
 
 def unwritten_answer(message: Message, text: str) -> str | None:
     """What of an answer a text does not have; None where nothing is missing."""
-    dense = _dense(text)
     for name in REASONING:
-        if isinstance(message.get(name), str) and not _is_in(message[name], dense):
+        if isinstance(message.get(name), str) and not _is_in(message[name], text):
             return name
     content = message.get("content") or ""
     texts = [part["text"] for part in content] if isinstance(content, list) else _THOUGHT.split(content)
-    if not all(_is_in(part, dense) for part in texts):
+    if not all(_is_in(part, text) for part in texts):
         return "content"
     return _unwritten_calls(message, text)
 
@@ -93,12 +90,9 @@ def _unwritten_calls(message: Message, text: str) -> str | None:
     return None
 
 
-def _is_in(part: str, dense: str) -> bool:
-    return _dense(part) in dense
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
+def _is_in(part: str, text: str) -> bool:
+    """Whether a text has this, whatever white space is in between."""
+    return part in text or "".join(part.split()) in "".join(text.split())
 
 
 def _is_notation(value: object, text: str) -> bool:

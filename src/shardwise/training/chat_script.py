@@ -34,6 +34,7 @@ class Script:
         self.template = template
         self.variables = variables
         self.messages = messages
+        self._prompts: dict[int, str | None] = {}
 
     def written(self, count: int) -> ChatText:
         """Of the first ``count`` messages.
@@ -45,10 +46,13 @@ class Script:
 
     def prompt(self, count: int) -> str | None:
         """What asks for an answer to the first ``count`` messages; None where the template refuses that."""
-        try:
-            return self._write(list(self.messages[:count]), add_generation_prompt=True).text
-        except RowError:
-            return None
+        if count not in self._prompts:
+            try:
+                found = self._write(list(self.messages[:count]), add_generation_prompt=True).text
+            except RowError:
+                found = None
+            self._prompts = {count: found}
+        return self._prompts[count]
 
     def watched(self, count: int, expected: str) -> Observer | None:
         """When the template looks at which message; None where it writes anything but what is expected."""

@@ -62,14 +62,14 @@ class _Answer:
     """All that was written of the answer, learned or not."""
 
     def is_in(self, text: str) -> bool:
-        return text.startswith(self.text[: self.end])
+        return text is self.text or text.startswith(self.text[: self.end])
 
     def goes_beyond(self, text: str) -> bool:
         """Whether only the end of this turn, which the template leaves to the next message, is not in a text."""
-        return self.text.startswith(text.rstrip())
+        return text is not self.text and self.text.startswith(text.rstrip())
 
     def spans_in(self, text: str) -> tuple[Span, ...]:
-        return self.spans if text == self.text else tuple(span for span in self.spans if span[0] < self.end)
+        return self.spans if text is self.text else tuple(span for span in self.spans if span[0] < self.end)
 
 
 @dataclass(slots=True)

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A text as tokens, (tokens,), and the characters of each, (tokens, 2); None where nobody can tell."""
+    """A text as tokens, (tokens,), and what knows the characters of each; None where the tokenizer does not."""
 
     ids: NDArray[np.int32]
-    characters: NDArray[np.int64] | None
+    encoding: Encoding | None
 
 
 def tokenise(
@@ -53,8 +54,7 @@ def _tokenise(
     encodings = found.encodings
     if encodings is None:
         return [Tokens(row, None) for row in ids]
-    places = (np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in encodings)
-    return [Tokens(row, characters) for row, characters in zip(ids, places, strict=True)]
+    return [Tokens(row, encoding) for row, encoding in zip(ids, encodings, strict=True)]
 
 
 def tokens_within(
@@ -62,16 +62,31 @@ def tokens_within(
 ) -> NDArray[np.bool_]:
     """Which tokens have a character of one of the spans, (tokens,); see [Note: Tokens of an answer]."""
     within = np.zeros(len(tokens.ids), dtype=np.bool_)
-    if tokens.characters is None:
-        for start, stop in spans:
-            within[_first_beyond(tokenizer, text, tokens, start) : _last_before(tokenizer, text, tokens, stop)] = (
-                True
-            )
-        return within
-    starts, stops = np.maximum.accumulate(tokens.characters, axis=0).T
     for start, stop in spans:
-        within[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop, side="left")] = True
+        if tokens.encoding is None:
+            first, last = _first_beyond(tokenizer, text, tokens, start), _last_before(tokenizer, text, tokens, stop)
+        else:
+            first, last = _tokens_of(tokens.encoding, start, stop)
+        within[first:last] = True
     return within
+
+
+def _tokens_of(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
+    """The first token that ends behind ``start``, and one behind the last that begins before ``stop``."""
+    found = (encoding.char_to_token(place) for place in range(start, stop))
+    first = next((token for token in found if token is not None), None)
+    backwards = (encoding.char_to_token(place) for place in range(stop - 1, start - 1, -1))
+    last = next((token for token in backwards if token is not None), None)
+    if first is None or last is None:
+        return 0, 0
+    # White space that is not counted to its token, and further tokens of one character.
+    while first > 0 and (before := encoding.token_to_chars(first - 1)) is not None and before[1] > start:
+        first -= 1
+    while (
+        last + 1 < len(encoding) and (behind := encoding.token_to_chars(last + 1)) is not None and behind[0] < stop
+    ):
+        last += 1
+    return first, last + 1
 
 
 def _first_beyond(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Tokens, place: int) -> int:
