@@ -111,6 +111,9 @@ class DataSection(Section):
 
     ``train`` is a file of JSON lines or Parquet, a folder, or a data set of the hub; ``split`` and ``subset`` are
     for the latter two. ``packing`` puts rows together to ``max_length`` tokens.
+
+    ``chat_template`` is a path to a Jinja file, or the name of one of the tokenizer's templates; null: the
+    tokenizer's own. ``learn``: all answers of a chat, or the last one.
     """
 
     train: Words
@@ -119,6 +122,8 @@ class DataSection(Section):
     max_length: Annotated[int, Field(ge=2)] = 2048
     packing: bool = False
     on_malformed: Literal["refuse", "skip"] = "refuse"
+    chat_template: Words | None = None
+    learn: Literal["all", "last"] = "all"
 
 
 class OptimizerSection(Section):

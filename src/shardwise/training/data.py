@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias, overload
 
@@ -16,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.masking import Example, encode, has_generation_marks
-from shardwise.training.rows import Chat, Row, RowError, RowFault, refuse
+from shardwise.training.chat_options import ChatOptions
+from shardwise.training.masking import Encoder, Example
+from shardwise.training.rows import RowFault, refuse
 from shardwise.training.sources import DataName, RowSource, name_of, open_source
 
 
@@ -32,6 +34,9 @@ class SkipRows:
 
 
 Malformed: TypeAlias = RefuseRows | SkipRows
+
+_CHATS = ChatOptions()
+_BATCH_ROWS = 256
 
 
 class Examples(Sequence[Example]):
@@ -146,6 +151,7 @@ def read_data(
     *,
     max_length: int,
     malformed: Malformed = RefuseRows(),
+    chats: ChatOptions = _CHATS,
 ) -> TrainData:
     """Read and tokenise rows: of JSON lines, Parquet, or a data set of ``datasets``.
 
@@ -161,7 +167,8 @@ def read_data(
     world = World.current()
     name = name_of(data)
     source = world.together(lambda: open_source(name))
-    shares = world.each(lambda: _encode_share(source, world, tokenizer, max_length))
+    encoder = Encoder(tokenizer, chats)
+    shares = world.each(lambda: _encode_share(source, world, encoder, max_length))
     faults = sorted({fault for share in shares for fault in share.faults})
     if not isinstance(malformed, SkipRows):
         refuse(name.path, faults, unit=source.unit)
@@ -196,36 +203,28 @@ class _RankRows:
     skipped_lines: list[int]
 
 
-def _encode_share(
-    source: RowSource, world: World, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> _RankRows:
+def _encode_share(source: RowSource, world: World, encoder: Encoder, max_length: int) -> _RankRows:
     examples: list[Example] = []
     lines: list[int] = []
     faults: list[RowFault] = []
     cut_lines: list[int] = []
     skipped_lines: list[int] = []
     count = 0
-    for row in source.share(world.rank, world.size):
-        count += 1
-        whole = row if isinstance(row, RowFault) else _encode(row, tokenizer)
-        if isinstance(whole, RowFault):
-            faults.append(whole)
-            continue
-        cut = whole.cut(max_length)
-        if len(cut.tokens) < len(whole.tokens):
-            cut_lines.append(row.line)
-        if cut.supervised.any():
-            examples.append(cut)
-            lines.append(row.line)
-        else:
-            skipped_lines.append(row.line)
+    found = source.share(world.rank, world.size)
+    while batch := list(islice(found, _BATCH_ROWS)):
+        count += len(batch)
+        faults += [row for row in batch if isinstance(row, RowFault)]
+        rows = [row for row in batch if not isinstance(row, RowFault)]
+        for row, made in zip(rows, encoder.encode_many(rows), strict=True):
+            if isinstance(made, RowFault):
+                faults.append(made)
+                continue
+            cut = [example.cut(max_length) for example in made]
+            if any(len(short.tokens) < len(whole.tokens) for short, whole in zip(cut, made, strict=True)):
+                cut_lines.append(row.line)
+            kept = [example for example in cut if example.supervised.any()]
+            examples += kept
+            lines += [row.line] * len(kept)
+            if not kept:
+                skipped_lines.append(row.line)
     return _RankRows(Examples.of(examples, lines), count, faults, cut_lines, skipped_lines)
-
-
-def _encode(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example | RowFault:
-    if isinstance(row, Chat):
-        has_generation_marks(tokenizer)  # refuses a tokenizer without a template, before any row is
-    try:
-        return encode(row, tokenizer)
-    except RowError as error:
-        return RowFault(row.line, str(error))

@@ -22,6 +22,7 @@ from shardwise.models.selection import Everything, Selection
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.training.batches import evaluation_batches
+from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config_sections import DataSection, EvaluationSection, TrainConfig
 from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
@@ -223,7 +224,8 @@ def read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
     def read(section: DataSection | EvaluationSection, path: str) -> TrainData:
         name = DataName(path, section.split, section.subset)
-        return read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed)
+        chats = ChatOptions(config.data.chat_template, Learn(config.data.learn))
+        return read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed, chats=chats)
 
     data, held_out = read(config.data, config.data.train), config.evaluation.data
     return data, None if held_out is None else read(config.evaluation, held_out)
