@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Read by Hugging Face's libraries when they are first imported, and inherited by spawned workers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +11,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Nobody's own caches; a folder that is never made where a test does not make it.
+os.environ.setdefault("SHARDWISE_CACHE", os.path.join(tempfile.mkdtemp(prefix="shardwise-cache-"), "shardwise"))
 
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ class TrainRequest:
 
     config: TrainConfig
     told: Told
+    cache_root: Path | None = None
+    """Where tokens are kept, where the configuration does not say."""
 
     @property
     def directory(self) -> str:
@@ -134,8 +137,14 @@ def read_request(arguments: Sequence[str], told: Told) -> TrainRequest | Tenants
     files = [argument for argument in arguments[:1] if "=" not in argument]
     values, where = read_values(files[0] if files else None, arguments[len(files) :])
     if is_of_many(values):
-        return TenantsRequest(tenants_of(values, where), told)
-    return TrainRequest(config_of(values, where), told)
+        return TenantsRequest(tenants_of(values, where), told, cache_root(os.environ))
+    return TrainRequest(config_of(values, where), told, cache_root(os.environ))
+
+
+def cache_root(environment: Mapping[str, str]) -> Path:
+    """Where tokens of data sets are kept: in ``SHARDWISE_CACHE``, else below the user's caches."""
+    own, users = environment.get("SHARDWISE_CACHE"), environment.get("XDG_CACHE_HOME")
+    return (Path(own) if own else Path(users or "~/.cache", "shardwise").expanduser()) / "tokens"
 
 
 def train_on_rank(request: TrainRequest) -> TrainOutcome:
@@ -144,7 +153,7 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
     from shardwise.training.stopping import stopping_on_signals
 
     with stopping_on_signals() as stop:
-        session = Session.begin(request.config)
+        session = Session.begin(request.config, request.cache_root)
         log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
         log.begin(session)
         trained = session.train(log.tell, stop, end_stuck)

@@ -102,14 +102,22 @@ def describe_data(data: TrainData, what: str = "data") -> str:
         f"{what} {data.path}",
         f"  {count_of(len(data.examples), 'row')}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
     ]
+    if data.layouts:
+        shown = ", ".join(f"{name} ({count_of(count, 'row')})" for name, count in data.layouts.items())
+        lines.append(f"  layout: {shown if len(data.layouts) > 1 else next(iter(data.layouts))}")
+    if shares := data.shares():
+        lines += [
+            f"  {count_of(share, 'row')} of {name} in an epoch, which has {rows:,}" for name, share, rows in shares
+        ]
     for places, why in (
         (data.cut_lines, "cut off at the end"),
         (data.skipped_lines, "left out: nothing to learn"),
         (tuple(fault.line for fault in data.malformed), f"left out: malformed, {_first_cause(data)}"),
     ):
         if places:
-            shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
-            lines.append(f"  {why}: {count_of(len(places), 'row')}, {data.unit} {shown}")
+            shown = data.show_places(places[:8]) + (", ..." if len(places) > 8 else "")
+            lines.append(f"  {why}: {count_of(len(places), 'row')}, {shown}")
+    lines += [f"  {note}" for note in data.notes]
     return "\n".join(lines)
 
 

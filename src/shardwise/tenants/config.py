@@ -141,7 +141,9 @@ def _placed(merged: dict[str, Any], name: str) -> dict[str, Any]:
 def _settle_evaluation(merged: dict[str, Any]) -> None:
     """Of a tenant that has no data to be evaluated on, that others are evaluated is not wrong."""
     section = merged.get("evaluation")
-    if isinstance(section, Mapping) and "data" not in section:
+    data = merged.get("data")
+    is_split = isinstance(data, Mapping) and data.get("validation_fraction") is not None
+    if isinstance(section, Mapping) and "data" not in section and not is_split:
         merged["evaluation"] = {key: value for key, value in section.items() if key != "every"}
 
 

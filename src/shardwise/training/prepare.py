@@ -75,7 +75,7 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
     """
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.weight.shape[0]
-    greatest = int(data.examples.tokens.max())
+    greatest = data.examples.greatest_token
     if greatest >= rows:
         raise ConfigError(
             f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has "

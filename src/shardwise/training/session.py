@@ -24,9 +24,26 @@ from shardwise.report.save_report import SaveReport
 from shardwise.training.batches import evaluation_batches
 from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.config_sections import DataSection, EvaluationSection, TrainConfig
-from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
-from shardwise.training.data import Malformed, RefuseRows, SkipRows, TrainData, read_data
+from shardwise.training.config_sections import TrainConfig
+from shardwise.training.config_values import (
+    accumulation_of,
+    loss_of,
+    name_of_evaluation,
+    names_of_data,
+    reading_of,
+    row_layout,
+    sharding_of,
+    tuning_of,
+)
+from shardwise.training.data import (
+    HeldOut,
+    RefuseRows,
+    RowsAsked,
+    SkipRows,
+    TrainData,
+    read_and_hold_out,
+    read_names,
+)
 from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation
 from shardwise.training.loader import StepLoader, step_loader
 from shardwise.training.loop import train
@@ -45,7 +62,6 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
-from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
 
 
@@ -72,8 +88,10 @@ class Session:
     keeper: KeptInFolders
 
     @classmethod
-    def begin(cls, config: TrainConfig) -> Session:
+    def begin(cls, config: TrainConfig, cache_root: Path | None = None) -> Session:
         """Read everything, cheap things that may be refused first. Collective: yes, over the default process group.
+
+        ``cache_root`` is where tokens are kept where ``data.cache_dir`` does not say; None: nowhere.
 
         Raises:
             ShardwiseError: something cannot be had as configured; the same on every rank.
@@ -92,7 +110,7 @@ class Session:
             revision=None if config.model.tokenizer else config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        data, held_out = read_rows(config, tokenizer)
+        data, held_out = read_rows(config, tokenizer, cache_root)
         request = ModelRequest(
             config.model.name,
             options,
@@ -218,17 +236,28 @@ class Session:
         )
 
 
-def read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TrainData, TrainData | None]:
-    """What is learned, and what is only looked at. Collective: yes."""
-    malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
+def read_rows(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None = None
+) -> tuple[TrainData, TrainData | None]:
+    """What is learned, and what is only looked at. Collective: yes.
 
-    def read(section: DataSection | EvaluationSection, path: str) -> TrainData:
-        name = DataName(path, section.split, section.subset)
-        chats = ChatOptions(config.data.chat_template, Learn(config.data.learn))
-        return read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed, chats=chats)
-
-    data, held_out = read(config.data, config.data.train), config.evaluation.data
-    return data, None if held_out is None else read(config.evaluation, held_out)
+    ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere.
+    """
+    world, section = World.current(), config.data
+    reading = world.together(lambda: reading_of(section, cache_root))
+    names = world.together(lambda: names_of_data(section))
+    looked_at = world.together(lambda: name_of_evaluation(config.evaluation))
+    how = RowsAsked(
+        tokenizer,
+        section.max_length,
+        SkipRows() if section.on_malformed == "skip" else RefuseRows(),
+        ChatOptions(section.chat_template, Learn(section.learn)),
+        reading,
+    )
+    if section.validation_fraction is not None:
+        return read_and_hold_out(names, how, HeldOut(section.validation_fraction, config.training.seed))
+    data = read_names(names, how)
+    return data, None if looked_at is None else read_names([looked_at], how)
 
 
 def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:
