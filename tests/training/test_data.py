@@ -15,54 +15,10 @@ from shardwise.errors import ConfigError
 from shardwise.training.batches import IGNORED, EvaluationBatches, Padded, pad
 from shardwise.training.data import TrainData, read_data
 from shardwise.training.loader import StepLoader, StepSampler, step_loader
-from shardwise.training.masking import encode
 from shardwise.training.options import Epochs, Steps, TrainOptions
-from shardwise.training.rows import Chat, Completion, Row, RowError, Text, read_rows
+from shardwise.training.rows import Text, read_rows
 
-TALK = tiny.chat("Hi", "Hé llo", "And?", "Bye")["messages"]
-
-
-def learned(row: Row, template: str | None = tiny.MARKED) -> list[str]:
-    """The runs of learned tokens, as text."""
-    tokenizer = tiny.tokenizer(template)
-    example = encode(row, tokenizer)
-    runs: list[list[int]] = []
-    before = False
-    for token, supervised in zip(example.tokens.tolist(), example.supervised.tolist(), strict=True):
-        if supervised:
-            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
-        before = supervised
-    return [tokenizer.decode(run) for run in runs]
-
-
-def whole(row: Row, template: str | None = tiny.MARKED) -> str:
-    return tiny.tokenizer(template).decode(encode(row, tiny.tokenizer(template)).tokens)
-
-
-# Masking
-
-
-def test_a_template_with_marks_says_what_is_learned() -> None:
-    assert learned(Chat(1, tuple(TALK))) == ["Hé llo<|im_end|>", "Bye<|im_end|>"]
-
-
-def test_without_marks_answers_are_what_the_template_adds() -> None:
-    assert learned(Chat(1, tuple(TALK)), tiny.UNMARKED) == ["Hé llo<|im_end|>\n", "Bye<|im_end|>\n"]
-
-
-@pytest.mark.parametrize("template", [tiny.MARKED, tiny.UNMARKED])
-def test_the_tokens_are_those_of_the_template(template: str) -> None:
-    expected = (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHé llo<|im_end|>\n"
-        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nBye<|im_end|>\n"
-    )
-    assert whole(Chat(1, tuple(TALK)), template) == expected
-
-
-def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
-    assert learned(Chat(1, tuple(TALK[:2])), tiny.FORGETFUL) == ["(thought)Hé llo<|im_end|>\n"]
-    with pytest.raises(RowError, match=r"messages\[1\] alike .* generation"):
-        learned(Chat(1, tuple(TALK)), tiny.FORGETFUL)
+# Templates
 
 
 def test_a_template_may_refuse_a_row(tmp_path: Path) -> None:
@@ -71,16 +27,6 @@ def test_a_template_may_refuse_a_row(tmp_path: Path) -> None:
     file = tiny.write_rows(tmp_path / "chats.jsonl", tiny.chat("Hi", "Ho"), odd)
     with pytest.raises(ConfigError, match=r"chats.jsonl: 1 row cannot be used\n  line 2: .*user first"):
         read_data(file, tiny.tokenizer(strict), max_length=64)
-
-
-def test_of_a_text_all_is_learned_but_its_first_token() -> None:
-    assert learned(Text(1, "abc")) == ["bc<|im_end|>"]
-    assert learned(Text(1, "abc<|im_end|>")) == ["bc<|im_end|>"]
-
-
-def test_of_a_completion_the_completion_is_learned() -> None:
-    row = Completion(1, "2+2=", "4")
-    assert (whole(row), learned(row)) == ("2+2=4<|im_end|>", ["4<|im_end|>"])
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
@@ -132,12 +78,29 @@ def test_malformed_rows_are_named_by_line(tmp_path: Path) -> None:
         assert line.startswith(f"  line {number}: {cause}")
 
 
-def test_no_more_than_twenty_malformed_rows_are_shown(tmp_path: Path) -> None:
+def test_one_cause_is_told_once_with_its_first_lines(tmp_path: Path) -> None:
+    alike = [{"messages": [{"role": "user"}] * n} for n in (1, 1)]
     with pytest.raises(ConfigError) as caught:
-        read_rows(tiny.write_rows(tmp_path / "chats.jsonl", *["{"] * 25))
+        read_rows(tiny.write_rows(tmp_path / "chats.jsonl", *["{"] * 25, *["{{}"] * 2, {"text": 3}, *alike))
+    heading, *lines = str(caught.value).splitlines()
+    assert heading.endswith("30 rows cannot be used")
+    assert [line.partition(": ")[0] for line in lines] == [
+        "  lines 1, 2, 3, 4, 5, 6, 7, 8 and 19 more",
+        "  line 28",
+        "  lines 29, 30",
+    ]
+    assert lines[1:] == [
+        "  line 28: 'text' is a JSON number, not a string",
+        "  lines 29, 30: messages[0] has no 'content'",
+    ]
+
+
+def test_no_more_than_twenty_causes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_rows(tiny.write_rows(tmp_path / "chats.jsonl", *[{chr(97 + n): 1} for n in range(25)]))
     lines = str(caught.value).splitlines()
     assert len(lines) == 22
-    assert lines[-1] == "  and 5 more"
+    assert lines[-1] == "  and 5 more causes"
 
 
 def test_a_row_that_is_not_text(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_chats(folder / "chats.jsonl", 11)
     talks = [tiny.chat("Hi", f"Ho {n}") for n in range(5)]
     tiny.write_rows(folder / "good.jsonl", *talks)
-    tiny.write_rows(folder / "bad.jsonl", *talks[:3], tiny.chat("a", "b", "c", "d"), talks[3])
+    tiny.write_rows(folder / "bad.jsonl", *talks[:3], {**talks[0], "tools": [{"name": "f"}]}, talks[3])
     return folder
 
 
@@ -325,4 +325,4 @@ def test_ranks_that_share_the_tokenising_have_all_rows(world: list[tuple[Outcome
 def test_a_row_that_one_rank_refuses_is_refused_by_all(world: list[tuple[Outcomes, list[str], str]]) -> None:
     errors = [error for _, _, error in world]
     assert errors[0] == errors[1]
-    assert "bad.jsonl: 1 row cannot be used\n  line 4: the chat template does not write messages[1]" in errors[0]
+    assert "bad.jsonl: 1 row cannot be used\n  line 4: it has 'tools', of which the chat template" in errors[0]

@@ -1,32 +1,34 @@
-"""From a row to tokens, and which of them are learned.
+"""From rows to tokens, and which of them are learned.
 
-[Note: Which tokens are learned] Of a chat the assistant's answers, and nothing else. Where the tokenizer's
-template marks them (``{% generation %}``), the marks are obeyed. Where it does not, an answer is what the template
-adds to the tokens of the messages before it and the prompt for an answer: exactly the tokens that the model would
-have to produce itself. That is only so if the template writes the beginning of a chat alike whatever follows. A
-template that does not (one that drops the reasoning of earlier answers, say) is found out on the row, and refused.
+[Note: Which tokens are learned] Of a chat the assistant's answers, and nothing else: exactly the tokens that the
+model would have to produce itself. Which characters these are is found in :mod:`~shardwise.training.chat_turns`,
+and which tokens are those in :mod:`~shardwise.training.token_spans`. Of a prompt with its completion the
+completion; of a text everything.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from pathlib import Path
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.errors import ConfigError
+from shardwise.models.chat_templates import CompiledTemplate
 from shardwise.training.chat_options import ChatOptions
+from shardwise.training.chat_turns import ChatReader, Rendering
 from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
+from shardwise.training.token_spans import Tokens, tokenise, tokens_within
 
 _CHATS = ChatOptions()
-_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_FORM = 1  # another number for whatever makes other examples of the same rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,11 @@ class Example:
     supervised: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, tokens: Sequence[int], supervised: Sequence[int] | Sequence[bool]) -> Example:
+    def of(
+        cls,
+        tokens: Sequence[int] | NDArray[np.int32],
+        supervised: Sequence[int] | Sequence[bool] | NDArray[np.bool_],
+    ) -> Example:
         mask = np.array(supervised, dtype=np.bool_)
         mask[:1] = False  # nothing comes before the first token
         return cls(np.array(tokens, dtype=np.int32), mask)
@@ -47,37 +53,167 @@ class Example:
         return Example(self.tokens[:max_length], self.supervised[:max_length])
 
 
+@dataclass(frozen=True, slots=True)
+class _RenderedChat:
+    """A chat: texts that each become an example. What begins a text, the template has written."""
+
+    renderings: Sequence[Rendering]
+
+
+_Readable: TypeAlias = _RenderedChat | Text | Completion | RowFault
+
+
 class Encoder:
     """Makes examples of rows, by one tokenizer and one way of reading chats.
 
     It is built once, keeps nothing of the rows it has seen, and can be pickled for another process.
+
+    Raises:
+        ConfigError: ``chats`` names a template that is not there, or is none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chats: ChatOptions = _CHATS) -> None:
         self.tokenizer = tokenizer
         self.chats = chats
+        self._template = None if chats.template is None else named_template(tokenizer, chats.template)
+        self._readers: dict[str, ChatReader] = {}
+        if self._template is not None:
+            self._reader_of(self._template)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": {}}  # a compiled template cannot be sent
 
     def encode_many(self, rows: Sequence[Row]) -> list[list[Example] | RowFault]:
         """Of each row its examples, at full length and in order, or what is wrong with it.
 
-        A row has one example or, where no single one can have all that is to be learned of it, several.
+        A row has one example or, where no single one can have all that is to be learned of it, several; see
+        [Note: What is learned of a chat] in :mod:`~shardwise.training.chat_turns`.
 
         Raises:
             ConfigError: the tokenizer has no chat template that can be used, and a row needs one.
         """
-        return [self._encode_one(row) for row in rows]
+        read = [self._read(row) for row in rows]
+        bare: list[str] = []
+        opened: list[str] = []
+        for one in read:
+            match one:
+                case _RenderedChat():
+                    bare += (rendering.text for rendering in one.renderings)
+                case Text():
+                    opened.append(one.text)
+                case Completion():
+                    opened.append(one.prompt)
+                    bare.append(one.completion)
+        # In this order they are taken out again.
+        bare_tokens = iter(tokenise(self.tokenizer, bare, add_special_tokens=False))
+        opened_tokens = iter(tokenise(self.tokenizer, opened, add_special_tokens=True))
+        found: list[list[Example] | RowFault] = []
+        for row, one in zip(rows, read, strict=True):
+            match one:
+                case RowFault():
+                    found.append(one)
+                    continue
+                case _RenderedChat():
+                    tokens = [next(bare_tokens) for _ in one.renderings]
+                case Text():
+                    tokens = [next(opened_tokens)]
+                case Completion():
+                    tokens = [next(opened_tokens), next(bare_tokens)]
+                case _:
+                    assert_never(one)
+            wrong = [item for item in tokens if isinstance(item, ValueError)]
+            fine = [item for item in tokens if not isinstance(item, ValueError)]
+            found.append(RowFault(row.line, str(wrong[0])) if wrong else self._examples(one, fine))
+        return found
 
     def facts(self) -> Mapping[str, Any]:
         """Everything that decides what becomes of a row, as plain JSON: equal facts, equal examples."""
-        return {"version": 1, "tokenizer": _identity(self.tokenizer), "learn": self.chats.learn.name}
+        template = self._template if self._template is not None else self.tokenizer.chat_template
+        tells_time = "strftime_now" in json.dumps(template)
+        return {
+            "form": _FORM,
+            "tokenizer": _identity(self.tokenizer),
+            "template": template,
+            "learn": self.chats.learn.value,
+            "date": datetime.date.today().isoformat() if tells_time else None,
+        }
 
-    def _encode_one(self, row: Row) -> list[Example] | RowFault:
-        if isinstance(row, Chat):
-            has_generation_marks(self.tokenizer)  # refuses a tokenizer without a template, before any row is
+    def _read(self, row: Row) -> _Readable:
+        if not isinstance(row, Chat):
+            return row
+        reader = self._reader(row)  # refuses a tokenizer without a template, before any row is
         try:
-            return [encode(row, self.tokenizer)]
+            return _RenderedChat(reader.read(row))
         except RowError as error:
             return RowFault(row.line, str(error))
+
+    def _reader(self, chat: Chat) -> ChatReader:
+        if self._template is not None:
+            return self._reader_of(self._template)
+        try:
+            return self._reader_of(
+                self.tokenizer.get_chat_template(tools=[dict(tool) for tool in chat.tools] or None)
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"the tokenizer of {self.tokenizer.name_or_path} has no chat template (chat_template.jinja), which "
+                "rows with 'messages' need; add one, or give data.chat_template, or rows with 'prompt' and "
+                "'completion'"
+            ) from error
+
+    def _reader_of(self, template: str) -> ChatReader:
+        if template not in self._readers:
+            tokenizer = self.tokenizer
+            special = {str(token) for token in tokenizer.all_special_tokens}
+            special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+            variables = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
+            self._readers[template] = ChatReader(
+                CompiledTemplate(template), variables, sorted(special - {""}), self.chats.learn
+            )
+        return self._readers[template]
+
+    def _examples(self, read: _RenderedChat | Text | Completion, tokens: Sequence[Tokens]) -> list[Example]:
+        match read:
+            case _RenderedChat():
+                return [
+                    Example.of(made.ids, tokens_within(self.tokenizer, one.text, made, one.learned))
+                    for one, made in zip(read.renderings, tokens, strict=True)
+                ]
+            case Text():
+                ids = tokens[0].ids.tolist()
+                ids += self._end(ids)
+                return [Example.of(ids, [True] * len(ids))]
+            case Completion():
+                prompt, answer = (part.ids.tolist() for part in tokens)
+                answer += self._end(answer)
+                # A tokenizer that ends every text would end the prompt too.
+                prompt = prompt[:-1] if prompt and prompt[-1:] == self._end([]) else prompt
+                return [Example.of([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))]
+            case _:
+                assert_never(read)
+
+    def _end(self, tokens: Sequence[int]) -> list[int]:
+        """The token that ends a text, unless the text has it or there is none."""
+        end = self.tokenizer.eos_token_id
+        return [] if end is None or (tokens and tokens[-1] == end) else [end]
+
+
+def named_template(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """The text of the chat template that a name means: a file, or one of several that the tokenizer has.
+
+    Raises:
+        ConfigError: it means none.
+    """
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if name in own:
+        return str(own[name])
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        names = ", ".join(map(repr, own)) or "no templates by name"
+        raise ConfigError(
+            f"data.chat_template={name!r}: it cannot be read as a file ({error}), and the tokenizer has {names}"
+        ) from error
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -85,108 +221,14 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     found = {
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "template": tokenizer.chat_template,
         "what": (
             tokenizer.backend_tokenizer.to_str()
             if tokenizer.is_fast
             else [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]
         ),
     }
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks the assistant's answers.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template (chat_template.jinja), which rows "
-            "with 'messages' need; add one, or give rows with 'prompt' and 'completion'"
-        ) from error
-    return _GENERATION_MARK.search(template) is not None
-
-
-def encode(row: Row, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """The row's tokens, at full length.
-
-    Raises:
-        RowError: the row does not go with the tokenizer's chat template.
-        ConfigError: the tokenizer has no chat template, and the row needs one.
-    """
-    match row:
-        case Chat():
-            try:
-                if tokenizer.is_fast and has_generation_marks(tokenizer):
-                    return _marked(row.messages, tokenizer)
-                return _by_prefixes(row.messages, tokenizer)
-            except RowError:
-                raise
-            except (TemplateError, TypeError, LookupError, ValueError) as error:  # whatever a template's code may
-                raise RowError(f"the chat template refuses it ({error})") from error
-        case Text():
-            tokens = [*tokenizer(row.text, verbose=False)["input_ids"]]
-            tokens += _end(tokenizer, tokens)
-            return Example.of(tokens, [True] * len(tokens))
-        case Completion():
-            prompt = tokenizer(row.prompt, verbose=False)["input_ids"]
-            answer = tokenizer(row.completion, add_special_tokens=False, verbose=False)["input_ids"]
-            answer = [*answer, *_end(tokenizer, answer)]
-            # A tokenizer that ends every text would end the prompt too.
-            prompt = prompt[:-1] if prompt and prompt[-1:] == _end(tokenizer, []) else prompt
-            return Example.of([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
-        case _:
-            assert_never(row)
-
-
-def _end(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[int]:
-    """The token that ends a text, unless the text has it or there is none."""
-    end = tokenizer.eos_token_id
-    return [] if end is None or (tokens and tokens[-1] == end) else [end]
-
-
-def _marked(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Example:
-    found: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"verbose": False},
-    )
-    return Example.of(found["input_ids"], found["assistant_masks"])
-
-
-def _by_prefixes(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Example:
-    """See [Note: Which tokens are learned]."""
-    whole = _templated(messages, tokenizer)
-    supervised = [False] * len(whole)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _templated(messages[:index], tokenizer, add_generation_prompt=True)
-            after = _templated(messages[: index + 1], tokenizer)
-            if after[: len(before)] != before or whole[: len(after)] != after:
-                raise RowError(
-                    f"the chat template does not write messages[{index}] alike when an answer is asked for, "
-                    "when it is given, and when more follows, so its tokens cannot be told from the others; put "
-                    "{% generation %} marks into the template, or let each answer be the last of a row of its own"
-                )
-            supervised[len(before) : len(after)] = [True] * (len(after) - len(before))
-    return Example.of(whole, supervised)
-
-
-def _templated(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add_generation_prompt: bool = False,
-) -> list[int]:
-    found: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        return_dict=False,
-        tokenizer_kwargs={"verbose": False},
-    )
-    return list(found)
+def _plain(token: Any) -> Any:
+    return [str(one) for one in token] if isinstance(token, list) else str(token)

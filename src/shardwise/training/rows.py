@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError
+from shardwise.training.row_values import (
+    RowError,
+    json_type,
+    messages_of,
+    template_kwargs_of,
+    text_of,
+    tools_of,
+)
 
-_SHOWN_FAULTS = 20
+__all__ = [
+    "ROW_NAMES",
+    "Chat",
+    "Completion",
+    "Row",
+    "RowError",
+    "RowFault",
+    "Text",
+    "json_lines",
+    "json_value",
+    "or_fault",
+    "read_rows",
+    "refuse",
+    "row_of",
+]
+
+_SHOWN_CAUSES, _SHOWN_LINES = 20, 8
+_NUMBER = re.compile(r"\d+")
 
 ROW_NAMES = ("messages", "text", "prompt", "completion", "tools", "chat_template_kwargs")
 """Every name that a row may have; others are passed over."""
@@ -19,13 +45,19 @@ ROW_NAMES = ("messages", "text", "prompt", "completion", "tools", "chat_template
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages with "role" and "content"; the assistant's are learned.
+    """Messages with "role" and "content"; the assistant's are learned, but for those with a "weight" of 0.
 
-    ``line`` is the row's place where it was read, from 1: a line of a text file, else a row.
+    Attributes:
+        line: the row's place where it was read, from 1: a line of a text file, else a row.
+        messages: plain JSON.
+        tools: functions that the assistant may call, as JSON schemas.
+        template_kwargs: further variables for the chat template.
     """
 
     line: int
     messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +78,6 @@ class Completion:
 
 
 Row: TypeAlias = Chat | Text | Completion
-
-
-class RowError(ValueError):
-    """What is wrong with one row."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,15 +135,29 @@ def or_fault(number: int, read: Callable[[], object]) -> Row | RowFault:
 
 
 def refuse(path: str | os.PathLike[str], faults: Iterable[RowFault], *, unit: str = "line") -> None:
-    """Raise a ConfigError that names every fault, up to the first 20; nothing when there are none."""
+    """Raise a ConfigError that tells each cause once, with the rows it is of; nothing where there are no faults.
+
+    Causes that differ in numbers only are one, told as of the first row. Of the causes the first 20 are told.
+    """
     found = sorted(set(faults))
     if not found:
         return
-    shown = [f"  {unit} {fault.line}: {fault.cause}" for fault in found[:_SHOWN_FAULTS]]
-    if len(found) > _SHOWN_FAULTS:
-        shown.append(f"  and {len(found) - _SHOWN_FAULTS} more")
+    causes: dict[str, list[RowFault]] = {}
+    for fault in found:
+        causes.setdefault(_NUMBER.sub("#", fault.cause), []).append(fault)
+    shown = [f"  {_places(alike, unit)}: {alike[0].cause}" for alike in list(causes.values())[:_SHOWN_CAUSES]]
+    if len(causes) > _SHOWN_CAUSES:
+        shown.append(f"  and {len(causes) - _SHOWN_CAUSES} more causes")
     rows = "row" if len(found) == 1 else "rows"
     raise ConfigError("\n".join([f"{os.fspath(path)}: {len(found)} {rows} cannot be used", *shown]))
+
+
+def _places(faults: Sequence[RowFault], unit: str) -> str:
+    if len(faults) == 1:
+        return f"{unit} {faults[0].line}"
+    lines = ", ".join(str(fault.line) for fault in faults[:_SHOWN_LINES])
+    more = f" and {len(faults) - _SHOWN_LINES} more" if len(faults) > _SHOWN_LINES else ""
+    return f"{unit}s {lines}{more}"
 
 
 def json_value(line: bytes) -> object:
@@ -142,62 +184,43 @@ def row_of(number: int, value: object) -> Row:
         RowError: it is none.
     """
     if not isinstance(value, dict):
-        raise RowError(f"it is a JSON {_json_type(value)}, not an object")
+        raise RowError(f"it is a JSON {json_type(value)}, not an object")
     forms = [name for name in ("messages", "text", "completion") if name in value]
     if len(forms) > 1:
         raise RowError(f"it has both {forms[0]!r} and {forms[1]!r}; which of them is meant?")
     match forms:
         case ["messages"]:
-            return Chat(number, _messages(value["messages"]))
+            return _chat(number, messages_of(value, "messages"), value)
         case ["text"]:
-            return Text(number, _string(value, "text"))
+            _require_no_chat(value)
+            return Text(number, text_of(value, "text"))
         case ["completion"]:
             if "prompt" not in value:
                 raise RowError("it has a 'completion' but no 'prompt'")
-            return Completion(number, _string(value, "prompt"), _string(value, "completion"))
+            if isinstance(value["prompt"], list) or isinstance(value["completion"], list):
+                asked = [_unlearned(message) for message in messages_of(value, "prompt")]
+                return _chat(number, (*asked, *messages_of(value, "completion")), value)
+            _require_no_chat(value)
+            return Completion(number, text_of(value, "prompt"), text_of(value, "completion"))
         case _:
             keys = ", ".join(map(repr, value)) or "nothing"
             raise RowError(f"it has {keys}; wanted are 'messages', or 'text', or 'prompt' and 'completion'")
 
 
-def _messages(value: object) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise RowError("'messages' must be a list of at least one message")
-    for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise RowError(f"messages[{index}] is a JSON {_json_type(message)}, not an object")
-        for name in ("role", "content"):
-            if name not in message:
-                raise RowError(f"messages[{index}] has no {name!r}")
-            if not isinstance(message[name], str):
-                raise RowError(f"messages[{index}].{name} is a JSON {_json_type(message[name])}, not a string")
-    if not any(message["role"] == "assistant" for message in value):
+def _chat(number: int, messages: tuple[Mapping[str, Any], ...], value: Mapping[str, object]) -> Chat:
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
         raise RowError("no message is by the role 'assistant', so there is nothing to learn")
-    return tuple(value)
+    if all(message.get("weight") == 0 for message in answers):
+        raise RowError("every answer has a weight of 0, so there is nothing to learn")
+    return Chat(number, messages, tools_of(value), template_kwargs_of(value))
 
 
-def _string(value: Mapping[str, object], name: str) -> str:
-    found = value[name]
-    if not isinstance(found, str):
-        raise RowError(f"{name!r} is a JSON {_json_type(found)}, not a string")
-    try:
-        found.encode()
-    except UnicodeEncodeError as error:  # JSON can escape one half of a pair that is one character
-        raise RowError(f"{name!r} is no text: character {error.start} is half of a surrogate pair") from error
-    return found
+def _unlearned(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
 
 
-def _json_type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case Sequence():
-            return "array"
-        case _:
-            return "object"
+def _require_no_chat(value: Mapping[str, object]) -> None:
+    for name in ("tools", "chat_template_kwargs"):
+        if value.get(name):
+            raise RowError(f"it has {name!r}, which only a row with messages can have")

@@ -1,0 +1,104 @@
+"""Chat templates, compiled: what they write of messages, piece by piece, and what can be said of them beforehand.
+
+They are run in transformers' own sandbox and by nothing else: they come with checkpoints, from strangers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+
+from shardwise.errors import ConfigError
+from shardwise.models import transformers_compat as compat
+
+_PROMPT = "add_generation_prompt"
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class CompiledTemplate:
+    """A chat template that is ready to be run.
+
+    Args:
+        text: of the template.
+
+    Raises:
+        ConfigError: it is no template.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self._template: Any = compat.compile_template(text)
+        except (TemplateError, RecursionError) as error:
+            raise ConfigError(f"the chat template cannot be compiled ({error})") from error
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether it marks what the assistant says (``{% generation %}``)."""
+        return _GENERATION_MARK.search(self.text) is not None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it takes from whoever runs it."""
+        return frozenset(meta.find_undeclared_variables(self._parsed))
+
+    @cached_property
+    def has_one_prompt(self) -> bool:
+        """Whether the prompt for an answer is the same after whatever messages.
+
+        It is where the prompt is asked for outside of loops and macros only, and neither that nor what is written
+        upon it looks at messages, or at anything that the template itself has set.
+        """
+        given = self.variables - {"messages"}
+        given -= {name.name for name in self._parsed.find_all(nodes.Name) if name.ctx != "load"}
+        return _asks_alike(self._parsed, given | {_PROMPT})
+
+    @cached_property
+    def _parsed(self) -> nodes.Template:
+        parsed: nodes.Template = self._template.environment.parse(self.text)
+        return parsed
+
+    def pieces(self, variables: Mapping[str, Any]) -> Iterator[str]:
+        """What it writes, one piece after the other, as it is written.
+
+        Raises:
+            Exception: whatever its code may raise.
+        """
+        yield from self._template.generate(variables)
+
+    def marked_pieces(self, variables: Mapping[str, Any], marks: list[tuple[int, int]]) -> Iterator[str]:
+        """As ``pieces``; the places of what is marked, start and stop in characters, are added to ``marks``.
+
+        Raises:
+            Exception: whatever its code may raise.
+        """
+        written: list[str] = []
+        with compat.follow_marks(self._template, written, marks):
+            for piece in self._template.generate(variables):
+                written.append(piece)
+                if len(written) > _JOINED_PIECES:  # all are joined for each mark
+                    written[:] = ["".join(written)]
+                yield piece
+
+
+_JOINED_PIECES = 64
+
+
+def _asks_alike(node: nodes.Node, given: frozenset[str]) -> bool:
+    """Whether nothing below a node asks for the prompt but by names that are ``given``."""
+    if isinstance(node, nodes.If | nodes.CondExpr):
+        return _PROMPT not in _loaded(node) or _loaded(node) <= given
+    if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+        return _PROMPT not in _loaded(node)
+    if isinstance(node, nodes.Name):
+        return node.name != _PROMPT
+    return all(_asks_alike(child, given) for child in node.iter_child_nodes())
+
+
+def _loaded(node: nodes.Node) -> set[str]:
+    names = {name.name for name in node.find_all(nodes.Name) if name.ctx == "load"}
+    return names | ({node.name} if isinstance(node, nodes.Name) else set())
