@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ def test_rows_that_cannot_be_used_have_their_lines(tmp_path: Path, pools: list[E
     with pytest.raises(ConfigError) as several:
         read(file, MANY)
     assert str(one.value) == str(several.value)
-    assert "line 39" in str(one.value)
+    assert "lines 4, 21, 39: it is not valid JSON" in str(one.value)
     rows[3], rows[20], rows[38] = '{"text": }', "1", "2"
     (tmp_path / "a.json").write_text(
         "[" + ",".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "]"
@@ -137,6 +139,11 @@ def test_a_tokenizer_that_other_processes_cannot_have(tmp_path: Path, part: Any)
     tokenizer.own = part
     found = read_data(file, tokenizer, max_length=64, options=ReadOptions(effort=MANY))
     assert found.examples.digest == read(file, Effort()).examples.digest
+
+
+def test_who_tokenises_imports_no_torch() -> None:
+    code = "import sys, shardwise.training.encoding_worker; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_as_many_processes_as_are_worth_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
