@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.training import tiny
 
+from shardwise.cli.train import cache_root
 from shardwise.errors import ConfigError
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.local_writer import LocalWriter
@@ -20,9 +21,11 @@ from shardwise.testing.world import run_world
 from shardwise.training import data as reading
 from shardwise.training import token_cache
 from shardwise.training.chat_options import ChatOptions, Learn
+from shardwise.training.config import config_of
 from shardwise.training.data import ReadOptions, SkipRows, TrainData, read_data
 from shardwise.training.layouts import RowWords
 from shardwise.training.row_files import ByContent, ByStat
+from shardwise.training.session import read_rows
 from shardwise.training.sources import DataName
 from shardwise.training.token_cache import CacheFolder
 
@@ -289,3 +292,31 @@ def test_ranks_of_a_machine_map_one_file(file: Path, tmp_path: Path) -> None:
     assert [rank[2] for rank in ranks] == [[True, True]] * 2
     assert ranks[0][3] == ranks[1][3]
     assert len(kept(CacheFolder(Path(cache)))) == 1
+
+
+def test_where_tokens_are_kept(file: Path, tmp_path: Path) -> None:
+    home = Path("~/.cache/shardwise/tokens").expanduser()
+    assert cache_root({}) == home
+    assert cache_root({"XDG_CACHE_HOME": "/x"}) == Path("/x/shardwise/tokens")
+    assert cache_root({"XDG_CACHE_HOME": "/x", "SHARDWISE_CACHE": "/own"}) == Path("/own/tokens")
+
+    def found(root: Path | None, **data: Any) -> list[Any]:
+        config = config_of(
+            {
+                "model": {"name": "m"},
+                "output": {"directory": "out"},
+                "data": {"train": str(file), "max_length": 64, **data},
+            }
+        )
+        learned, _ = read_rows(config, tiny.tokenizer(), root)
+        return [was_kept(learned), *sorted(path.name for path in tmp_path.iterdir() if path.is_dir())]
+
+    assert found(None) == [False]
+    assert found(tmp_path / "root", cache="never") == [False]
+    assert [found(tmp_path / "root") for _ in range(2)] == [[False, "root"], [True, "root"]]
+    own = str(tmp_path / "own")
+    assert found(tmp_path / "root", cache_dir=own) == [False, "own", "root"]
+    assert found(None, cache_dir=own) == [True, "own", "root"]
+    assert found(None, cache_dir=own, cache="content") == [False, "own", "root"]
+    with pytest.raises(ConfigError, match=r"data.cache_size='much': 'much' is not a size"):
+        found(None, cache_dir=own, cache_size="much")

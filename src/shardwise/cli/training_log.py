@@ -51,7 +51,11 @@ class StepLog:
         self.total = len(session.steps)
         if session.loaded is not None:
             self.say(str(session.loaded))
-        self.say(describe_data(session.data))
+        if session.data is None:
+            buffer = session.config.data.shuffle_buffer
+            self.say(f"data {session.steps.path}: read while it is trained on, shuffled {buffer:,} rows at a time")
+        else:
+            self.say(describe_data(session.data))
         if session.held_out is not None:
             self.say(describe_data(session.held_out, "evaluation"))
         self.say(f"training: {count_of(self.total, 'step')} on {count_of(session.size, 'rank')}")

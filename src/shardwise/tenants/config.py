@@ -178,6 +178,8 @@ def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield f"tuning.method={config.tuning.method!r}", "tenants share one base, so each is a lora"
     if config.data.packing:
         yield "data.packing", "rows of tenants are not packed; short ones share passes by bank.tokens_per_pass"
+    if config.data.streaming:
+        yield "data.streaming", "rows of tenants are read before their first step; leave it out"
     if training.accumulate != default.accumulate:
         yield "training.accumulate", "adapters are whole on every rank, and so are their gradients; leave it out"
     if training.loss_chunk_tokens not in (default.loss_chunk_tokens, None):

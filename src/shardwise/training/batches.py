@@ -152,6 +152,21 @@ def _tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.masked_fill(~torch.from_numpy(example.supervised), IGNORED)
 
 
+def batch_of(
+    packs: Sequence[Sequence[Example]], layout: BatchLayout, pad_token_id: int, lines: tuple[int, ...]
+) -> Batch:
+    """Packs of examples as a batch; of one example each, where rows are padded."""
+    match layout:
+        case Padded():
+            return pad([example for [example] in packs], pad_token_id, lines)
+        case Packed():
+            return pack(packs, pad_token_id, lines)
+        case Flattened():
+            return flatten([example for members in packs for example in members], pad_token_id, lines)
+        case _:
+            assert_never(layout)
+
+
 def packs_of_each(
     lengths: NDArray[np.int64], capacity: int, mixing: Mixing
 ) -> tuple[list[list[int]], tuple[int, ...]]:
@@ -193,15 +208,7 @@ class Batches:
         packs = [[number] for number in numbers] if self.packs is None else [self.packs[n] for n in numbers]
         examples = [[data.examples[row] for row in pack] for pack in packs]
         lines = tuple(int(data.examples.lines[row]) for pack in packs for row in pack)
-        match self.layout:
-            case Padded():
-                return pad([example for [example] in examples], data.pad_token_id, lines)
-            case Packed():
-                return pack(examples, data.pad_token_id, lines)
-            case Flattened():
-                return flatten([example for pack in examples for example in pack], data.pad_token_id, lines)
-            case _:
-                assert_never(self.layout)
+        return batch_of(examples, self.layout, data.pad_token_id, lines)
 
 
 class EvaluationBatches:

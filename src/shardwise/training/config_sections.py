@@ -137,6 +137,8 @@ class DataSection(Section):
     Tokens are kept in ``cache_dir`` (null: of this user), up to ``cache_size``; ``cache`` tells how files are known
     again. ``processes`` of each machine tokenise (null: as many as it has processors).
 
+    With ``streaming`` rows are read while they are trained on, and shuffled ``shuffle_buffer`` at a time.
+
     ``chat_template`` is a path to a Jinja file, or the name of one of the tokenizer's templates; null: the
     tokenizer's own. ``learn``: all answers of a chat, or the last one.
     """
@@ -151,11 +153,19 @@ class DataSection(Section):
     cache_dir: Words | None = None
     cache_size: Words = "50GB"
     processes: Count | None = None
+    streaming: bool = False
+    shuffle_buffer: Count = 10_000
     max_length: Annotated[int, Field(ge=2)] = 2048
     packing: bool = False
     on_malformed: Literal["refuse", "skip"] = "refuse"
     chat_template: Words | None = None
     learn: Literal["all", "last"] = "all"
+
+    @model_validator(mode="after")
+    def _knows_its_rows(self) -> DataSection:
+        if self.streaming and self.validation_fraction is not None:
+            raise ValueError("validation_fraction is of rows that are known beforehand; give evaluation.data")
+        return self
 
 
 class OptimizerSection(Section):
@@ -296,11 +306,19 @@ class TrainConfig(Section):
     tuning: TuningSection = FullTuning()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
-    training: TrainingSection = TrainingSection()
+    training: TrainingSection = Field(TrainingSection(), validate_default=True)
     sharding: ShardingSection = ShardingSection()
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
+
+    @field_validator("training")
+    @classmethod
+    def _ends(cls, training: TrainingSection, others: ValidationInfo) -> TrainingSection:
+        data = others.data.get("data")
+        if isinstance(data, DataSection) and data.streaming and training.max_steps is None:
+            raise ValueError("max_steps must be given with data.streaming, since nobody knows how long an epoch is")
+        return training
 
     @field_validator("evaluation")
     @classmethod

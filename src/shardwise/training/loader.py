@@ -93,6 +93,16 @@ class StepLoader:
             yield [self.batches.make(rows) for rows in step]
 
     @property
+    def path(self) -> str:
+        """What is read, for messages."""
+        return self.data.path
+
+    @property
+    def layout(self) -> BatchLayout:
+        """How rows become batches."""
+        return self.batches.layout
+
+    @property
     def epochs_done(self) -> float:
         return self.sampler.epoch + self.sampler.taken / self.sampler.row_count
 

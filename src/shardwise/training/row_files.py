@@ -284,6 +284,31 @@ class DataSetRows:
             yield ReadBlock(values, self.nbytes() * count // len(chosen))
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedDataSet:
+    """A data set that the ``datasets`` library brings row by row, as it is read."""
+
+    name: str
+    opened: Any
+    unit: PlaceUnit = "row"
+
+    def nbytes(self) -> int:
+        return 0  # nobody knows
+
+    def facts(self, _known_by: KnownBy) -> object:
+        return None
+
+    def blocks(self, nbytes: int, words: RowWords) -> Iterator[RowBlock]:
+        there = self.opened.column_names
+        if there is not None:
+            require_columns(self.name, there, words)
+        rows = max(nbytes // _ROW_BYTES, 1)
+        for batch in self.opened.iter(rows):
+            wanted = words.wanted(list(batch))
+            count = len(next(iter(batch.values())))
+            yield ReadBlock(tuple({name: batch[name][index] for name in wanted} for index in range(count)))
+
+
 def require_columns(name: str, there: Sequence[str], words: RowWords) -> tuple[str, ...]:
     """The columns that rows are made of.
 

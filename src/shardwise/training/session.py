@@ -52,6 +52,7 @@ from shardwise.training.prepare import (
     ModelRequest,
     build_model,
     dtype_of_files,
+    embedding_rows,
     keep,
     load_model,
     load_tokenizer,
@@ -62,7 +63,9 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
+from shardwise.training.sources import DataName, names_of
 from shardwise.training.stopping import StopRequest
+from shardwise.training.streamed import StreamLoader, stream_loader
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,15 @@ class Session:
     rank: int
     size: int
     tokenizer: PreTrainedTokenizerBase
-    data: TrainData
+    data: TrainData | None
+    """None where it is read while it is trained on."""
     held_out: TrainData | None
     model: PreTrainedModel
     loaded: LoadReport | None
     """None where all weights come from a checkpoint."""
     stored: torch.dtype | None
     """The dtype of most of the model's files, where it is another than in memory."""
-    steps: StepLoader
+    steps: StepLoader | StreamLoader
     keeper: KeptInFolders
 
     @classmethod
@@ -110,7 +114,11 @@ class Session:
             revision=None if config.model.tokenizer else config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        data, held_out = read_rows(config, tokenizer, cache_root)
+        data: TrainData | None = None
+        if config.data.streaming:
+            held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root)[1])
+        else:
+            data, held_out = read_rows(config, tokenizer, cache_root)
         request = ModelRequest(
             config.model.name,
             options,
@@ -132,7 +140,13 @@ class Session:
             if found is not None:
                 require_embeddings(model, found)
         layout = row_layout(config.data, attention_of(model))
-        steps = step_loader(data, options, layout)
+        steps: StepLoader | StreamLoader
+        if data is None:
+            names, how = _what_is_read(config, tokenizer, cache_root)
+            steps = stream_loader(names, how, options, layout, buffer_rows=config.data.shuffle_buffer)
+            steps.vocabulary = embedding_rows(model)
+        else:
+            steps = step_loader(data, options, layout)
         return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
     @property
@@ -188,7 +202,7 @@ class Session:
 
     def _begin_writing(self) -> None:
         """Nothing is written before all that may be refused has been looked at. Collective: yes."""
-        require_blind_rows(self.model, self.steps.batches.layout, self.config.options())
+        require_blind_rows(self.model, self.steps.layout, self.config.options())
         World.current().from_first(lambda: write_config(self.config, self.output))
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
@@ -208,7 +222,7 @@ class Session:
             return NoEvaluation()
         return Evaluation(
             evaluation_batches(
-                self.held_out, self.steps.batches.layout, section.batch_size or self.config.training.batch_size
+                self.held_out, self.steps.layout, section.batch_size or self.config.training.batch_size
             ),
             section.every,
             self._keep_best if section.keep_best else lambda facts: None,
@@ -243,21 +257,30 @@ def read_rows(
 
     ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere.
     """
-    world, section = World.current(), config.data
-    reading = world.together(lambda: reading_of(section, cache_root))
-    names = world.together(lambda: names_of_data(section))
-    looked_at = world.together(lambda: name_of_evaluation(config.evaluation))
-    how = RowsAsked(
-        tokenizer,
-        section.max_length,
-        SkipRows() if section.on_malformed == "skip" else RefuseRows(),
-        ChatOptions(section.chat_template, Learn(section.learn)),
-        reading,
-    )
-    if section.validation_fraction is not None:
-        return read_and_hold_out(names, how, HeldOut(section.validation_fraction, config.training.seed))
-    data = read_names(names, how)
-    return data, None if looked_at is None else read_names([looked_at], how)
+    names, how = _what_is_read(config, tokenizer, cache_root)
+    if config.data.validation_fraction is not None:
+        return read_and_hold_out(names, how, HeldOut(config.data.validation_fraction, config.training.seed))
+    return read_names(names, how), _looked_at(config, how)
+
+
+def _what_is_read(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None
+) -> tuple[list[DataName], RowsAsked]:
+    section = config.data
+
+    def settle() -> tuple[list[DataName], RowsAsked]:
+        malformed = SkipRows() if section.on_malformed == "skip" else RefuseRows()
+        chats = ChatOptions(section.chat_template, Learn(section.learn))
+        reading = reading_of(section, cache_root)
+        return names_of(names_of_data(section)), RowsAsked(tokenizer, section.max_length, malformed, chats, reading)
+
+    return World.current().together(settle)
+
+
+def _looked_at(config: TrainConfig, how: RowsAsked) -> TrainData | None:
+    """What is only looked at, where that is data of its own. Collective: yes."""
+    name = World.current().together(lambda: name_of_evaluation(config.evaluation))
+    return None if name is None else read_names([name], how)
 
 
 def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:

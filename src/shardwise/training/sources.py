@@ -8,14 +8,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from huggingface_hub import constants
 
 from shardwise.errors import ConfigError
 from shardwise.training.layouts import RowWords
 from shardwise.training.row_blocks import BOM, library, unreadable
-from shardwise.training.row_files import ArrowTable, Csv, DataSetRows, JsonArray, JsonLines, Parquet, RowFile
+from shardwise.training.row_files import (
+    ArrowTable,
+    Csv,
+    DataSetRows,
+    JsonArray,
+    JsonLines,
+    Parquet,
+    RowFile,
+    StreamedDataSet,
+)
 
 _LINES = frozenset({".jsonl", ".ndjson"})
 _KINDS: dict[str, type[Parquet | ArrowTable | Csv]] = {
@@ -52,7 +61,21 @@ class DataName:
     """Its share of the rows of an epoch, against those of the others; None where each row comes once."""
 
 
-def open_source(name: DataName) -> list[RowFile]:
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """A repository of the hub is downloaded before it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsItComes:
+    """A repository of the hub is read as it comes."""
+
+
+RepositoryReading: TypeAlias = Downloaded | AsItComes
+_DOWNLOADED = Downloaded()
+
+
+def open_source(name: DataName, fetching: RepositoryReading = _DOWNLOADED) -> list[RowFile]:
     """The files that a name means, in their order: by suffix, then by what is there.
 
     Raises:
@@ -60,7 +83,7 @@ def open_source(name: DataName) -> list[RowFile]:
     """
     path = Path(name.path)
     if path.is_dir():
-        return _folder(name)
+        return _folder(name, fetching)
     suffix = path.suffix.lower()
     if path.is_file() or (suffix in _SUFFIXES and not glob.has_magic(name.path)):
         return [_file(path)]
@@ -70,7 +93,7 @@ def open_source(name: DataName) -> list[RowFile]:
             raise ConfigError(f"{name.path}: no file is called so")
         return [_file(path) for path in found]
     if _HUB_ID.fullmatch(name.path) is not None:
-        return [_data_set(name)]
+        return [_data_set(name, fetching)]
     raise unreadable(name.path, FileNotFoundError(2, "No such file or directory"))
 
 
@@ -103,12 +126,12 @@ def _is_array(path: Path) -> bool:
     return first.startswith(b"[")
 
 
-def _folder(name: DataName) -> list[RowFile]:
+def _folder(name: DataName, fetching: RepositoryReading) -> list[RowFile]:
     """A folder that ``datasets`` has saved, or whose card says what is in it; else the files in it, by name."""
     path = Path(name.path)
     is_saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if is_saved or name.subset is not None or _has_configs(path / "README.md"):
-        return [_data_set(name)]
+        return [_data_set(name, Downloaded() if is_saved else fetching)]
     files = [found for found in sorted(path.rglob("*")) if _is_of_rows(found, path)]
     if not files:
         raise ConfigError(f"{path}: there is no file of rows in it; they end in {', '.join(sorted(_SUFFIXES))}")
@@ -149,12 +172,15 @@ def _has_configs(card: Path) -> bool:
     return head.startswith("---") and len(parts) > 2 and re.search(r"^configs:", parts[1], re.MULTILINE) is not None
 
 
-def _data_set(name: DataName) -> DataSetRows:
+def _data_set(name: DataName, fetching: RepositoryReading) -> DataSetRows | StreamedDataSet:
     """A data set of the ``datasets`` library: a folder it has saved or can read, or a repository of the hub."""
-    return DataSetRows(name.path, _opened(name))
+    opened = _opened(name, fetching)
+    return (
+        DataSetRows(name.path, opened) if isinstance(fetching, Downloaded) else StreamedDataSet(name.path, opened)
+    )
 
 
-def _opened(name: DataName) -> Any:
+def _opened(name: DataName, fetching: RepositoryReading) -> Any:
     datasets: Any = library("datasets", f"{name.path}: data sets of folders and repositories", "datasets")
     path, split = name.path, name.split
     try:
@@ -165,7 +191,7 @@ def _opened(name: DataName) -> Any:
                     raise ConfigError(f"{path}: it has no split {split!r}; it has {', '.join(map(str, found))}")
                 found = found[split]
             return found
-        return datasets.load_dataset(path, name.subset, split=split)
+        return datasets.load_dataset(path, name.subset, split=split, streaming=isinstance(fetching, AsItComes))
     except ConfigError:
         raise
     except Exception as error:  # whatever the builders of that library raise

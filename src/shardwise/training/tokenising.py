@@ -16,8 +16,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Self
+from typing import Final, Self
 
 from shardwise.errors import ConfigError
 from shardwise.training.encoding import EncodedBlock, Encoding, encode_block
@@ -31,7 +32,7 @@ class Effort:
 
     Attributes:
         processes: at most; None for as many as there are processors for this one. One is this process itself.
-        bytes_per_process: another one is started for each so many bytes of rows.
+        bytes_per_process: another one is started for each so many bytes of rows; 0: all are.
         block_bytes: what a process is given at a time.
     """
 
@@ -42,7 +43,7 @@ class Effort:
     def count(self, nbytes: int) -> int:
         """How many for so many bytes."""
         most = self.processes or usable_processors()
-        return max(1, min(most, nbytes // self.bytes_per_process))
+        return max(1, min(most, nbytes // self.bytes_per_process) if self.bytes_per_process else most)
 
 
 def usable_processors() -> int:
@@ -51,6 +52,18 @@ def usable_processors() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStart:
+    """Where to begin: a file and a block of it, by their numbers, and how many places of the file are before it."""
+
+    file: int = 0
+    block: int = 0
+    place: int = 0
+
+
+BEGINNING: Final = BlockStart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +79,7 @@ def encoded_blocks(
     encoding: Encoding,
     effort: Effort,
     *,
+    start: BlockStart = BEGINNING,
     check: Callable[[], None] = lambda: None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
@@ -76,11 +90,7 @@ def encoded_blocks(
     Raises:
         ConfigError: a file cannot be read, or a process that tokenised has ended.
     """
-    jobs = (
-        FileBlock(number, block)
-        for number, file in enumerate(files)
-        for block in file.blocks(effort.block_bytes, encoding.words)
-    )
+    jobs = _blocks_from(files, encoding, effort, start)
     count = effort.count(sum(file.nbytes() for file in files))
     pool = None if count == 1 else EncoderPool.started(count, encoding)
     if pool is None:
@@ -91,19 +101,31 @@ def encoded_blocks(
             yield job.file, made
         return
     with pool:
-        for job, made in _in_order(pool, jobs, files, check):
+        places = {number: start.place if number == start.file else 0 for number in range(len(files))}
+        for job, made in _in_order(pool, jobs, files, places, check):
             advance(job.block.nbytes)
             yield job.file, made
 
 
+def _blocks_from(
+    files: Sequence[RowFile], encoding: Encoding, effort: Effort, start: BlockStart
+) -> Iterator[FileBlock]:
+    for number, file in enumerate(files[start.file :], start=start.file):
+        blocks = file.blocks(effort.block_bytes, encoding.words)
+        for block in islice(blocks, start.block if number == start.file else 0, None):
+            yield FileBlock(number, block)
+
+
 def _in_order(
-    pool: EncoderPool, jobs: Iterator[FileBlock], files: Sequence[RowFile], check: Callable[[], None]
+    pool: EncoderPool,
+    jobs: Iterator[FileBlock],
+    files: Sequence[RowFile],
+    places: dict[int, int],
+    check: Callable[[], None],
 ) -> Iterator[tuple[FileBlock, EncodedBlock]]:
     waiting: dict[int, FileBlock] = {}
     made: dict[int, EncodedBlock] = {}
     given = taken = 0
-    places = dict.fromkeys(range(len(files)), 0)
-    """Of each file those that have been given out."""
     is_left = True
     while is_left or taken < given:
         check()
@@ -211,7 +233,8 @@ class EncoderPool:
         try:
             for _ in range(count):
                 workers.append(_Worker())
-                workers[-1].pipe.send_bytes(message)
+            for worker in workers:  # once all have begun: whoever is not up yet does not read
+                worker.pipe.send_bytes(message)
             if all(worker.pipe.recv()[0] == "ready" for worker in workers):
                 return pool
         except (OSError, EOFError):
