@@ -115,10 +115,10 @@ class SegmentLoop:
 
 @dataclass(frozen=True, slots=True)
 class GroupedProducts:
-    """Tenants side by side whose ranks are alike once rounded up, by one grouped product each.
+    """Tenants side by side whose ranks are alike once rounded up, by one product for all of them.
 
+    That is a batched product where each has as many rows, as tenants of one length have, and else a grouped one.
     Matrices are padded with zeros to that rank for the time of the product; the padding has no place in a buffer.
-    Offsets end where the rows do: what a grouped product leaves behind them is garbage.
     """
 
     def add(self, parts: Sequence[SitePart], x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
@@ -127,12 +127,11 @@ class GroupedProducts:
             if len(run) == 1:
                 kept += SegmentLoop().add(run, x, out)
                 continue
-            rows = slice(run[0].start, run[-1].stop)
-            offsets, scales = _offsets(run, x.device), _scales(run, x.device)
+            products = _Products(run, x.device)
             packed_lora_A, packed_lora_B = _packed(run, x.dtype)
-            z = F.grouped_mm(_dropped(run, x), packed_lora_A.transpose(-2, -1), offs=offsets)
-            scaled = (z * scales).to(z.dtype)
-            out[rows] += F.grouped_mm(scaled, packed_lora_B.transpose(-2, -1), offs=offsets)
+            z = products.of_rows(_dropped(run, x), packed_lora_A.transpose(-2, -1))
+            scaled = products.scaled(z)
+            products.add_of_rows(out[products.rows], scaled, packed_lora_B.transpose(-2, -1))
             kept.append(scaled)
         return kept
 
@@ -148,22 +147,74 @@ class GroupedProducts:
             if len(run) == 1:
                 SegmentLoop().lead_back(run, x, [scaled], g, x_grad)
                 continue
-            rows = slice(run[0].start, run[-1].stop)
-            own, offsets = g[rows].contiguous(), _offsets(run, x.device)
+            products = _Products(run, x.device)
+            rows, own = products.rows, g[products.rows].contiguous()
             packed_lora_A, packed_lora_B = _packed(run, g.dtype)
-            b_grads = F.grouped_mm(own.T, scaled, offs=offsets)
-            z_grad = F.grouped_mm(own, packed_lora_B, offs=offsets)
-            z_grad = (z_grad * _scales(run, x.device)).to(z_grad.dtype)
-            a_grads = F.grouped_mm(z_grad.T, _dropped(run, x), offs=offsets)
+            b_grads = products.over_rows(scaled, own).transpose(1, 2)  # quicker by half than over_rows(own, scaled)
+            z_grad = products.scaled(products.of_rows(own, packed_lora_B))
+            a_grads = products.over_rows(z_grad, _dropped(run, x))
             for part, a_grad, b_grad in zip(run, a_grads, b_grads, strict=True):
                 part.pair.a_grad.add_(a_grad[: part.pair.rank])
                 part.pair.b_grad.add_(b_grad[:, : part.pair.rank])
-            if x_grad is not None:
-                found = F.grouped_mm(z_grad, packed_lora_A, offs=offsets)
-                for part in run:
-                    x_grad[part.start : part.stop] += part.dropped(
-                        found[part.start - rows.start : part.stop - rows.start]
-                    )
+            if x_grad is None:
+                continue
+            if all(part.keys is None for part in run):
+                products.add_of_rows(x_grad[rows], z_grad, packed_lora_A)
+                continue
+            found = products.of_rows(z_grad, packed_lora_A)
+            for part in run:
+                x_grad[part.start : part.stop] += part.dropped(
+                    found[part.start - rows.start : part.stop - rows.start]
+                )
+
+
+class _Products:
+    """Products of the rows of several tenants, each with its own matrix.
+
+    Offsets of a grouped product end where the rows do: what it leaves behind them is garbage.
+    """
+
+    def __init__(self, run: Sequence[SitePart], device: torch.device) -> None:
+        self.rows = slice(run[0].start, run[-1].stop)
+        lengths = [part.stop - part.start for part in run]
+        self._shape = (len(run), lengths[0])
+        self._are_alike = len(set(lengths)) == 1
+        scales = torch.tensor([part.pair.scaling for part in run], dtype=torch.float32, device=device)
+        if self._are_alike:
+            self._scales = scales.view(-1, 1, 1)
+            return
+        stops = [part.stop - self.rows.start for part in run]
+        self._offsets = torch.tensor(stops, dtype=torch.int32, device=device)
+        counts = torch.tensor(lengths, device=device)
+        self._scales = scales.repeat_interleave(counts, output_size=stops[-1]).unsqueeze(1)
+
+    def of_rows(self, values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """(rows, in) and (tenants, in, out): (rows, out)."""
+        if self._are_alike:
+            return torch.bmm(self._by_tenant(values), matrices).flatten(0, 1)
+        return F.grouped_mm(values, matrices, offs=self._offsets)
+
+    def add_of_rows(self, out: torch.Tensor, values: torch.Tensor, matrices: torch.Tensor) -> None:
+        """Adds :meth:`of_rows` to ``out``, (rows, out), contiguous."""
+        if self._are_alike:
+            self._by_tenant(out).baddbmm_(self._by_tenant(values), matrices)
+        else:
+            out += F.grouped_mm(values, matrices, offs=self._offsets)
+
+    def over_rows(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """(rows, a) and (rows, b): (tenants, a, b), the sums of outer products over each tenant's rows."""
+        if self._are_alike:
+            return torch.bmm(self._by_tenant(left).transpose(1, 2), self._by_tenant(right))
+        return F.grouped_mm(left.T, right, offs=self._offsets)
+
+    def scaled(self, values: torch.Tensor) -> torch.Tensor:
+        """Times each tenant's scaling, in float32."""
+        if self._are_alike:
+            return (self._by_tenant(values) * self._scales).to(values.dtype).flatten(0, 1)
+        return (values * self._scales).to(values.dtype)
+
+    def _by_tenant(self, values: torch.Tensor) -> torch.Tensor:
+        return values.view(*self._shape, values.shape[-1])
 
 
 def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
@@ -182,17 +233,6 @@ def runs(parts: Sequence[SitePart], dtype: torch.dtype) -> list[list[SitePart]]:
     return found
 
 
-def _offsets(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
-    return torch.tensor([part.stop - run[0].start for part in run], dtype=torch.int32, device=device)
-
-
-def _scales(run: Sequence[SitePart], device: torch.device) -> torch.Tensor:
-    """Of each row, (rows, 1), float32."""
-    scales = torch.tensor([part.pair.scaling for part in run], dtype=torch.float32, device=device)
-    counts = torch.tensor([part.stop - part.start for part in run], device=device)
-    return scales.repeat_interleave(counts, output_size=run[-1].stop - run[0].start).unsqueeze(1)
-
-
 def _dropped(run: Sequence[SitePart], x: torch.Tensor) -> torch.Tensor:
     if all(part.keys is None for part in run):
         return x[run[0].start : run[-1].stop].contiguous()
@@ -203,6 +243,9 @@ def _packed(run: Sequence[SitePart], dtype: torch.dtype) -> tuple[torch.Tensor, 
     """(tenants, rank, in) and (tenants, out, rank), padded with zeros."""
     first = run[0].pair
     rank = padded_rank(first.rank, dtype.itemsize)
+    if all(part.pair.rank == rank for part in run):
+        A, B = torch.stack([part.pair.A for part in run]), torch.stack([part.pair.B for part in run])
+        return A.to(dtype), B.to(dtype)
     A = first.A.new_zeros((len(run), rank, first.A.shape[1]), dtype=dtype)
     B = first.B.new_zeros((len(run), first.B.shape[0], rank), dtype=dtype)
     for number, part in enumerate(run):

@@ -25,7 +25,7 @@ from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
-from shardwise.models.selection import AdapterOnly, Selection, has_adapters, names_outside
+from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.moves.assembly import WantedTensor, plan_assembly
@@ -153,6 +153,25 @@ def _supply(
         return _StreamSupply(outputs, base_shares, merging)
     world.together(lambda: _refuse_adapters(model, names))
     return _StreamSupply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
+
+
+def tensors_to_come(
+    model: nn.Module, names: WrittenNames, only: Everything | MergedAdapter, dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """By key, dtype and shape of what :func:`walk_tensors` goes through, in its order. Nothing is moved.
+
+    Raises:
+        ConfigError, CoverageError, PlacementError: as for going through them.
+    """
+    held = look_inside(model)
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    if isinstance(only, MergedAdapter):
+        adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
+        outputs = _outputs(adapted.base, adapted.layout(layout), names)
+    else:
+        _refuse_adapters(model, names)
+        outputs = _outputs(model, layout, names)
+    return {key: (to_torch(saved_dtype(output.dtype, dtype)), output.shape) for key, output in outputs.items()}
 
 
 def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
