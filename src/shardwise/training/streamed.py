@@ -1,13 +1,13 @@
 """Rows that are read, tokenised and shuffled while they are trained on, for data that does not fit anywhere.
 
-[Note: Windows of rows] The first rank reads files block by block, with the processes that tokenise, until it has as
-many examples as the buffer is to hold: a window. It is shuffled by seed, epoch and its number, and dealt out from
-its beginning to its end, while the next one is made. So what a step takes follows from the files, the seed, the
-size of the buffer, and a position of a few numbers: the block a window begins with, and how much of it is taken.
-Ranks have no part in it, and any number of them goes on from such a position with the same rows. A window ends with
-the files, which are then begun anew.
+[Note: Fillings of a buffer] The first rank reads files block by block, with the processes that tokenise, until it
+has as many examples as the buffer is to hold: a filling. It is shuffled by seed, epoch and its number, and dealt
+out from its beginning to its end, while the next one is made. So what a step takes follows from the files, the
+seed, the size of the buffer, and a position of a few numbers: the block a filling begins with, and how much of it
+is taken. Ranks have no part in it, and any number of them goes on from such a position with the same rows. A
+filling ends with the files, which are then begun anew.
 
-Of several data sets with weights each has windows of its own; the next row comes from the one that is most behind
+Of several data sets with weights each has fillings of its own; the next row comes from the one that is most behind
 its share.
 """
 
@@ -47,35 +47,35 @@ StreamItem: TypeAlias = tuple[tuple[Example, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a data set is: the window it is in, by what it begins with, and how much of it was taken."""
+    """Where a data set is: the filling it is in, by what that begins with, and how much of it was taken."""
 
     epoch: int = 0
-    window: int = 0
+    filling: int = 0
     start: BlockStart = field(default_factory=BlockStart)
     taken: int = 0
 
     def to_list(self) -> list[int]:
-        return [self.epoch, self.window, self.start.file, self.start.block, self.start.place, self.taken]
+        return [self.epoch, self.filling, self.start.file, self.start.block, self.start.place, self.taken]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Position:
-        epoch, window, file, block, place, taken = values
-        return cls(epoch, window, BlockStart(file, block, place), taken)
+        epoch, filling, file, block, place, taken = values
+        return cls(epoch, filling, BlockStart(file, block, place), taken)
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Items in the order in which they are dealt out, and where the window after it begins."""
+class _Filling:
+    """Items in the order in which they are dealt out, and where the one after it begins."""
 
     items: list[StreamItem]
     after: Position
 
 
 class _Closed(Exception):
-    """Nobody wants the next window any more."""
+    """Nobody wants the next filling any more."""
 
 
-class WindowStream:
+class BufferedStream:
     """The items of one data set, for ever; on the first rank alone."""
 
     def __init__(
@@ -95,8 +95,8 @@ class WindowStream:
         self.rows = rows
         self.seed = seed
         self.position = Position()
-        self._window: _Window | None = None
-        self._next: Ahead[_Window] | None = None
+        self._filling: _Filling | None = None
+        self._next: Ahead[_Filling] | None = None
         self._blocks: Generator[tuple[int, EncodedBlock], None, None] | None = None
         self._at = Position()
         """Where ``_blocks`` are."""
@@ -113,14 +113,14 @@ class WindowStream:
         Raises:
             ConfigError: the data cannot be read, or rows cannot be used, or there is nothing to learn in them.
         """
-        if self._window is None:
-            self._window = self._ahead(self.position).value(world.check)
-            self._next = self._ahead(self._window.after)
-        while self.position.taken >= len(self._window.items):
+        if self._filling is None:
+            self._filling = self._ahead(self.position).value(world.check)
+            self._next = self._ahead(self._filling.after)
+        while self.position.taken >= len(self._filling.items):
             assert self._next is not None
-            self.position, self._window = self._window.after, self._next.value(world.check)
-            self._next = self._ahead(self._window.after)
-        item = self._window.items[self.position.taken]
+            self.position, self._filling = self._filling.after, self._next.value(world.check)
+            self._next = self._ahead(self._filling.after)
+        item = self._filling.items[self.position.taken]
         self.position = replace(self.position, taken=self.position.taken + 1)
         return item
 
@@ -132,18 +132,18 @@ class WindowStream:
                 self._next.value(lambda: None)
         if self._blocks is not None:
             self._blocks.close()
-        self._window = self._next = self._blocks = None
+        self._filling = self._next = self._blocks = None
         self._is_closed.clear()
 
     def _check(self) -> None:
         if self._is_closed.is_set():
             raise _Closed
 
-    def _ahead(self, position: Position) -> Ahead[_Window]:
+    def _ahead(self, position: Position) -> Ahead[_Filling]:
         return Ahead(lambda: self._made(position))
 
-    def _made(self, position: Position) -> _Window:
-        """The window that begins there; the files are read on where they were read last."""
+    def _made(self, position: Position) -> _Filling:
+        """The filling that begins there; the files are read on where they were read last."""
         if self._blocks is None or replace(position, taken=0) != self._at:
             if self._blocks is not None:
                 self._blocks.close()
@@ -168,11 +168,11 @@ class WindowStream:
                 lines.append(number << _PLACE_BITS | at.place + place)
             at = BlockStart(number, at.block + 1, at.place + block.place_count)
             if len(examples) >= self.rows:
-                after = Position(position.epoch, position.window + 1, at)
+                after = Position(position.epoch, position.filling + 1, at)
                 break
         else:
             after, self._blocks = Position(position.epoch + 1), None
-            if position.window == 0 and not examples:
+            if position.filling == 0 and not examples:
                 raise ConfigError(
                     f"{self.files[0].name}: there is no row with a token to learn within "
                     f"max_length={self.encoding.max_length}"
@@ -181,12 +181,12 @@ class WindowStream:
         packs = [[number] for number in range(len(examples))]
         if not isinstance(self.layout, Padded):
             packs = pack_rows([len(example.tokens) for example in examples], self.layout.length)
-        order = np.random.default_rng([self.seed, position.epoch, position.window]).permutation(len(packs))
+        order = np.random.default_rng([self.seed, position.epoch, position.filling]).permutation(len(packs))
         items = [
             (tuple(examples[row] for row in packs[number]), tuple(lines[row] for row in packs[number]))
             for number in order.tolist()
         ]
-        return _Window(items, after)
+        return _Filling(items, after)
 
     def _require_usable(self, file: RowFile, before: int, block: EncodedBlock) -> None:
         if (broken := block.broken) is not None:
@@ -210,7 +210,7 @@ class StreamFacts:
 class StreamLoader:
     """The micro-batches of every step of this rank, of rows that are read meanwhile.
 
-    See [Note: Windows of rows]. As :class:`~shardwise.training.loader.StepLoader`; steps are always full.
+    See [Note: Fillings of a buffer]. As :class:`~shardwise.training.loader.StepLoader`; steps are always full.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class StreamLoader:
         world: World,
         names: Sequence[DataName],
         facts: StreamFacts,
-        streams: Sequence[WindowStream],
+        streams: Sequence[BufferedStream],
         options: TrainOptions,
         layout: BatchLayout,
         pad_token_id: int,
@@ -347,7 +347,7 @@ def stream_loader(
     """The micro-batches of every step of this rank, of rows that are read meanwhile.
 
     Collective: yes, over the default process group, as every step of it is.
-    Memory: on the first rank 5 bytes for a token of two windows of ``buffer_rows``.
+    Memory: on the first rank 5 bytes for a token of two fillings of ``buffer_rows``.
 
     Raises:
         ConfigError: there is no such data; or the training's duration is not a number of steps.
@@ -355,7 +355,7 @@ def stream_loader(
     world = World.current()
     if not isinstance(options.duration, Steps):
         raise ConfigError("data.streaming: give training.max_steps, since nobody knows how long an epoch is")
-    streams: list[WindowStream] = []
+    streams: list[BufferedStream] = []
 
     def begin() -> StreamFacts:
         encoder = Encoder(asked.tokenizer, asked.chats)
@@ -370,7 +370,7 @@ def stream_loader(
                 )
             files = [file for name in group for file in open_source(name, AsItComes())]
             encoding = Encoding(encoder, group[0].words, asked.max_length)
-            stream = WindowStream(files, encoding, asked, layout, rows=buffer_rows, seed=options.seed)
+            stream = BufferedStream(files, encoding, asked, layout, rows=buffer_rows, seed=options.seed)
             streams.append(stream)
             seen.append([[file.name, _facts_of(file)] for file in files])
         decides = [seen, encoder.facts(), [name.words.facts() for name in names], [name.weight for name in names]]
