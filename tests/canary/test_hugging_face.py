@@ -8,6 +8,7 @@ import accelerate.utils.constants as accelerate_names
 import pytest
 import torch
 import transformers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import nn
 from transformers import trainer_utils
 
@@ -158,6 +159,20 @@ def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
     torch.testing.assert_close(compat.activated(experts, torch.cat([gate, up], 1)), expected)
+
+
+def test_chat_templates() -> None:
+    """They are run in a sandbox, in pieces, and say which places of these are marked."""
+    text = "{{ 'a' }}{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}{{ 'c' }}"
+    template = compat.compile_template(text)
+    assert template is compat.compile_template(text)
+    assert isinstance(template.environment, ImmutableSandboxedEnvironment)
+    pieces: list[str] = []
+    marks: list[tuple[int, int]] = []
+    with compat.follow_marks(template, pieces, marks):
+        for piece in template.generate(messages=["bb", "d"]):
+            pieces.append(piece)
+    assert ("".join(pieces), marks) == ("abbdc", [(1, 3), (3, 4)])
 
 
 def test_files_of_accelerate_and_of_the_trainer() -> None:

@@ -123,7 +123,7 @@ class ChatReader:
                 )
             if not shared[0].spans and turn.goes_beyond(shared[0].text):
                 shared[0].text = turn.text
-            place = next((other for other in (shared[0], shared[-1]) if turn.is_in(other.text)), None)
+            place = next((other for other in (shared[-1], shared[0]) if turn.is_in(other.text)), None)
             if place is None:
                 place = _SharedText(turn.text)
                 shared.append(place)
@@ -158,6 +158,9 @@ class ChatReader:
         for name in chat.template_kwargs:
             if name not in self.template.variables:
                 raise RowError(f"it has chat_template_kwargs.{name}, of which the chat template knows nothing")
+        for index, message in enumerate(chat.messages):
+            if "tool_calls" in message and "tool_calls" not in self.template.text:
+                raise RowError(f"it has messages[{index}].tool_calls, of which the chat template knows nothing")
         return {**self.variables, "documents": None, **chat.template_kwargs, "tools": list(chat.tools) or None}
 
     # One pass
@@ -203,8 +206,8 @@ class ChatReader:
         end = self._end(script, text, start, count)
         if self.template.has_marks:
             marks = tuple(mark for mark in given.marks if mark[1] > start)
-            last = marks[-1][1] if marks else start
-            return _Answer(text, marks, last if end is None else min(last, end), text[start:])
+            first, last = (marks[0][0], marks[-1][1]) if marks else (start, start)
+            return _Answer(text, marks, last if end is None else min(last, end), text[min(first, start) :])
         if end is None:
             opening = self._opening(bool(script.messages[index].get("tool_calls")))
             text = text.rstrip() + opening if opening else text
