@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # Read by Hugging Face's libraries when they are first imported, and inherited by spawned workers.
@@ -12,8 +14,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Nobody's own caches; a folder that is never made where a test does not make it.
-os.environ.setdefault("SHARDWISE_CACHE", os.path.join(tempfile.mkdtemp(prefix="shardwise-cache-"), "shardwise"))
+# No caches of whoever runs the tests.
+if "SHARDWISE_CACHE" not in os.environ:
+    os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), f"shardwise-cache-{os.getpid()}")
+    atexit.register(shutil.rmtree, os.environ["SHARDWISE_CACHE"], ignore_errors=True)
 
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

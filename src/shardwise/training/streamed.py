@@ -64,7 +64,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class _Filling:
+class _BufferFill:
     """Items in the order in which they are dealt out, and where the one after it begins."""
 
     items: list[StreamItem]
@@ -95,8 +95,8 @@ class BufferedStream:
         self.rows = rows
         self.seed = seed
         self.position = Position()
-        self._filling: _Filling | None = None
-        self._next: Ahead[_Filling] | None = None
+        self._filling: _BufferFill | None = None
+        self._next: Ahead[_BufferFill] | None = None
         self._blocks: Generator[tuple[int, EncodedBlock], None, None] | None = None
         self._at = Position()
         """Where ``_blocks`` are."""
@@ -139,10 +139,10 @@ class BufferedStream:
         if self._is_closed.is_set():
             raise _Closed
 
-    def _ahead(self, position: Position) -> Ahead[_Filling]:
+    def _ahead(self, position: Position) -> Ahead[_BufferFill]:
         return Ahead(lambda: self._made(position))
 
-    def _made(self, position: Position) -> _Filling:
+    def _made(self, position: Position) -> _BufferFill:
         """The filling that begins there; the files are read on where they were read last."""
         if self._blocks is None or replace(position, taken=0) != self._at:
             if self._blocks is not None:
@@ -186,7 +186,7 @@ class BufferedStream:
             (tuple(examples[row] for row in packs[number]), tuple(lines[row] for row in packs[number]))
             for number in order.tolist()
         ]
-        return _Filling(items, after)
+        return _BufferFill(items, after)
 
     def _require_usable(self, file: RowFile, before: int, block: EncodedBlock) -> None:
         if (broken := block.broken) is not None:
