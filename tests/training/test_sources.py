@@ -247,8 +247,14 @@ def test_several_files_are_one_data_set(tmp_path: Path) -> None:
     assert listed.name_rows([7]) == f"{tmp_path}/c.json, row 1"
     assert listed.unit == "row"
     tiny.write_rows(tmp_path / "b.jsonl", *ROWS[:2], "{")
-    with pytest.raises(ConfigError, match=r"b.jsonl: 1 row cannot be used\n  line 3: it is not valid JSON"):
+    tiny.write_rows(tmp_path / "a.jsonl", "[]", *ROWS[3:5])
+    with pytest.raises(ConfigError) as caught:
         read(f"{tmp_path}/[ab].jsonl")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{tmp_path}/a.jsonl: 1 row cannot be used"
+    assert lines[1].startswith("  line 1: it is a JSON array")
+    assert lines[2:4] == [f"{tmp_path}/b.jsonl: 1 row cannot be used", lines[3]]
+    assert lines[3].startswith("  line 3: it is not valid JSON")
     with pytest.raises(ConfigError, match=r"\*.parquet: no file is called so"):
         read(f"{tmp_path}/*.parquet")
 

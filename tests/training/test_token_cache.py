@@ -15,6 +15,7 @@ from tests.training import tiny
 
 from shardwise.cli.train import cache_root
 from shardwise.errors import ConfigError
+from shardwise.execution.processes.launched import this_place
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.testing.world import run_world
@@ -218,7 +219,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
 
     with monkeypatch.context() as patched:
         patched.setattr(reading, "gathered", slowly)
-        assert read(file, cache).notes[0].endswith("its tokens are not kept; it is being changed")
+        assert read(file, cache).notes[0].endswith("its tokens are not kept (a file was changed while it was read)")
     assert kept(cache) == []
 
 
@@ -278,7 +279,14 @@ def _read_on_rank(path: str, cache: str) -> tuple[Any, ...]:
     in_memory = read_data(path, tiny.tokenizer(), max_length=64)
     # A folder that only the leading rank finds unusable: all have the tokens in memory.
     beside = read(path, CacheFolder(Path(path)))
-    return mapped, refused, [same(found, other) for other in (in_memory, beside)], found.examples.digest
+    # As if each rank were on a machine of its own: both make what is kept, or one has the other's in memory.
+    with pytest.MonkeyPatch.context() as patched:
+        rank = this_place()[0]
+        patched.setattr(reading, "file_space", lambda: f"machine {rank}")
+        apart = read(path, CacheFolder(Path(f"{cache}-{rank}")))
+        alone = read(path, CacheFolder(Path(cache) if rank == 0 else Path(path)))
+    several = (in_memory, beside, apart, alone)
+    return mapped, refused, [same(found, other) for other in several], found.examples.digest
 
 
 @pytest.mark.distributed
@@ -289,9 +297,9 @@ def test_ranks_of_a_machine_map_one_file(file: Path, tmp_path: Path) -> None:
     assert [rank[0] for rank in ranks] == [True, True]
     assert ranks[0][1] == ranks[1][1]
     assert "line 1: it is not valid JSON" in ranks[0][1]
-    assert [rank[2] for rank in ranks] == [[True, True]] * 2
+    assert [rank[2] for rank in ranks] == [[True] * 4] * 2
     assert ranks[0][3] == ranks[1][3]
-    assert len(kept(CacheFolder(Path(cache)))) == 1
+    assert [len(kept(CacheFolder(Path(each)))) for each in (cache, f"{cache}-0", f"{cache}-1")] == [1, 1, 1]
 
 
 def test_where_tokens_are_kept(file: Path, tmp_path: Path) -> None:

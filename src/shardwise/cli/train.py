@@ -27,7 +27,7 @@ _EPILOG = """\
 \b
 A small config.yaml:
   model: Qwen/Qwen3-0.6B       # a folder, an id of the hub, or a URL
-  data: chats.jsonl            # messages, text, or prompt and completion
+  data: chats.jsonl            # chats, completions or texts; a file, folder or id
   output: out                  # last/, best/, checkpoints/, metrics.jsonl
 \b
 With what is changed most often:

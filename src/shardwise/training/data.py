@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -198,7 +199,7 @@ class _Kept:
 def _all_on_all_ranks(world: World, names: Sequence[DataName], asked: RowsAsked) -> FoundData:
     """All data sets as tokens. Collective: yes."""
     leading = Leading() if world.is_first_of(file_space()) else Led()
-    encoder = Encoder(asked.tokenizer, asked.chats)
+    encoder = world.together(lambda: Encoder(asked.tokenizer, asked.chats))
     tables: list[TokenTable] = []
     notes: list[str] = []
     for name in names:
@@ -263,12 +264,22 @@ def _led(
         return kept, _Kept(file_space(), entry_of(caching, key), key, f"{name.path}: its tokens were kept")
     table = _tokenised(world, files, encoding, options)
     _require_usable(name, table, malformed, encoding.max_length)
-    if key is None or key != _key(files, caching, encoding):
-        return table, _Kept(file_space(), None, None, f"{name.path}: its tokens are not kept; it is being changed")
-    if (cause := keep_table(caching, key, table)) is not None:
+    if (cause := _keep(files, caching, key, table, encoding)) is not None:
         return table, _Kept(file_space(), None, None, f"{name.path}: its tokens are not kept ({cause})")
+    assert key is not None
     folder = entry_of(caching, key)
     return map_table(folder, key, CheckSizes()), _Kept(file_space(), folder, key)
+
+
+def _keep(
+    files: Sequence[RowFile], caching: CacheFolder, key: str | None, table: TokenTable, encoding: Encoding
+) -> str | None:
+    """Keep a table; None, or why it could not be."""
+    if key is None:
+        return "nothing tells whether the data are the same"
+    if key != _key(files, caching, encoding):
+        return "a file was changed while it was read"
+    return keep_table(caching, key, table)
 
 
 def _key(files: Sequence[RowFile], caching: CacheFolder, encoding: Encoding) -> str | None:
@@ -286,6 +297,32 @@ def _tokenised(world: World, files: Sequence[RowFile], encoding: Encoding, optio
             return gathered(files, blocks)
 
 
+_SHOWN_FILES = 5
+
+
+def _refuse_each(table: TokenTable) -> None:
+    """Refuse rows that cannot be used, file by file.
+
+    Raises:
+        ConfigError: naming them, of the first files that have any.
+    """
+    of_file: dict[int, list[RowFault]] = {}
+    firsts = [file.first for file in table.files]
+    for fault in table.faults:
+        number = bisect.bisect_left(firsts, fault.line) - 1
+        of_file.setdefault(number, []).append(RowFault(fault.line - firsts[number], fault.cause))
+    told: list[str] = []
+    for number, faults in list(of_file.items())[:_SHOWN_FILES]:
+        try:
+            refuse(table.files[number].name, faults, unit=table.files[number].unit)
+        except ConfigError as error:
+            told.append(str(error))
+    if len(of_file) > _SHOWN_FILES:
+        told.append(f"and rows of {len(of_file) - _SHOWN_FILES} more files")
+    if told:
+        raise ConfigError("\n".join(told))
+
+
 def _require_usable(name: DataName, table: TokenTable, malformed: Malformed, max_length: int) -> None:
     """Refuse what cannot be learned from.
 
@@ -293,17 +330,7 @@ def _require_usable(name: DataName, table: TokenTable, malformed: Malformed, max
         ConfigError: rows that cannot be used, or none that can.
     """
     if not isinstance(malformed, SkipRows):
-        for file, after in zip(table.files, [*table.files[1:], None], strict=True):
-            last = after.first if after is not None else None
-            refuse(
-                file.name,
-                [
-                    RowFault(fault.line - file.first, fault.cause)
-                    for fault in table.faults
-                    if fault.line > file.first and (last is None or fault.line <= last)
-                ],
-                unit=file.unit,
-            )
+        _refuse_each(table)
     if not table.rows:
         raise ConfigError(f"{name.path}: there are no rows; give it one JSON object on each line")
     if not len(table.examples):
