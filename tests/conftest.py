@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Read by Hugging Face's libraries when they are first imported, and inherited by spawned workers.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +13,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# No caches of whoever runs the tests.
+if "SHARDWISE_CACHE" not in os.environ:
+    os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), f"shardwise-cache-{os.getpid()}")
+    atexit.register(shutil.rmtree, os.environ["SHARDWISE_CACHE"], ignore_errors=True)
 
 # One thread per process: sums in one order, and worlds of several processes off each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,7 +14,7 @@ from transformers import trainer_utils
 
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER
 from shardwise.interchange import trainer_beside, trainer_folder
-from shardwise.models import pretrained
+from shardwise.models import pretrained, templates_compat
 from shardwise.models import transformers_compat as compat
 from shardwise.tuning import peft_compat
 
@@ -164,12 +164,12 @@ def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
 def test_chat_templates() -> None:
     """They are run in a sandbox, in pieces, and say which places of these are marked."""
     text = "{{ 'a' }}{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}{{ 'c' }}"
-    template = compat.compile_template(text)
-    assert template is compat.compile_template(text)
+    template = templates_compat.compile_template(text)
+    assert template is templates_compat.compile_template(text)
     assert isinstance(template.environment, ImmutableSandboxedEnvironment)
     pieces: list[str] = []
     marks: list[tuple[int, int]] = []
-    with compat.follow_marks(template, pieces, marks):
+    with templates_compat.follow_marks(template, pieces, marks):
         for piece in template.generate(messages=["bb", "d"]):
             pieces.append(piece)
     assert ("".join(pieces), marks) == ("abbdc", [(1, 3), (3, 4)])

@@ -28,6 +28,8 @@ class TenantsRequest:
 
     config: TenantsConfig
     told: Told
+    cache_root: Path | None = None
+    """Where tokens are kept, where a configuration does not say."""
 
     @property
     def directory(self) -> str:
@@ -65,7 +67,7 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
     from shardwise.training.stopping import stopping_on_signals
 
     with stopping_on_signals() as stop:
-        session = TenantsSession.begin(request.config)
+        session = TenantsSession.begin(request.config, request.cache_root)
         is_silent = session.rank != 0
         every = request.config.shared.log.every
         width = max((len(trainee.name) for trainee in session.trainees), default=0)

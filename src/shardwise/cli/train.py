@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _EPILOG = """\
 \b
 A small config.yaml:
   model: Qwen/Qwen3-0.6B       # a folder, an id of the hub, or a URL
-  data: chats.jsonl            # messages, text, or prompt and completion
+  data: chats.jsonl            # chats, completions or texts; a file, folder or id
   output: out                  # last/, best/, checkpoints/, metrics.jsonl
 \b
 With what is changed most often:
@@ -55,6 +55,8 @@ class TrainRequest:
 
     config: TrainConfig
     told: Told
+    cache_root: Path | None = None
+    """Where tokens are kept, where the configuration does not say."""
 
     @property
     def directory(self) -> str:
@@ -147,8 +149,14 @@ def read_request(
         for note in notes if os.environ.get("RANK", "0") == "0" else ():
             click.echo(f"{accelerate_config}: {note}", err=True)
     if is_of_many(values):
-        return TenantsRequest(tenants_of(values, where), told)
-    return TrainRequest(config_of(values, where), told)
+        return TenantsRequest(tenants_of(values, where), told, cache_root(os.environ))
+    return TrainRequest(config_of(values, where), told, cache_root(os.environ))
+
+
+def cache_root(environment: Mapping[str, str]) -> Path:
+    """Where tokens of data sets are kept: in ``SHARDWISE_CACHE``, else below the user's caches."""
+    own, users = environment.get("SHARDWISE_CACHE"), environment.get("XDG_CACHE_HOME")
+    return (Path(own) if own else Path(users or "~/.cache", "shardwise").expanduser()) / "tokens"
 
 
 def train_on_rank(request: TrainRequest) -> TrainOutcome:
@@ -157,7 +165,7 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
     from shardwise.training.stopping import stopping_on_signals
 
     with stopping_on_signals() as stop:
-        session = Session.begin(request.config)
+        session = Session.begin(request.config, request.cache_root)
         log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
         log.begin(session)
         trained = session.train(log.tell, stop, end_stuck)

@@ -51,7 +51,11 @@ class StepLog:
         self.total = len(session.steps)
         if session.loaded is not None:
             self.say(str(session.loaded))
-        self.say(describe_data(session.data))
+        if session.data is None:
+            buffer = session.config.data.shuffle_buffer
+            self.say(f"data {session.steps.path}: read while it is trained on, shuffled {buffer:,} rows at a time")
+        else:
+            self.say(describe_data(session.data))
         if session.held_out is not None:
             self.say(describe_data(session.held_out, "evaluation"))
         self.say(f"training: {count_of(self.total, 'step')} on {count_of(session.size, 'rank')}")
@@ -102,14 +106,22 @@ def describe_data(data: TrainData, what: str = "data") -> str:
         f"{what} {data.path}",
         f"  {count_of(len(data.examples), 'row')}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
     ]
+    if data.layouts:
+        shown = ", ".join(f"{name} ({count_of(count, 'row')})" for name, count in data.layouts.items())
+        lines.append(f"  layout: {shown if len(data.layouts) > 1 else next(iter(data.layouts))}")
+    if shares := data.shares():
+        lines += [
+            f"  {count_of(share, 'row')} of {name} in an epoch, which has {rows:,}" for name, share, rows in shares
+        ]
     for places, why in (
         (data.cut_lines, "cut off at the end"),
         (data.skipped_lines, "left out: nothing to learn"),
         (tuple(fault.line for fault in data.malformed), f"left out: malformed, {_first_cause(data)}"),
     ):
         if places:
-            shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
-            lines.append(f"  {why}: {count_of(len(places), 'row')}, {data.unit} {shown}")
+            shown = data.show_places(places[:8]) + (", ..." if len(places) > 8 else "")
+            lines.append(f"  {why}: {count_of(len(places), 'row')}, {shown}")
+    lines += [f"  {note}" for note in data.notes]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError, meta, nodes
 
 from shardwise.errors import ConfigError
-from shardwise.models import transformers_compat as compat
+from shardwise.models import templates_compat as compat
 
 _PROMPT = "add_generation_prompt"
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

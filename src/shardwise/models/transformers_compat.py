@@ -39,7 +39,6 @@ with KnownNames("transformers", "5.17 to 5.23"):
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.monkey_patching import patch_output_recorders
-    from transformers.utils.chat_template_utils import _compile_jinja_template
     from transformers.utils.loading_report import LoadStateDictInfo
 
     for _owner, _names in (
@@ -334,22 +333,6 @@ def no_split_classes(model: nn.Module) -> set[str]:
 def mark_sharded(model: nn.Module) -> None:
     """What generation reads to keep ranks in step (``is_fsdp_managed_module``)."""
     model._is_fsdp_managed_module = True  # type: ignore[assignment]
-
-
-# Chat templates
-
-
-def compile_template(text: str) -> Any:
-    """A chat template, compiled for transformers' sandbox; that of equal texts is the same object."""
-    return _compile_jinja_template(text)
-
-
-def follow_marks(
-    template: Any, pieces: list[str], marks: list[tuple[int, int]]
-) -> contextlib.AbstractContextManager[None]:
-    """What is marked as generated from now on is added to ``marks``, as places in what ``pieces`` then say."""
-    found: contextlib.AbstractContextManager[None] = template.environment.activate_tracker(pieces, marks)
-    return found
 
 
 # Initialising

@@ -141,7 +141,9 @@ def _placed(merged: dict[str, Any], name: str) -> dict[str, Any]:
 def _settle_evaluation(merged: dict[str, Any]) -> None:
     """Of a tenant that has no data to be evaluated on, that others are evaluated is not wrong."""
     section = merged.get("evaluation")
-    if isinstance(section, Mapping) and "data" not in section:
+    data = merged.get("data")
+    is_split = isinstance(data, Mapping) and data.get("validation_fraction") is not None
+    if isinstance(section, Mapping) and "data" not in section and not is_split:
         merged["evaluation"] = {key: value for key, value in section.items() if key != "every"}
 
 
@@ -176,6 +178,8 @@ def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield f"tuning.method={config.tuning.method!r}", "tenants share one base, so each is a lora"
     if config.data.packing:
         yield "data.packing", "rows of tenants are not packed; short ones share passes by bank.tokens_per_pass"
+    if config.data.streaming:
+        yield "data.streaming", "rows of tenants are read before their first step; leave it out"
     if training.accumulate != default.accumulate:
         yield "training.accumulate", "adapters are whole on every rank, and so are their gradients; leave it out"
     if training.loss_chunk_tokens not in (default.loss_chunk_tokens, None):

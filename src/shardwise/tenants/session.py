@@ -75,10 +75,10 @@ class TenantsSession:
     """Why a tenant is not trained, by name."""
 
     @classmethod
-    def begin(cls, config: TenantsConfig) -> TenantsSession:
+    def begin(cls, config: TenantsConfig, cache_root: Path | None = None) -> TenantsSession:
         """Read everything, cheap things that may be refused first. Collective: yes, over the default process group.
 
-        What is wrong with one tenant, its data say, refuses it alone.
+        What is wrong with one tenant, its data say, refuses it alone. ``cache_root`` is as of a training.
 
         Raises:
             ShardwiseError: the base, or something of all of them, cannot be had as configured.
@@ -94,7 +94,7 @@ class TenantsSession:
         rows: dict[str, _Rows] = {}
         for name, own in config.tenants.items():
             try:
-                rows[name] = _made_ready(own, tokenizer)
+                rows[name] = _made_ready(own, tokenizer, cache_root)
             except _ALONE as error:
                 refused[name] = str(error)
         if not rows:
@@ -163,7 +163,7 @@ class TenantsSession:
             write_config(trainee.config, trainee.output)
 
 
-def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> _Rows:
+def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None) -> _Rows:
     """A tenant's data, and where it goes on from. Collective: yes.
 
     Raises:
@@ -183,7 +183,7 @@ def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> _Row
         )
     if source is None and not is_own:
         raise StorageError(f"checkpoints.resume={section.resume!r}: there is no complete checkpoint in {elsewhere}")
-    data, held_out = read_rows(config, tokenizer)
+    data, held_out = read_rows(config, tokenizer, cache_root)
     return _Rows(data, held_out, keeper, source)
 
 

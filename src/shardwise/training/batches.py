@@ -8,10 +8,12 @@ from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardwise.execution.ranks.world import World
 from shardwise.training.data import TrainData
 from shardwise.training.masking import Example
+from shardwise.training.mixing import ByWeight, Mixing, OnceEach, RowOrder
 from shardwise.training.packing import pack_rows
 
 IGNORED = -100
@@ -150,16 +152,53 @@ def _tensors(example: Example) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.masked_fill(~torch.from_numpy(example.supervised), IGNORED)
 
 
+def batch_of(
+    packs: Sequence[Sequence[Example]], layout: BatchLayout, pad_token_id: int, lines: tuple[int, ...]
+) -> Batch:
+    """Packs of examples as a batch; of one example each, where rows are padded."""
+    match layout:
+        case Padded():
+            return pad([example for [example] in packs], pad_token_id, lines)
+        case Packed():
+            return pack(packs, pad_token_id, lines)
+        case Flattened():
+            return flatten([example for members in packs for example in members], pad_token_id, lines)
+        case _:
+            assert_never(layout)
+
+
+def packs_of_each(
+    lengths: NDArray[np.int64], capacity: int, mixing: Mixing
+) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Packs of rows, and how many each data set has: where they have weights, no pack has rows of two."""
+    if isinstance(mixing, OnceEach):
+        packs = pack_rows(lengths, capacity)
+        return packs, (len(packs),)
+    packs, counts, first = [], [], 0
+    for count in mixing.counts:
+        own = pack_rows(lengths[first : first + count], capacity)
+        packs += [[row + first for row in pack] for pack in own]
+        counts.append(len(own))
+        first += count
+    return packs, tuple(counts)
+
+
 class Batches:
     """Any rows, by their numbers, as a batch; where rows are packed, the numbers are those of packs."""
 
     def __init__(self, data: TrainData, layout: BatchLayout) -> None:
         self.data = data
         self.layout = layout
+        self.order = RowOrder(len(data.examples), data.mixing)
+        """Of rows, or of packs."""
         if isinstance(layout, Padded):
             self.packs = None
         else:
-            self.packs = pack_rows(data.examples.lengths, layout.length)
+            self.packs, packs_of = packs_of_each(data.examples.lengths, layout.length, data.mixing)
+            mixing = data.mixing
+            if isinstance(mixing, ByWeight):
+                mixing = ByWeight(mixing.weights, packs_of)
+            self.order = RowOrder(len(self.packs), mixing)
 
     def __len__(self) -> int:
         return len(self.data.examples) if self.packs is None else len(self.packs)
@@ -169,15 +208,7 @@ class Batches:
         packs = [[number] for number in numbers] if self.packs is None else [self.packs[n] for n in numbers]
         examples = [[data.examples[row] for row in pack] for pack in packs]
         lines = tuple(int(data.examples.lines[row]) for pack in packs for row in pack)
-        match self.layout:
-            case Padded():
-                return pad([example for [example] in examples], data.pad_token_id, lines)
-            case Packed():
-                return pack(examples, data.pad_token_id, lines)
-            case Flattened():
-                return flatten([example for pack in examples for example in pack], data.pad_token_id, lines)
-            case _:
-                assert_never(self.layout)
+        return batch_of(examples, self.layout, data.pad_token_id, lines)
 
 
 class EvaluationBatches:

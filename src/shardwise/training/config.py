@@ -163,7 +163,7 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
     """The sections that a key's type allows."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
-    elif get_origin(annotation) in (Union, UnionType, Annotated):
+    elif get_origin(annotation) in (Union, UnionType, Annotated, list):
         for member in get_args(annotation):
             yield from _sections(member)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.training.options import Epochs, Precision, Ratio, Schedule, Steps, TrainOptions
 
@@ -106,24 +106,66 @@ class LoraTuning(Section):
 TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Field(discriminator="method")]
 
 
+Layout: TypeAlias = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
+
+
+Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
+
+
+class DataSetSection(Section):
+    """One data set of several; ``weight`` is its share of the rows of an epoch, against those of the others.
+
+    What is null is as it is in the section around.
+    """
+
+    path: Words
+    split: Words | None = None
+    subset: Words | None = None
+    layout: Layout | None = None
+    columns: dict[str, Words] | None = None
+    weight: Finite | None = None
+
+
 class DataSection(Section):
     """What is learned.
 
-    ``train`` is a file of JSON lines or Parquet, a folder, or a data set of the hub; ``split`` and ``subset`` are
-    for the latter two. ``packing`` puts rows together to ``max_length`` tokens.
+    ``train`` is a file (JSON lines or an array, Parquet, Arrow, CSV), a pattern of such, a folder, or a data set of
+    the hub; or a list of these. ``split`` and ``subset`` are for the latter two. ``layout`` says what rows look
+    like, ``columns`` which of their names stand for ours. ``packing`` puts rows together to ``max_length`` tokens.
+    ``validation_fraction`` of the rows are not learned but evaluated.
+
+    Tokens are kept in ``cache_dir`` (null: of this user), up to ``cache_size``; ``cache`` tells how files are known
+    again. ``processes`` of each machine tokenise (null: as many as it has processors).
+
+    With ``streaming`` rows are read while they are trained on, and shuffled ``shuffle_buffer`` at a time.
 
     ``chat_template`` is a path to a Jinja file, or the name of one of the tokenizer's templates; null: the
     tokenizer's own. ``learn``: all answers of a chat, or the last one.
     """
 
-    train: Words
+    train: Words | Annotated[list[Words | DataSetSection], Field(min_length=1)]
     split: Words = "train"
     subset: Words | None = None
+    layout: Layout | None = None
+    columns: dict[str, Words] = {}
+    validation_fraction: Share | None = None
+    cache: Literal["stat", "content", "never"] = "stat"
+    cache_dir: Words | None = None
+    cache_size: Words = "50GB"
+    processes: Count | None = None
+    streaming: bool = False
+    shuffle_buffer: Count = 10_000
     max_length: Annotated[int, Field(ge=2)] = 2048
     packing: bool = False
     on_malformed: Literal["refuse", "skip"] = "refuse"
     chat_template: Words | None = None
     learn: Literal["all", "last"] = "all"
+
+    @model_validator(mode="after")
+    def _knows_its_rows(self) -> DataSection:
+        if self.streaming and self.validation_fraction is not None:
+            raise ValueError("validation_fraction is of rows that are known beforehand; give evaluation.data")
+        return self
 
 
 class OptimizerSection(Section):
@@ -228,15 +270,11 @@ class EvaluationSection(Section):
     data: Words | None = None
     split: Words = "test"
     subset: Words | None = None
+    layout: Layout | None = None
+    columns: dict[str, Words] = {}
     every: Count | None = None
     batch_size: Count | None = None
     keep_best: bool = True
-
-    @model_validator(mode="after")
-    def _has_data(self) -> EvaluationSection:
-        if self.every is not None and self.data is None:
-            raise ValueError("every says how often, but data does not say on what")
-        return self
 
 
 class LogSection(Section):
@@ -268,11 +306,30 @@ class TrainConfig(Section):
     tuning: TuningSection = FullTuning()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
-    training: TrainingSection = TrainingSection()
+    training: TrainingSection = Field(TrainingSection(), validate_default=True)
     sharding: ShardingSection = ShardingSection()
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
+
+    @field_validator("training")
+    @classmethod
+    def _ends(cls, training: TrainingSection, others: ValidationInfo) -> TrainingSection:
+        data = others.data.get("data")
+        if isinstance(data, DataSection) and data.streaming and training.max_steps is None:
+            raise ValueError("max_steps must be given with data.streaming, since nobody knows how long an epoch is")
+        return training
+
+    @field_validator("evaluation")
+    @classmethod
+    def _has_data(cls, evaluation: EvaluationSection, others: ValidationInfo) -> EvaluationSection:
+        data = others.data.get("data")
+        is_split = isinstance(data, DataSection) and data.validation_fraction is not None
+        if is_split and evaluation.data is not None:
+            raise ValueError("data and data.validation_fraction both say what is evaluated; give one of them")
+        if evaluation.every is not None and evaluation.data is None and not is_split and data is not None:
+            raise ValueError("every says how often, but data does not say on what")
+        return evaluation
 
     def options(self) -> TrainOptions:
         """What the loop and a step need to know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_never
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from shardwise.engines.save_options import in_bytes_of
 from shardwise.errors import ConfigError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
@@ -29,6 +31,8 @@ from shardwise.training.accumulation import Accumulation, ShardedGradients, Whol
 from shardwise.training.batches import BatchLayout, Flattened, Packed, Padded
 from shardwise.training.config_sections import (
     DataSection,
+    DataSetSection,
+    EvaluationSection,
     FreezeTuning,
     FullTuning,
     LoraTuning,
@@ -36,9 +40,15 @@ from shardwise.training.config_sections import (
     TrainingSection,
     WrapSection,
 )
+from shardwise.training.data import ReadOptions
+from shardwise.training.layouts import RowWords
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
+from shardwise.training.row_files import ByContent, ByStat
+from shardwise.training.sources import DataName
+from shardwise.training.token_cache import CacheFolder, NoCache, TokenCaching
+from shardwise.training.tokenising import Effort
 from shardwise.tuning import configs
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
 
@@ -111,6 +121,49 @@ def row_layout(section: DataSection, implementation: str | None) -> BatchLayout:
         return Padded()
     is_flash = implementation is not None and "flash" in implementation
     return Flattened(section.max_length) if is_flash else Packed(section.max_length)
+
+
+def names_of_data(section: DataSection) -> list[DataName]:
+    """The data sets that are learned.
+
+    Raises:
+        ConfigError: columns that are none of ours.
+    """
+    train = [section.train] if isinstance(section.train, str) else section.train
+    return [
+        _name(each if isinstance(each, DataSetSection) else DataSetSection(path=each), section) for each in train
+    ]
+
+
+def name_of_evaluation(section: EvaluationSection) -> DataName | None:
+    """The data set that is only looked at.
+
+    Raises:
+        ConfigError: columns that are none of ours.
+    """
+    return None if section.data is None else _name(DataSetSection(path=section.data), section)
+
+
+def _name(own: DataSetSection, common: DataSection | EvaluationSection) -> DataName:
+    words = RowWords(own.layout or common.layout, common.columns if own.columns is None else own.columns)
+    return DataName(own.path, own.split or common.split, own.subset or common.subset, words, own.weight)
+
+
+def reading_of(section: DataSection, cache_root: Path | None) -> ReadOptions:
+    """How rows become tokens; ``cache_root``: where they are kept if the section does not say; None: nowhere.
+
+    Raises:
+        ConfigError: a size that is none.
+    """
+    directory = cache_root if section.cache_dir is None else Path(section.cache_dir)
+    caching: TokenCaching = NoCache()
+    if section.cache != "never" and directory is not None:
+        known_by = ByContent() if section.cache == "content" else ByStat()
+        try:
+            caching = CacheFolder(directory, known_by, in_bytes_of(section.cache_size))
+        except ConfigError as error:
+            raise ConfigError(f"data.cache_size={section.cache_size!r}: {error}") from error
+    return ReadOptions(caching, Effort(section.processes), progress=True)
 
 
 def tuning_of(section: FullTuning | FreezeTuning | LoraTuning) -> Tuning:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.training.batches import Batch, Batches, BatchLayout, Padded
 from shardwise.training.data import TrainData
+from shardwise.training.mixing import RowOrder
 from shardwise.training.options import Epochs, TrainOptions
 
 
 class StepSampler:
     """Which rows a rank takes: one item for each step, with the row numbers of each of its micro-batches.
 
-    The rows are shuffled anew in every epoch, by ``seed`` and epoch alone. A step takes the next rows of that order
+    The rows are shuffled anew in every epoch, by ``seed`` and epoch alone (and, of several data sets, taken by
+    their weights: [Note: Weights] in :mod:`~shardwise.training.mixing`). A step takes the next rows of that order
     and deals them to the ranks in turn, so which rows it takes depends on how many there are in all, not on how
     ranks and micro-batches share them. The last step of an epoch takes what is left. Every rank has the same number
     of steps, and the same number of micro-batches in each; where rows run out, a micro-batch is empty.
@@ -25,8 +25,9 @@ class StepSampler:
     same position any number of ranks goes on with the same rows.
     """
 
-    def __init__(self, row_count: int, options: TrainOptions, *, rank: int = 0, size: int = 1) -> None:
-        self.row_count = row_count
+    def __init__(self, rows: int | RowOrder, options: TrainOptions, *, rank: int = 0, size: int = 1) -> None:
+        self.order = RowOrder(rows) if isinstance(rows, int) else rows
+        self.row_count = self.order.count
         self.options = options
         self.rank = rank
         self.size = size
@@ -53,7 +54,7 @@ class StepSampler:
         total = len(self)
         while self.step < total:
             if self.taken == 0 or not order:
-                order = np.random.default_rng([self.options.seed, self.epoch]).permutation(self.row_count).tolist()
+                order = self.order.of_epoch(self.options.seed, self.epoch)
             rows = order[self.taken : self.taken + self.rows_per_step]
             self.step += 1
             self.taken += len(rows)
@@ -70,6 +71,10 @@ class StepSampler:
         ]
 
 
+_IDENTITY = ("rows", "digest", "seed", "weights")
+"""What a position is one in; without the last where each row comes once."""
+
+
 class StepLoader:
     """The micro-batches of every step of this rank, with a position that can be kept and taken up again."""
 
@@ -78,7 +83,7 @@ class StepLoader:
     ) -> None:
         self.data = data
         self.batches = Batches(data, layout)
-        self.sampler = StepSampler(len(self.batches), options, rank=rank, size=size)
+        self.sampler = StepSampler(self.batches.order, options, rank=rank, size=size)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -88,13 +93,22 @@ class StepLoader:
             yield [self.batches.make(rows) for rows in step]
 
     @property
+    def path(self) -> str:
+        """What is read, for messages."""
+        return self.data.path
+
+    @property
+    def layout(self) -> BatchLayout:
+        """How rows become batches."""
+        return self.batches.layout
+
+    @property
     def epochs_done(self) -> float:
         return self.sampler.epoch + self.sampler.taken / self.sampler.row_count
 
     def name_rows(self, lines: Sequence[int]) -> str:
         """Rows by their places in the data."""
-        word = self.data.unit if len(lines) == 1 else f"{self.data.unit}s"
-        return f"{self.data.path}, {word} {', '.join(map(str, lines))}"
+        return self.data.name_rows(lines)
 
     def state_dict(self) -> dict[str, int]:
         """The position, the same on every rank, and what it is a position in."""
@@ -108,13 +122,14 @@ class StepLoader:
             ConfigError: it is one in other data, or in another order of them.
         """
         here = self._identity()
-        others = [name for name in here if state_dict.get(name) != here[name]]
+        names = dict.fromkeys((*here, *_IDENTITY))
+        others = [name for name in names if state_dict.get(name) != here.get(name)]
         if others:
-            told = ", ".join(f"{name} {state_dict.get(name)} then and {here[name]} now" for name in others)
+            told = ", ".join(f"{name} {state_dict.get(name)} then and {here.get(name)} now" for name in others)
             raise ConfigError(
                 f"{self.data.path}: the position is one in other data ({told}); resume with the same "
                 "data, tokenizer, "
-                "max_length, packing and seed, or begin anew in another output folder"
+                "max_length, packing, weights and seed, or begin anew in another output folder"
             )
         step, epoch, taken = (state_dict.get(name, -1) for name in ("step", "epoch", "taken"))
         if min(step, epoch, taken) < 0 or taken >= self.sampler.row_count:
@@ -124,10 +139,12 @@ class StepLoader:
         self.sampler.step, self.sampler.epoch, self.sampler.taken = step, epoch, taken
 
     def _identity(self) -> dict[str, int]:
+        of_mixing = self.sampler.order.identity
         return {
             "rows": self.sampler.row_count,
             "digest": self.data.examples.digest,
             "seed": self.sampler.options.seed,
+            **({} if of_mixing is None else {"weights": of_mixing}),
         }
 
 

@@ -73,14 +73,19 @@ def require_embeddings(model: PreTrainedModel, data: TrainData) -> None:
     Raises:
         ConfigError: naming the greatest of them.
     """
-    embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
-    greatest = int(data.examples.tokens.max())
+    rows = embedding_rows(model)
+    greatest = data.examples.greatest_token
     if greatest >= rows:
         raise ConfigError(
             f"{data.path}: the tokenizer makes the token {greatest} of it, but {type(model).__name__} has "
             f"embeddings for the tokens 0 to {rows - 1} only; the tokenizer is another model's, or was extended"
         )
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many tokens a model knows."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,26 @@ from shardwise.report.save_report import SaveReport
 from shardwise.training.batches import evaluation_batches
 from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.config_sections import DataSection, EvaluationSection, TrainConfig
-from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
-from shardwise.training.data import Malformed, RefuseRows, SkipRows, TrainData, read_data
+from shardwise.training.config_sections import TrainConfig
+from shardwise.training.config_values import (
+    accumulation_of,
+    loss_of,
+    name_of_evaluation,
+    names_of_data,
+    reading_of,
+    row_layout,
+    sharding_of,
+    tuning_of,
+)
+from shardwise.training.data import (
+    HeldOut,
+    RefuseRows,
+    RowsAsked,
+    SkipRows,
+    TrainData,
+    read_and_hold_out,
+    read_names,
+)
 from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation
 from shardwise.training.loader import StepLoader, step_loader
 from shardwise.training.loop import train
@@ -35,6 +52,7 @@ from shardwise.training.prepare import (
     ModelRequest,
     build_model,
     dtype_of_files,
+    embedding_rows,
     keep,
     load_model,
     load_tokenizer,
@@ -45,8 +63,9 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
-from shardwise.training.sources import DataName
+from shardwise.training.sources import DataName, names_of
 from shardwise.training.stopping import StopRequest
+from shardwise.training.streamed import StreamLoader, stream_loader
 
 
 @dataclass(frozen=True)
@@ -61,19 +80,22 @@ class Session:
     rank: int
     size: int
     tokenizer: PreTrainedTokenizerBase
-    data: TrainData
+    data: TrainData | None
+    """None where it is read while it is trained on."""
     held_out: TrainData | None
     model: PreTrainedModel
     loaded: LoadReport | None
     """None where all weights come from a checkpoint."""
     stored: torch.dtype | None
     """The dtype of most of the model's files, where it is another than in memory."""
-    steps: StepLoader
+    steps: StepLoader | StreamLoader
     keeper: KeptInFolders
 
     @classmethod
-    def begin(cls, config: TrainConfig) -> Session:
+    def begin(cls, config: TrainConfig, cache_root: Path | None = None) -> Session:
         """Read everything, cheap things that may be refused first. Collective: yes, over the default process group.
+
+        ``cache_root`` is where tokens are kept where ``data.cache_dir`` does not say; None: nowhere.
 
         Raises:
             ShardwiseError: something cannot be had as configured; the same on every rank.
@@ -92,7 +114,11 @@ class Session:
             revision=None if config.model.tokenizer else config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        data, held_out = read_rows(config, tokenizer)
+        data: TrainData | None = None
+        if config.data.streaming:
+            held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root)[1])
+        else:
+            data, held_out = read_rows(config, tokenizer, cache_root)
         request = ModelRequest(
             config.model.name,
             options,
@@ -114,7 +140,13 @@ class Session:
             if found is not None:
                 require_embeddings(model, found)
         layout = row_layout(config.data, attention_of(model))
-        steps = step_loader(data, options, layout)
+        steps: StepLoader | StreamLoader
+        if data is None:
+            names, how = _what_is_read(config, tokenizer, cache_root)
+            steps = stream_loader(names, how, options, layout, buffer_rows=config.data.shuffle_buffer)
+            steps.vocabulary = embedding_rows(model)
+        else:
+            steps = step_loader(data, options, layout)
         return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
     @property
@@ -170,7 +202,7 @@ class Session:
 
     def _begin_writing(self) -> None:
         """Nothing is written before all that may be refused has been looked at. Collective: yes."""
-        require_blind_rows(self.model, self.steps.batches.layout, self.config.options())
+        require_blind_rows(self.model, self.steps.layout, self.config.options())
         World.current().from_first(lambda: write_config(self.config, self.output))
 
     def _listeners(self) -> list[MetricsFile | Trackers]:
@@ -190,7 +222,7 @@ class Session:
             return NoEvaluation()
         return Evaluation(
             evaluation_batches(
-                self.held_out, self.steps.batches.layout, section.batch_size or self.config.training.batch_size
+                self.held_out, self.steps.layout, section.batch_size or self.config.training.batch_size
             ),
             section.every,
             self._keep_best if section.keep_best else lambda facts: None,
@@ -218,17 +250,37 @@ class Session:
         )
 
 
-def read_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TrainData, TrainData | None]:
-    """What is learned, and what is only looked at. Collective: yes."""
-    malformed: Malformed = SkipRows() if config.data.on_malformed == "skip" else RefuseRows()
+def read_rows(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None = None
+) -> tuple[TrainData, TrainData | None]:
+    """What is learned, and what is only looked at. Collective: yes.
 
-    def read(section: DataSection | EvaluationSection, path: str) -> TrainData:
-        name = DataName(path, section.split, section.subset)
-        chats = ChatOptions(config.data.chat_template, Learn(config.data.learn))
-        return read_data(name, tokenizer, max_length=config.data.max_length, malformed=malformed, chats=chats)
+    ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere.
+    """
+    names, how = _what_is_read(config, tokenizer, cache_root)
+    if config.data.validation_fraction is not None:
+        return read_and_hold_out(names, how, HeldOut(config.data.validation_fraction, config.training.seed))
+    return read_names(names, how), _looked_at(config, how)
 
-    data, held_out = read(config.data, config.data.train), config.evaluation.data
-    return data, None if held_out is None else read(config.evaluation, held_out)
+
+def _what_is_read(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None
+) -> tuple[list[DataName], RowsAsked]:
+    section = config.data
+
+    def settle() -> tuple[list[DataName], RowsAsked]:
+        malformed = SkipRows() if section.on_malformed == "skip" else RefuseRows()
+        chats = ChatOptions(section.chat_template, Learn(section.learn))
+        reading = reading_of(section, cache_root)
+        return names_of(names_of_data(section)), RowsAsked(tokenizer, section.max_length, malformed, chats, reading)
+
+    return World.current().together(settle)
+
+
+def _looked_at(config: TrainConfig, how: RowsAsked) -> TrainData | None:
+    """What is only looked at, where that is data of its own. Collective: yes."""
+    name = World.current().together(lambda: name_of_evaluation(config.evaluation))
+    return None if name is None else read_names([name], how)
 
 
 def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:
