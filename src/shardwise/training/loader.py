@@ -107,15 +107,7 @@ class StepLoader:
         Raises:
             ConfigError: it is one in other data, or in another order of them.
         """
-        here = self._identity()
-        others = [name for name in here if state_dict.get(name) != here[name]]
-        if others:
-            told = ", ".join(f"{name} {state_dict.get(name)} then and {here[name]} now" for name in others)
-            raise ConfigError(
-                f"{self.data.path}: the position is one in other data ({told}); resume with the same "
-                "data, tokenizer, "
-                "max_length, packing and seed, or begin anew in another output folder"
-            )
+        _require_same(self.data, self._identity(), state_dict)
         step, epoch, taken = (state_dict.get(name, -1) for name in ("step", "epoch", "taken"))
         if min(step, epoch, taken) < 0 or taken >= self.sampler.row_count:
             raise ConfigError(
@@ -129,6 +121,28 @@ class StepLoader:
             "digest": self.data.examples.digest,
             "seed": self.sampler.options.seed,
         }
+
+
+def require_same_rows(data: TrainData, seed: int, position: Mapping[str, object], rows: int | None = None) -> None:
+    """Refuse a position in other rows, or in another order of them, as far as it is known without batches.
+
+    ``rows`` is how many items there are, where that is known by now.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    known = {} if rows is None else {"rows": rows}
+    _require_same(data, {**known, "digest": data.examples.digest, "seed": seed}, position)
+
+
+def _require_same(data: TrainData, here: Mapping[str, int], there: Mapping[str, object]) -> None:
+    others = [name for name in here if there.get(name) != here[name]]
+    if others:
+        told = ", ".join(f"{name} {there.get(name)} then and {here[name]} now" for name in others)
+        raise ConfigError(
+            f"{data.path}: the position is one in other data ({told}); resume with the same data, tokenizer, "
+            "max_length, packing and seed, or begin anew in another output folder"
+        )
 
 
 _PADDED = Padded()
