@@ -13,16 +13,19 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from huggingface_hub import constants
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.training import tiny
+from tests.training.stub_hub import stub_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
-from shardwise.cli.train import STOPPED, StepLog, train_command
+from shardwise.cli.train import NOT_PUSHED, STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
 from shardwise.execution.memory import first_touch
 from shardwise.planning.loads.pages import Way
@@ -192,6 +195,57 @@ def test_a_model_that_nobody_knows_is_one_error_at_once(
         assert "nobody/has-this" in message
         assert time.monotonic() - start < 60
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_trained_is_pushed_and_a_push_that_fails_loses_nothing(
+    checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1", *LORA)
+    asked = ("output.push_to_hub=me/mine", "output.private=true")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with stub_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hub.broken = True
+        result = run(*place, *asked, "--json")
+        assert result.exit_code == NOT_PUSHED, result.stderr
+        told = json.loads(result.stdout)["ranks"][0]["push"]
+        assert "error: me/mine: it could not be pushed (" in result.stderr
+        assert (told["url"], "403" in told["cause"]) == ("", True)
+        hub.broken = False
+        result = run(*place, *asked)
+        assert result.exit_code == 0, result.stderr
+        assert "nothing was left to train after step 1" in result.stdout
+        assert f"pushed to {hub.url}/me/mine/commit/1" in result.stdout
+    last = tmp_path / "out" / "last"
+    assert [(made["name"], "private" in made.values() or made.get("private")) for made in hub.made] == [
+        ("mine", True)
+    ] * 2
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert hub.files == {path.name: path.read_bytes() for path in last.iterdir()}
+    assert "hf_secret" not in result.stdout + result.stderr
+
+
+def test_a_push_that_cannot_be_is_refused_before_the_training(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = needed("nowhere", chats, tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert "there is no token of the hub here" in refusal(*place, "output.push_to_hub=me/mine")
+    assert "say whose it is, as in user/mine" in refusal(*place, "output.push_to_hub=mine")
+    assert "output.push_to_hub='me/mi//ne': " in refusal(*place, "output.push_to_hub=me/mi//ne")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refusal(*place, "output.push_to_hub=me/mine")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_is_a_module_too() -> None:
+    start = [sys.executable, "-m", "shardwise", "train", "--help"]
+    result = subprocess.run(start, check=False, timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Usage: shardwise train ")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(checkpoint, chats, tmp_path) -> None:
@@ -426,6 +480,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "1
         ({}, 4, Spawned(4)),
         ({"WORLD_SIZE": "8"}, 1, InThisProcess()),
         (TORCHRUN, 1, Launched(rank=3, size=8, local_rank=1)),
+        (
+            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+            1,
+            Launched(rank=3, size=8, local_rank=1, has_rounds=True),
+        ),
     ],
 )
 def test_where_ranks_come_from(environment: dict[str, str], nproc_per_node: int, launch: Launch) -> None:

@@ -112,7 +112,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
         "losses": {name: trained(file, options(name)).losses for name in NAMED},
         "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon")},
         "ended": ended(file),
-        "accumulation": fitting_accumulation(model, accumulating),
+        "accumulation": fitting_accumulation(model, accumulating, torch.float32),
     }
 
 

@@ -128,7 +128,7 @@ def test_layouts_losses_and_accumulation() -> None:
         ("training.accumulate=whole_gradients", WholeGradients()),
         ("training.accumulate=sharded_gradients", ShardedGradients()),
     ):
-        assert accumulation_of(configured(override).training, model, options) == accumulation
+        assert accumulation_of(configured(override).training, model, options, "float32") == accumulation
 
 
 def test_what_is_left_open_is_decided_by_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

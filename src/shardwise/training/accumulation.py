@@ -22,8 +22,8 @@ from shardwise.training.options import TrainOptions
 class WholeGradients:
     """Each rank adds up its own gradients, whole, and they are exchanged once for a step.
 
-    Memory: between micro-batches a whole gradient of all that is trained, in the dtype it is computed in, on every
-    rank. A step with one micro-batch takes none of it.
+    Memory: between micro-batches a whole gradient of all that is trained on every rank, in the dtype in which ranks
+    sum it. A step with one micro-batch takes none of it.
     """
 
 
@@ -56,7 +56,7 @@ _SHARE = 0.8
 """Of the memory that is free: the rest is for activations, and for what nobody has counted."""
 
 
-def fitting_accumulation(model: nn.Module, options: TrainOptions) -> Accumulation:
+def fitting_accumulation(model: nn.Module, options: TrainOptions, summed_in: torch.dtype) -> Accumulation:
     """Whole gradients where steps have one micro-batch, or there is memory for them; else sharded ones.
 
     Free memory is what there is before an optimizer has its state: two values of four bytes for each element that a
@@ -68,8 +68,7 @@ def fitting_accumulation(model: nn.Module, options: TrainOptions) -> Accumulatio
     if options.gradient_accumulation_steps == 1 or world.size == 1:
         return WholeGradients()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    itemsize = getattr(torch, options.dtype).itemsize
-    whole_bytes = sum(parameter.numel() * itemsize for parameter in trained)
+    whole_bytes = sum(parameter.numel() * summed_in.itemsize for parameter in trained)
     own_bytes = sum(12 * local_tensor(parameter).numel() for parameter in trained)
     device = this_device()
     free = available_memory(device)

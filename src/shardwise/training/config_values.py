@@ -202,7 +202,9 @@ def settings_of_resumed(section: CheckpointSection) -> OptimizerSettings:
     return SettingsAsked() if section.optimizer_settings == "config" else SettingsOfCheckpoint()
 
 
-def accumulation_of(section: TrainingSection, model: nn.Module, options: TrainOptions) -> Accumulation:
+def accumulation_of(
+    section: TrainingSection, model: nn.Module, options: TrainOptions, summed_in: str
+) -> Accumulation:
     """What ranks keep of gradients between micro-batches; ``auto``: whole ones where there is memory for them.
 
     Collective: yes, over the default process group, where it is to be found out.
@@ -213,6 +215,6 @@ def accumulation_of(section: TrainingSection, model: nn.Module, options: TrainOp
         case "sharded_gradients":
             return ShardedGradients()
         case "auto":
-            return fitting_accumulation(model, options)
+            return fitting_accumulation(model, options, getattr(torch, summed_in))
         case _:
             assert_never(section.accumulate)

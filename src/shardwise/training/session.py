@@ -160,7 +160,8 @@ class Session:
             gather_in_windows(self.model, World.current())
         log: RunLog | None = World.current().together(lambda: self._log(on_facts))
         section, options = self.config.checkpoints, self.config.options()
-        accumulation = accumulation_of(self.config.training, self.model, options)
+        summed_in = self.config.sharding.reduce_dtype
+        accumulation = accumulation_of(self.config.training, self.model, options, summed_in)
 
         def close() -> None:
             if log is not None:
