@@ -8,23 +8,28 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from inspect import signature
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from huggingface_hub import constants
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.training import tiny
+from tests.training.stub_hub import stub_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
-from shardwise.cli.train import STOPPED, StepLog, train_command
+from shardwise.cli.train import NOT_PUSHED, STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
 from shardwise.execution.memory import first_touch
 from shardwise.planning.loads.pages import Way
+from shardwise.training import session
 from shardwise.training.config import read_config
 from shardwise.training.report import Event, StepFacts
 
@@ -37,6 +42,7 @@ FAST = (
     "training.max_steps=25",
     "training.batch_size=2",
     "schedule.warmup_ratio=0.1",
+    "checkpoints.every=null",
 )
 
 
@@ -115,7 +121,7 @@ def test_training_in_one_process(checkpoint: Path, chats: Path, tmp_path: Path) 
     # An answer is "It is n", n exclamation marks and the end; 30 tokens are around it.
     learned = sum(len(f"It is {n}") + n + 1 for n in range(8))
     assert f"  8 rows, {8 * 30 + learned} tokens, {learned} learned" in lines
-    assert "training: 25 steps on 1 rank" in lines
+    assert "training: 25 steps on 1 rank, in float32" in lines
     assert any(line.startswith("step 25/25  loss") for line in lines)
     assert any(line.startswith("trained 23,904 parameters in 25 steps: loss ") for line in lines)
     assert lines[-1] == f"everything is in {tmp_path / 'out'}"
@@ -175,6 +181,71 @@ def test_nothing_is_asked_for() -> None:
 
 def test_help_shows_a_configuration() -> None:
     assert "model: Qwen/Qwen3-0.6B" in run("--help").stdout
+
+
+def test_a_model_that_nobody_knows_is_one_error_at_once(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(variable, "1")
+    for ranks in (1, 2):
+        start = time.monotonic()
+        message = refusal(*needed("nobody/has-this", chats, tmp_path), "--nproc-per-node", ranks)
+        assert message.count("error:") == 1
+        assert "nobody/has-this" in message
+        assert time.monotonic() - start < 60
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_trained_is_pushed_and_a_push_that_fails_loses_nothing(
+    checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1", *LORA)
+    asked = ("output.push_to_hub=me/mine", "output.private=true")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with stub_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hub.broken = True
+        result = run(*place, *asked, "--json")
+        assert result.exit_code == NOT_PUSHED, result.stderr
+        told = json.loads(result.stdout)["ranks"][0]["push"]
+        assert "error: me/mine: it could not be pushed (" in result.stderr
+        assert (told["url"], "403" in told["cause"]) == ("", True)
+        hub.broken = False
+        result = run(*place, *asked)
+        assert result.exit_code == 0, result.stderr
+        assert "nothing was left to train after step 1" in result.stdout
+        assert f"pushed to {hub.url}/me/mine/commit/1" in result.stdout
+    last = tmp_path / "out" / "last"
+    assert [(made["name"], "private" in made.values() or made.get("private")) for made in hub.made] == [
+        ("mine", True)
+    ] * 2
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert hub.files == {path.name: path.read_bytes() for path in last.iterdir()}
+    assert "hf_secret" not in result.stdout + result.stderr
+
+
+def test_a_push_that_cannot_be_is_refused_before_the_training(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = needed("nowhere", chats, tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert "there is no token of the hub here" in refusal(*place, "output.push_to_hub=me/mine")
+    assert "say whose it is, as in user/mine" in refusal(*place, "output.push_to_hub=mine")
+    assert "output.push_to_hub='me/mi//ne': " in refusal(*place, "output.push_to_hub=me/mi//ne")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refusal(*place, "output.push_to_hub=me/mine")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_is_a_module_too() -> None:
+    start = [sys.executable, "-m", "shardwise", "train", "--help"]
+    result = subprocess.run(start, check=False, timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Usage: shardwise train ")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(checkpoint, chats, tmp_path) -> None:
@@ -311,6 +382,7 @@ def test_a_training_that_was_killed_goes_on_on_other_ranks(
     if tuning == "lora":
         files = [load_file(folder / "adapter_model.safetensors") for folder in same]
         assert not (out / "last" / "model.safetensors").exists()
+        assert len(AutoTokenizer.from_pretrained(out / "last")) == len(AutoTokenizer.from_pretrained(checkpoint))
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), same[0])
         assert any(bool(value.any()) for name, value in model.named_parameters() if "lora_B" in name)
     else:
@@ -318,15 +390,49 @@ def test_a_training_that_was_killed_goes_on_on_other_ranks(
     torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
     again = run(*place, "checkpoints.resume=never", *common)
     assert again.exit_code == 2
-    assert "has a checkpoint of step 3; resume=auto goes on from it" in again.stderr
+    assert "has a checkpoint of step 6; resume=auto goes on from it" in again.stderr
 
 
-def test_a_checkpoint_of_another_tuning_is_refused(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+LORA = ("tuning=lora", "tuning.r=2", "tuning.target_modules=q_proj")
+
+
+def test_what_a_checkpoint_will_not_go_on_with_is_refused_before_a_model_is_loaded(
+    checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tiny.write_chats(tmp_path / "others.jsonl", 9)
     place = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1")
-    assert run(*place, "checkpoints.every=1").exit_code == 0
-    result = run(*place, "tuning=lora", "tuning.target_modules=[q_proj]", "training.max_steps=2")
-    assert result.exit_code == 2
-    assert "checkpoints" in result.stderr
+    assert run(*place, *LORA).exit_code == 0
+
+    def load(*_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    for name in ("load_model", "build_model"):
+        monkeypatch.setattr(session, name, load)
+    for arguments, told in (
+        ((), "cannot be gone on from:\n  tuning: it holds adapter default of lora, and this run trains full"),
+        ((*LORA, "tuning.r=4"), "tuning.r: it was 2, and is 4 now"),
+        ((*LORA, "optimizer=sgd"), "optimizer: it was torch.optim.AdamW, and is torch.optim.SGD now"),
+        ((*LORA, f"data={others}"), "others.jsonl: the position is one in other data (rows 8 then and 9 now"),
+        ((*LORA, "training.seed=1"), "seed 0 then and 1 now"),
+    ):
+        assert told in refusal(*place, *arguments, "training.max_steps=2")
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        RUNNER.invoke(train_command, [*map(str, place), *LORA, "training.max_steps=2"], catch_exceptions=False)
+
+
+def test_what_another_run_has_left_is_not_written_over_unasked(
+    checkpoint: Path, chats: Path, tmp_path: Path
+) -> None:
+    place = (*needed(checkpoint, chats, tmp_path), "training.max_steps=1", "checkpoints.every=null")
+    assert run(*place).exit_code == 0
+    last = (tmp_path / "out" / "last" / "model.safetensors").read_bytes()
+    message = refusal(*place, "training.seed=1")
+    assert "there is last/ of another run, and no checkpoint to go on from" in message
+    assert (tmp_path / "out" / "last" / "model.safetensors").read_bytes() == last
+    assert run(*place).exit_code == 0  # the same again, which begins anew
+    assert run(*place, "training.seed=1", "output.overwrite=true").exit_code == 0
+    (tmp_path / "out" / "config.yaml").unlink()
+    assert "of another run" in refusal(*place)
 
 
 def test_another_trainings_checkpoint_is_gone_on_from(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
@@ -345,7 +451,7 @@ def test_another_trainings_checkpoint_is_gone_on_from(checkpoint: Path, chats: P
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_that_is_asked_to_stop_says_so(
     checkpoint: Path, chats: Path, tmp_path: Path, ranks: int, number: signal.Signals
@@ -374,6 +480,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "1
         ({}, 4, Spawned(4)),
         ({"WORLD_SIZE": "8"}, 1, InThisProcess()),
         (TORCHRUN, 1, Launched(rank=3, size=8, local_rank=1)),
+        (
+            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+            1,
+            Launched(rank=3, size=8, local_rank=1, has_rounds=True),
+        ),
     ],
 )
 def test_where_ranks_come_from(environment: dict[str, str], nproc_per_node: int, launch: Launch) -> None:

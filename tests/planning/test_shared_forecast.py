@@ -111,8 +111,13 @@ def test_training_takes_gradients_moments_and_the_largest_group():
     assert [item.gradient_bytes for item in found] == [2 * 6 * 2 + 2 * 4] * 3
     assert [item.optimizer_bytes for item in found] == [2 * (24 + 8), 2 * (24 + 8), 2 * 8]
     assert [item.gathered_bytes for item in found] == [99] * 3
+    assert [item.accumulated_bytes for item in found] == [24 * 2 + 2 * 4] * 3
+    in_float32 = forecast_training(made.world(), groups, ranks, DType.F32)
+    assert [item.accumulated_bytes for item in in_float32] == [(24 + 2) * 4] * 3
+    assert "and 104 B where steps add up whole gradients of several micro-batches" in str(in_float32[0])
     alone = Made(MeshShape.flat(1)).add("a", (4, 6))
-    assert [item.gathered_bytes for item in forecast_training(alone.world(), groups, alone.forecast())] == [0]
+    [single] = forecast_training(alone.world(), groups, alone.forecast())
+    assert (single.gathered_bytes, single.accumulated_bytes) == (0, 0)
     assert forecast_training(made.world(), [], ranks)[0].gathered_bytes == 0
 
 

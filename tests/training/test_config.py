@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.training.config import config_of, known_keys, read_config
 from shardwise.training.config_sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.training.other_names import NONE, OURS
 
 NEEDED = ("model=org/name", "data=chats.jsonl", "output=out")
 RECIPES = sorted(
@@ -186,6 +187,68 @@ def test_a_recipe_is_a_configuration(recipe: Path) -> None:
 def test_every_key_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
     assert [key for key in known_keys() if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("base_model=a",), "base_model: no such key; did you mean model.name?"),
+        (("sequence_len=9",), "sequence_len: no such key; did you mean data.max_length?"),
+        (("micro_batch_size=2",), "micro_batch_size: no such key; did you mean training.batch_size?"),
+        (("data.max_seq_length=2",), "data.max_seq_length: no such key; did you mean data.max_length?"),
+        (("cutoff_len=9",), "cutoff_len: no such key; did you mean data.max_length?"),
+        (("loraplus_lr_ratio=16",), "loraplus_lr_ratio: no such key; did you mean optimizer.lora_plus_ratio?"),
+        (("early_stopping_patience=2",), "early_stopping_patience: no such key; did you mean evaluation.patience?"),
+        (("bf16=true",), "bf16: no such key; did you mean sharding.precision?"),
+        (("hub_model_id=a/b",), "hub_model_id: no such key; did you mean output.push_to_hub?"),
+        (("save_total_limit=2",), "save_total_limit: no such key; did you mean checkpoints.keep?"),
+        (("schedule.lr=1",), "schedule.lr: no such key; did you mean optimizer.learning_rate?"),
+        (("load_in_4bit=true",), "load_in_4bit: no such key; quantised bases are loaded as their checkpoint"),
+        (("deepspeed=zero3.json",), "deepspeed: no such key; ranks are sharded by FSDP2 alone"),
+        (("group_by_length=true",), "group_by_length: no such key; the seed alone decides the order of rows"),
+    ],
+)  # fmt: skip
+def test_names_of_other_trainers_are_answered_with_ours_or_with_why_there_is_none(
+    overrides: tuple[str, ...], expected: str
+) -> None:
+    [fault] = faults(*overrides)
+    assert fault.startswith(expected)
+
+
+def test_what_is_answered_with_is_a_key() -> None:
+    known = set(known_keys())
+    assert {ours for ours in OURS.values() if ours not in known} == set()
+    assert OURS.keys().isdisjoint(NONE)
+    # Ours would never be looked up, were they unknown: a key at the top is answered with where it belongs.
+    assert not {name for name in NONE if name in {key.rpartition(".")[2] for key in known}}
+
+
+def test_other_ways_to_write_a_value(tmp_path: Path) -> None:
+    """A reader of YAML 1.1 takes ``1e-4`` for text, and so it is in quotes."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: org/name\ndata: a.jsonl\noutput: {directory: out, dtype: fp16}\n"
+        "optimizer: {learning_rate: '1e-4', weight_decay: '.1', beta2: '0.95'}\n"
+        "tuning: {method: lora, target_modules: q_proj, modules_to_save: 'norm, lm_head'}\n"
+        "log: {trackers: wandb}\nsharding: {precision: bf16, reduce_dtype: fp32}\n"
+    )
+    config = read_config(str(file))
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-4, 0.1)
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert isinstance(config.tuning, LoraTuning)
+    assert (config.tuning.target_modules, config.tuning.modules_to_save) == (["q_proj"], ["norm", "lm_head"])
+    assert config.log.trackers == ["wandb"]
+    assert (config.sharding.precision, config.sharding.reduce_dtype, config.output.dtype) == (
+        "bfloat16",
+        "float32",
+        "float16",
+    )
+    for pattern in ("all-linear", r".*\.[qv]_proj", "model|lm_head"):
+        given = {"method": "lora", "target_modules": pattern}
+        assert LoraTuning.model_validate(given).target_modules == pattern
+    assert faults("optimizer.learning_rate=fast") == ["optimizer.learning_rate='fast': it must be a valid number"]
+    assert faults("sharding.reduce_dtype=fp16")[0].startswith("sharding.reduce_dtype: sums over ranks leave")
+    assert faults("evaluation.data=a", "evaluation.patience=2")[0].startswith("evaluation: patience counts evaluat")
 
 
 def test_values_of_any_kind_are_refused_and_never_crash() -> None:

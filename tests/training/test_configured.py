@@ -27,7 +27,14 @@ from shardwise.training.accumulation import ShardedGradients, WholeGradients
 from shardwise.training.batches import Flattened, Packed, Padded
 from shardwise.training.config import read_config
 from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import accumulation_of, loss_of, row_layout, sharding_of, tuning_of
+from shardwise.training.config_values import (
+    accumulation_of,
+    loss_of,
+    resolved,
+    row_layout,
+    sharding_of,
+    tuning_of,
+)
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import ModelRequest, load_model
@@ -115,8 +122,28 @@ def test_layouts_losses_and_accumulation() -> None:
     assert row_layout(packing, "flash_attention_2") == Flattened(64)
     assert loss_of(configured().training) == ChunkedLogits(512)
     assert loss_of(configured("training.loss_chunk_tokens=null").training) == WholeLogits()
-    assert accumulation_of(configured().training) == WholeGradients()
-    assert accumulation_of(configured("training.accumulate=sharded_gradients").training) == ShardedGradients()
+    model, options = torch.nn.Linear(2, 2), TrainOptions()
+    for override, accumulation in (
+        ("training.accumulate=auto", WholeGradients()),
+        ("training.accumulate=whole_gradients", WholeGradients()),
+        ("training.accumulate=sharded_gradients", ShardedGradients()),
+    ):
+        assert accumulation_of(configured(override).training, model, options, "float32") == accumulation
+
+
+def test_what_is_left_open_is_decided_by_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured()
+    on_cpu = resolved(config, torch.device("cpu"))
+    assert (on_cpu.sharding.precision, on_cpu.sharding.activation_checkpointing) == ("float32", False)
+    for can, precision in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda can=can, **_: can)
+        on_gpu = resolved(config, torch.device("cuda", 0))
+        assert (on_gpu.sharding.precision, on_gpu.sharding.activation_checkpointing) == (precision, True)
+        assert on_gpu.options().dtype == precision
+        assert sharding_of(on_gpu.sharding, on_gpu.options()).activation_checkpointing == PerBlock()
+    asked = configured("sharding.precision=fp16", "sharding.activation_checkpointing=false")
+    assert resolved(asked, torch.device("cuda", 0)) == asked
+    assert asked.sharding.precision == "float16"
 
 
 def on_four(folder: str) -> tuple[tuple[int, ...], int, str]:

@@ -25,13 +25,14 @@ from shardwise.models import wrap
 from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.training.batches import Padded, evaluation_batches
-from shardwise.training.checkpoints import Checkpoints, KeptInFolders, TrainingProgress
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders, SettingsAsked, TrainingProgress
 from shardwise.training.data import TrainData, read_data
-from shardwise.training.evaluation_rows import Evaluation, evaluate
+from shardwise.training.evaluation_rows import EndEarly, Evaluation, evaluate
 from shardwise.training.forward import Forward
 from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
-from shardwise.training.metrics import MetricsFile, Trackers
+from shardwise.training.metrics import MetricsFile, RunLog, Trackers
+from shardwise.training.often import EachEpoch
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
 from shardwise.training.report import (
     CheckpointFacts,
@@ -106,6 +107,28 @@ def test_what_is_asked_for_now_and_overruled_by_the_checkpoint_is_told(data: Tra
         assert len(remarks) == (wanted is not None)
         assert all(str(wanted) in remark for remark in remarks)
         assert report.steps[0].learning_rate != 0.002
+
+
+def test_settings_that_are_asked_for_are_gone_on_with_where_that_is_said(data: TrainData) -> None:
+    """At every step the rate is what it would be, had it been asked for from the beginning."""
+    keeper, stop = MemoryKeeper(), StopRequest()
+    stop.number = signal.SIGTERM
+    train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, checkpoints=Checkpoints(keeper), stop=stop)
+    asked = replace(OPTIONS, learning_rate=2e-3, weight_decay=0.5, betas=(0.8, 0.9))
+    whole = train(tiny.model(), step_loader(data, asked), asked)
+    taken: list[dict[str, Any]] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: taken.append({**optimizer.param_groups[0]}))
+    try:
+        checkpoints = Checkpoints(keeper, settings=SettingsAsked())
+        report = train(tiny.model(), step_loader(data, asked), asked, checkpoints=checkpoints)
+    finally:
+        handle.remove()
+    rates = [step.learning_rate for step in report.steps]
+    assert rates == [step.learning_rate for step in whole.steps[1:]] == [group["lr"] for group in taken]
+    assert all((group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9)) for group in taken)
+    [remark] = report.remarks
+    assert "the optimizer goes on with learning_rate 0.002 (the checkpoint's: 0.001)" in remark
+    assert "weight_decay 0.5 (the checkpoint's: 0)" in remark
 
 
 @pytest.mark.parametrize("user", [{}, {"step": 3}, {"step": "3", "evaluated_step": 0, "best_loss": None}])
@@ -196,7 +219,65 @@ def test_the_best_is_kept_and_known_again(data: TrainData) -> None:
         "step": 9,
         "evaluated_step": 9,
         "best_loss": report.evaluations[-1].loss,
+        "reached_loss": report.evaluations[-1].loss,
+        "waited": 0,
     }
+
+
+def test_a_training_of_which_no_evaluation_is_better_ends_and_knows_so_when_it_goes_on(data: TrainData) -> None:
+    keeper, looked_at = MemoryKeeper(), evaluation_batches(data, Padded(), 8)
+
+    def going(patience: int, stop_at: int | None = None) -> TrainReport:
+        stop = StopRequest()
+
+        def ask(facts: Event) -> None:
+            if facts.step == stop_at:
+                stop.number = signal.SIGTERM
+
+        return train(
+            tiny.model(),
+            step_loader(data, OPTIONS),
+            OPTIONS,
+            ask,
+            evaluation=Evaluation(looked_at, 2, ending=EndEarly(patience, min_delta=50.0)),
+            checkpoints=Checkpoints(keeper, EachEpoch()),
+            stop=stop,
+        )
+
+    # The first evaluation is better than none; the two after it are not better by fifty.
+    stopped = going(2, stop_at=4)
+    assert (stopped.is_stopped, stopped.last_step, len(stopped.evaluations)) == (True, 5, 2)
+    ended = going(2)
+    assert (ended.is_stopped, ended.last_step, [found.step for found in ended.evaluations]) == (False, 6, [6])
+    assert [remark for remark in ended.remarks if "the last 2 evaluations have not been better" in remark]
+    assert list(keeper.kept) == [3, 5, 6]
+    assert going(2).steps == ()
+    more = going(3)
+    assert (more.last_step, len(more.steps)) == (8, 2)
+    with pytest.raises(ConfigError, match="patience=0"):
+        EndEarly(0)
+
+
+def test_an_evaluation_that_is_better_by_little_is_the_best_and_no_reason_to_go_on() -> None:
+    progress = TrainingProgress(step=1)
+    for loss, waited, reached in ((2.0, 0, 2.0), (1.95, 1, 2.0), (1.91, 2, 2.0), (1.89, 0, 1.89), (3.0, 1, 1.89)):
+        progress = progress.evaluated(loss, min_delta=0.1)
+        assert (progress.waited, progress.reached_loss) == (waited, reached)
+    assert progress.best_loss == 1.89
+    old = {"step": 3, "evaluated_step": 2, "best_loss": 1.5}
+    assert TrainingProgress.from_dict(old) == TrainingProgress(3, 2, 1.5, 1.5, 0)
+
+
+def test_checkpoints_and_evaluations_of_each_epoch(data: TrainData) -> None:
+    keeper = MemoryKeeper()
+    report = train(
+        tiny.model(),
+        step_loader(data, OPTIONS),
+        OPTIONS,
+        checkpoints=Checkpoints(keeper, EachEpoch()),
+        evaluation=Evaluation(evaluation_batches(data, Padded(), 8), EachEpoch()),
+    )
+    assert list(keeper.kept) == [found.step for found in report.evaluations] == [3, 6, 9]
 
 
 def test_an_evaluation_that_a_stop_came_before_is_not_lost(data: TrainData) -> None:
@@ -518,3 +599,57 @@ def test_a_tracker_of_accelerate_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert told[-1] == ("finish", None)
     with pytest.raises(ConfigError, match="fake cannot be started"):
         Trackers(["fake"], tmp_path, "mine", {}, {"fake": {"moood": 1}})
+
+
+@pytest.mark.parametrize("fails_in", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_told_once_and_ends_nothing(
+    fails_in: str, data: TrainData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+    calls: list[str] = []
+
+    class Failing(tracking.GeneralTracker):
+        name = "failing"
+        requires_logging_directory = False
+
+        def __init__(self, run_name: str) -> None:
+            super().__init__()
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def _do(self, what: str) -> None:
+            calls.append(what)
+            if what == fails_in and calls.count(what) >= (4 if what == "log" else 1):
+                raise OSError("no network\nat all")
+
+        def start(self) -> None:
+            self._do("start")
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self._do("config")
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            self._do("log")
+
+        def finish(self) -> None:
+            self._do("finish")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    heard: list[Event] = []
+    path = tmp_path / "metrics.jsonl"
+    log = RunLog(
+        heard.append, MetricsFile(path), lambda complain: Trackers(["failing"], tmp_path, "mine", {}, {}, complain)
+    )
+    report = train(tiny.model(), step_loader(data, OPTIONS), OPTIONS, log.tell)
+    log.close()
+    assert report.last_step == 9
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 10))
+    [remark] = [fact for fact in heard if isinstance(fact, Remark)]
+    assert [line["text"] for line in lines if line["kind"] == "remark"] == [remark.text]
+    assert remark.text.startswith("the tracker failing cannot be ")
+    assert "(OSError: no network); the training and metrics.jsonl go on" in remark.text
+    # One that could not be started, or failed thrice in a row, is left alone.
+    assert calls.count("log") == {"start": 0, "log": 6, "finish": 9}[fails_in]

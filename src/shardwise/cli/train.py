@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
     from shardwise.training.config_sections import TrainConfig
+    from shardwise.training.pushing import Pushed
     from shardwise.training.report import TrainReport
+
+NOT_PUSHED = 4
+"""The exit code of a training that has come to its end and is saved, and whose copy for the hub failed."""
 
 _EPILOG = """\
 \b
@@ -34,8 +38,8 @@ With what is changed most often:
   training: {epochs: 3, batch_size: 4, gradient_accumulation_steps: 2}
   optimizer: {learning_rate: 1e-5}
   schedule: {name: cosine, warmup_ratio: 0.03}
-  sharding: {precision: bfloat16}
-  checkpoints: {every: 200}
+  sharding: {precision: bfloat16}   # the default on GPUs
+  checkpoints: {every: 200}         # steps; the default is each epoch
   evaluation: {data: held-out.jsonl, every: 200}
 \b
 Many LoRAs of one base at once, each with keys of its own, or a grid of values:
@@ -44,8 +48,8 @@ sweep: {tuning.r: [8, 16], optimizer.learning_rate: [1e-4, 3e-4]}
 \b
 Every key is in docs/train.md; whole files for several models are in recipes/.
 Exit codes: 0 trained; 2 refused; 3 some tenants refused or failed, the others
-trained; 75 stopped by SIGTERM or Ctrl-C with its state kept, so that the same
-command goes on.
+trained; 4 trained and saved, but not pushed to the hub; 75 stopped by SIGTERM,
+SIGUSR1 or Ctrl-C with its state kept, so that the same command goes on.
 """
 
 
@@ -74,10 +78,14 @@ class TrainOutcome:
     loaded: LoadReport | None
     trained: TrainReport
     saved: SaveReport | None
+    pushed: Pushed | None = None
+    """None where nothing was to be."""
 
     @property
     def exit_code(self) -> int:
-        return STOPPED if self.trained.is_stopped else 0
+        if self.trained.is_stopped:
+            return STOPPED
+        return 0 if self.pushed is None or self.pushed.is_there else NOT_PUSHED
 
     def to_dict(self) -> dict[str, Any]:
         """The reports as plain JSON values."""
@@ -85,6 +93,7 @@ class TrainOutcome:
             "load": self.loaded.to_dict() if self.loaded else None,
             "train": self.trained.to_dict(),
             "save": self.saved.to_dict() if self.saved else None,
+            "push": self.pushed.to_dict() if self.pushed else None,
         }
 
 
@@ -123,6 +132,8 @@ def train_command(
         print_tenants(first, request.directory)
     else:
         _print_summary(first, request.directory)
+    if isinstance(first, TrainOutcome) and first.pushed is not None and not first.pushed.is_there:
+        click.echo(f"error: {first.pushed}", err=True)
     sys.exit(first.exit_code)
 
 
@@ -170,7 +181,8 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
         log.begin(session)
         trained = session.train(log.tell, stop, end_stuck)
         saved = None if trained.is_stopped else session.save_last()
-    return TrainOutcome(session.loaded, trained, saved)
+        pushed = None if trained.is_stopped else session.push()
+    return TrainOutcome(session.loaded, trained, saved, pushed)
 
 
 def _print_summary(outcome: TrainOutcome, directory: str) -> None:
@@ -190,4 +202,6 @@ def _print_summary(outcome: TrainOutcome, directory: str) -> None:
         click.echo(f"stopped after step {report.last_step}; the same command goes on from there")
     else:
         click.echo(str(outcome.saved))
+    if outcome.pushed is not None and outcome.pushed.is_there:
+        click.echo(str(outcome.pushed))
     click.echo(f"everything is in {Path(directory)}")

@@ -12,6 +12,7 @@ from shardwise.errors import RankLostError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
+    from shardwise.training.config_sections import ShardingSection
     from shardwise.training.data import TrainData
     from shardwise.training.report import Event
     from shardwise.training.session import Session
@@ -58,7 +59,8 @@ class StepLog:
             self.say(describe_data(session.data))
         if session.held_out is not None:
             self.say(describe_data(session.held_out, "evaluation"))
-        self.say(f"training: {count_of(self.total, 'step')} on {count_of(session.size, 'rank')}")
+        ranks = count_of(session.size, "rank")
+        self.say(f"training: {count_of(self.total, 'step')} on {ranks}, {_how(session.config.sharding)}")
 
     def tell(self, facts: Event) -> None:
         """Tell about a step, where one of these is due, and about all else."""
@@ -98,6 +100,12 @@ class StepLog:
     def say(self, text: str) -> None:
         if not self.is_silent:
             click.echo(text, err=self.to_stderr)
+
+
+def _how(section: ShardingSection) -> str:
+    """What is computed in, which may have been left to the machine."""
+    recomputed = {False: "", True: ", blocks computed again in the backward pass"}
+    return f"in {section.precision}{recomputed[bool(section.activation_checkpointing)]}"
 
 
 def describe_data(data: TrainData, what: str = "data") -> str:

@@ -159,6 +159,8 @@ def forecast(
     shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
     gathered_as = sharding.mp_policy.param_dtype
     computed = forecast_computed(load_plan)
+    summed_as = sharding.mp_policy.reduce_dtype or gathered_as
+    summed_in = None if summed_as is None else from_torch(summed_as, "reduce_dtype")
     groups = forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype"))
     ranks = forecast_ranks(load_plan, world, index, homes, policy, shared, sharing)
     made = Forecast(
@@ -176,7 +178,7 @@ def forecast(
         groups=groups,
         ranks=ranks,
         trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
-        training=forecast_training(world, groups, ranks) if "tuning" in options else (),
+        training=forecast_training(world, groups, ranks, summed_in) if "tuning" in options else (),
         bank=_bank(directory, built, ranks, groups, options),
         read_once=tuple(shared),
         whole=world.whole,

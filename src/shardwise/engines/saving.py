@@ -216,13 +216,13 @@ class _OnFirstRank:
 def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
     """What transformers, or PEFT, writes beside the weights.
 
-    Config, generation config, the model's own code, and the tokenizer's files; of an adapter its config.
+    Config, generation config, the model's own code, of an adapter its config; and the tokenizer's files.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         if isinstance(request.names, PeftNames):
             configs.save_config(request.model, request.names.adapter, folder)
-            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        pretrained.save_small_files(request.model, _main_dtype(plan), Path(folder))
+        else:
+            pretrained.save_small_files(request.model, _main_dtype(plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):

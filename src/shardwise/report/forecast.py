@@ -69,6 +69,9 @@ class TrainingForecast:
 
     ``weight_bytes`` is the memory of parameters and persistent buffers, padding included; gradients and the two
     moments are those of what is trained, in its dtype. ``gathered_bytes`` is the largest group, gathered.
+    ``accumulated_bytes``, which are not in the total, are the whole gradient of what is trained, in the dtype that
+    it is summed in over ranks: a step of several micro-batches keeps that on every rank, unless gradients are dealt
+    to their shards after each.
     """
 
     rank: int
@@ -76,16 +79,25 @@ class TrainingForecast:
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
+    accumulated_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
 
+    @property
+    def _accumulated(self) -> str:
+        if not self.accumulated_bytes:
+            return ""
+        return (
+            f", and {in_bytes(self.accumulated_bytes)} where steps add up whole gradients of several micro-batches"
+        )
+
     def __str__(self) -> str:
         return (
             f"{in_bytes(self.total_bytes)}: weights {in_bytes(self.weight_bytes)}, gradients "
             f"{in_bytes(self.gradient_bytes)}, AdamW {in_bytes(self.optimizer_bytes)}, largest group "
-            f"{in_bytes(self.gathered_bytes)}; activations come on top"
+            f"{in_bytes(self.gathered_bytes)}; activations come on top{self._accumulated}"
         )
 
 

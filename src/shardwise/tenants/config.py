@@ -182,6 +182,10 @@ def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "data.streaming", "rows of tenants are read before their first step; leave it out"
     if training.accumulate != default.accumulate:
         yield "training.accumulate", "adapters are whole on every rank, and so are their gradients; leave it out"
+    if config.optimizer.lora_plus_ratio is not None:
+        yield "optimizer.lora_plus_ratio", "a tenant's matrices are stepped as one, at one rate; leave it out"
+    if config.optimizer.allow_import:
+        yield "optimizer.allow_import", "tenants take optimizers that are known to step each element for itself"
     if training.loss_chunk_tokens not in (default.loss_chunk_tokens, None):
         yield "training.loss_chunk_tokens", "logits are of a whole pass; bank.tokens_per_pass bounds them"
     if sharding.precision == "float16":
@@ -192,5 +196,7 @@ def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "sharding.replicas", "the base of tenants is sharded over all ranks, in one axis"
     if config.checkpoints.mode != "synchronous":
         yield "checkpoints.mode", "what tenants keep is small, and written at once; leave it out"
+    if config.output.push_to_hub is not None:
+        yield "output.push_to_hub", "tenants would be pushed over each other; push their last/ folders afterwards"
     if config.log.trackers:
         yield "log.trackers", "trackers know one training; each tenant has a metrics.jsonl"

@@ -32,7 +32,7 @@ from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
 from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import sharding_of
+from shardwise.training.config_values import resolved, sharding_of
 from shardwise.training.data import TrainData
 from shardwise.training.metrics import MetricsFile
 from shardwise.training.prepare import (
@@ -42,6 +42,7 @@ from shardwise.training.prepare import (
     require_place,
     set_attention,
 )
+from shardwise.training.resuming import require_free
 from shardwise.training.session import read_rows, write_config
 from shardwise.training.stopping import StopRequest
 from shardwise.verbs.pretrained import from_pretrained
@@ -181,6 +182,8 @@ def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_r
             f"checkpoints.resume='never', but there is {source}; resume=auto goes on from it, and another "
             "output.directory begins anew"
         )
+    if source is None:
+        require_free(config, output)
     if source is None and not is_own:
         raise StorageError(f"checkpoints.resume={section.resume!r}: there is no complete checkpoint in {elsewhere}")
     data, held_out = read_rows(config, tokenizer, cache_root)
@@ -189,6 +192,7 @@ def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_r
 
 def _load_base(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, LoadReport]:
     """The base, frozen, in the dtype that it is stored in, or computed in where no policy casts it on the way."""
+    config = resolved(config, this_device())
     options = config.options()
     request = ModelRequest(
         config.model.name,

@@ -31,12 +31,13 @@ from shardwise.tenants.portions import (
 from shardwise.tenants.recipe import OwnOptimizer
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.turns import Waiting
-from shardwise.training.checkpoints import TrainingProgress, overruled
+from shardwise.training.checkpoints import TrainingProgress, changed, ended_early, overruled, settings_of
 from shardwise.training.clipping import reduced
 from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import tuning_of
+from shardwise.training.config_values import every_of, tuning_of
 from shardwise.training.data import TrainData
 from shardwise.training.loop import peak_memory
+from shardwise.training.often import is_time
 from shardwise.training.report import (
     CheckpointFacts,
     EvaluationFacts,
@@ -132,7 +133,13 @@ class Trainee:
 
     @property
     def is_done(self) -> bool:
-        return self.step >= self.total
+        return self.step >= self.total or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether its evaluations have ended it before its last step."""
+        patience = self.config.evaluation.patience
+        return patience is not None and self.progress.waited >= patience
 
     @property
     def is_in_window(self) -> bool:
@@ -172,7 +179,10 @@ class Trainee:
         self._began = time.perf_counter()
         if source is not None:
             self._tell(CheckpointFacts(self.step, self._began - start, "restored", f"restored {source}"))
-            self._remark(overruled(own.part, own.asked))
+            before = settings_of([own.part])
+            if self.config.checkpoints.optimizer_settings == "config":
+                own.take_asked()
+            self._remark(overruled(own.part, own.asked) or changed(own.part, before))
 
     def _begin(self, bank: AdapterBank, own: OwnOptimizer) -> None:
         """Become a tenant with a new LoRA, or one that is there. Collective: yes."""
@@ -252,8 +262,8 @@ class Trainee:
         self._done.append(facts)
         self._tell(facts)
         self.catch_up(bank)
-        every = self.config.checkpoints.every
-        if self.is_done or (every is not None and number % every == 0):
+        is_due = is_time(every_of(self.config.checkpoints.every), number, self.steps.epochs_done)
+        if self.is_done or is_due:
             self.keep(bank)
 
     def catch_up(self, bank: AdapterBank) -> None:
@@ -264,8 +274,8 @@ class Trainee:
         Raises:
             TrainingError: its loss is not finite.
         """
-        every = self.config.evaluation.every
-        is_due = self.is_done or (every is not None and self.step % every == 0)
+        every = every_of(self.config.evaluation.every)
+        is_due = self.is_done or is_time(every, self.step, self.steps.epochs_done)
         if not self._looked_at or not is_due or self.progress.evaluated_step >= self.step:
             return
         start = time.perf_counter()
@@ -276,12 +286,14 @@ class Trainee:
                 "was saved of it. Lower optimizer.learning_rate, or look for rows unlike the others"
             )
         best = self.progress.best_loss
-        self.progress = replace(self.progress, evaluated_step=self.step, best_loss=min(loss, best))
+        self.progress = self.progress.evaluated(loss, self.config.evaluation.min_delta)
         facts = EvaluationFacts(self.step, loss, tokens, time.perf_counter() - start, loss < best)
         self._evaluated.append(facts)
         self._tell(facts)
         if facts.is_best and self.config.evaluation.keep_best:
             self._save(bank, "best")
+        if self._is_over:
+            self._remark(ended_early(self.progress, self.total))
 
     def _evaluate(self, bank: AdapterBank) -> tuple[float, int]:
         """The mean loss of its held-out rows, and of how many tokens."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from shardwise.execution.memory.free import available_memory
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.world import World
+from shardwise.models.view import local_tensor
+from shardwise.training.options import TrainOptions
 
 
 @dataclass(frozen=True, slots=True)
 class WholeGradients:
     """Each rank adds up its own gradients, whole, and they are exchanged once for a step.
 
-    Memory: between micro-batches a whole gradient of all that is trained, in the dtype it is computed in, on every
-    rank. A step with one micro-batch takes none of it.
+    Memory: between micro-batches a whole gradient of all that is trained on every rank, in the dtype in which ranks
+    sum it. A step with one micro-batch takes none of it.
     """
 
 
@@ -36,3 +45,53 @@ def exchange_gradients(model: nn.Module, accumulation: Accumulation, *, is_last:
             is_dealt = is_last or isinstance(accumulation, ShardedGradients)
             module.set_requires_gradient_sync(is_dealt, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
+
+
+SHARDED_FOR_LACK_OF_MEMORY = (
+    "gradients are dealt to their shards after each micro-batch: whole ones would not fit into memory beside the "
+    "optimizer (training.accumulate=auto)"
+)
+
+_SHARE = 0.8
+"""Of the memory that is free: the rest is for activations, and for what nobody has counted."""
+
+
+def fitting_accumulation(model: nn.Module, options: TrainOptions, summed_in: torch.dtype) -> Accumulation:
+    """Whole gradients where steps have one micro-batch, or there is memory for them; else sharded ones.
+
+    Free memory is what there is before an optimizer has its state: two values of four bytes for each element that a
+    rank has, and its gradient.
+
+    Collective: yes, over the default process group. Ranks of one machine share its memory.
+    """
+    world = World.current()
+    if options.gradient_accumulation_steps == 1 or world.size == 1:
+        return WholeGradients()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole_bytes = sum(parameter.numel() * summed_in.itemsize for parameter in trained)
+    own_bytes = sum(12 * local_tensor(parameter).numel() for parameter in trained)
+    device = this_device()
+    free = available_memory(device)
+
+    def tell() -> tuple[int | None, bool, str]:
+        is_host = free.device_bytes is None
+        return (free.host_bytes if is_host else free.device_bytes), is_host, platform.node()
+
+    def conclude(told: list[tuple[int | None, bool, str]]) -> bool:
+        return all(
+            nbytes is None
+            or fits_whole(whole_bytes, own_bytes, nbytes // (_neighbours(told, node) if is_host else 1))
+            for nbytes, is_host, node in told
+        )
+
+    return WholeGradients() if world.all_reduce(tell, conclude) else ShardedGradients()
+
+
+def fits_whole(whole_bytes: int, own_bytes: int, free_bytes: int) -> bool:
+    """Whether whole gradients fit into what is free, beside a rank's own gradients and the optimizer's state."""
+    return whole_bytes + own_bytes <= _SHARE * free_bytes
+
+
+def _neighbours(told: Sequence[tuple[int | None, bool, str]], node: str) -> int:
+    """How many ranks are on this machine."""
+    return sum(other == node for _, _, other in told)

@@ -18,8 +18,10 @@ from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.training.config_sections import Section, TrainConfig
+from shardwise.training.other_names import NoCounterpart, counterpart
 
-_SHORT = {"model": "name", "tuning": "method", "data": "train", "output": "directory", "schedule": "name"}
+_SHORT = {"model": "name", "tuning": "method", "data": "train", "output": "directory"}
+_SHORT |= {"optimizer": "name", "schedule": "name"}
 """Sections that may be given as the value of one of their keys: ``model: Qwen/Qwen3-0.6B``."""
 
 
@@ -115,8 +117,7 @@ def _explained(fault: Mapping[str, Any], root: type[Section]) -> tuple[str, str]
     shown = path if isinstance(value, dict | list) else f"{path}={value!r}"
     match fault["type"]:
         case "extra_forbidden":
-            near = _nearest(keys, at)
-            return path, "no such key" + (f"; did you mean {near}?" if near else "")
+            return path, f"no such key{_answer(keys, at)}"
         case "missing":
             return path, "it must be given"
         case "invalid_key":
@@ -173,9 +174,18 @@ def _tag(section: type[Section]) -> str | None:
     return None if field is None else str(get_args(field.annotation)[0])
 
 
+def _answer(keys: Sequence[str], section: type[Section] | None) -> str:
+    """What to write in place of a key that there is none of, or why there is nothing."""
+    known = counterpart(keys[-1])
+    if isinstance(known, NoCounterpart):
+        return f"; {known.why}"
+    near = known or _nearest(keys, section)
+    return f"; did you mean {near}?" if near else ""
+
+
 def _nearest(keys: Sequence[str], section: type[Section] | None) -> str | None:
     """The key most likely meant: of the same section, else of the same name in another, else the nearest."""
-    before, last = ".".join(keys[:-1]), _OTHER_NAMES.get(keys[-1], keys[-1])
+    before, last = ".".join(keys[:-1]), keys[-1]
     known = [] if section is None else [*section.model_fields, *(_OF_MANY if section is TrainConfig else ())]
     if near := difflib.get_close_matches(last, known, 1, 0.7):
         return f"{before}.{near[0]}" if before else near[0]
@@ -186,25 +196,6 @@ def _nearest(keys: Sequence[str], section: type[Section] | None) -> str | None:
 
 _OF_MANY = ("bank", "sweep", "tenants")
 """What stands beside these keys where many are trained at once; see ``shardwise.tenants``."""
-
-_OTHER_NAMES = {
-    "finetuning_type": "method",
-    "lora": "tuning",
-    "lora_r": "r",
-    "lora_rank": "r",
-    "lora_target_modules": "target_modules",
-    "lr": "learning_rate",
-    "lr_scheduler_type": "schedule",
-    "max_seq_length": "max_length",
-    "model_name_or_path": "model",
-    "num_train_epochs": "epochs",
-    "output_dir": "output",
-    "per_device_train_batch_size": "batch_size",
-    "report_to": "trackers",
-    "resume_from_checkpoint": "resume",
-    "sequence_len": "max_length",
-}
-"""What other trainers call our keys."""
 
 
 def known_keys(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator[str]:

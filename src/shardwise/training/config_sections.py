@@ -5,26 +5,31 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from shardwise.training.options import Epochs, Precision, Ratio, Schedule, Steps, TrainOptions
-
-Count: TypeAlias = Annotated[int, Field(ge=1)]
-
-
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-
-
-NotNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-
-
-Finite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-Words: TypeAlias = Annotated[str, Field(min_length=1)]
+from shardwise.training.config_types import (
+    BelowOne,
+    Count,
+    Finite,
+    Float,
+    Fraction,
+    NamesOrPattern,
+    NotNegative,
+    Often,
+    OneOrMore,
+    Positive,
+    Several,
+    Words,
+)
+from shardwise.training.options import Epochs, NamedOptimizer, Ratio, Schedule, Steps, TrainOptions
 
 
 class Section(BaseModel):
@@ -60,8 +65,8 @@ class FreezeTuning(Section):
 
     method: Literal["freeze"]
     trainable_layers: int = 0
-    trainable_modules: list[Words] = []
-    extra_modules: list[Words] = []
+    trainable_modules: Several = []
+    extra_modules: Several = []
 
     @model_validator(mode="after")
     def _something(self) -> FreezeTuning:
@@ -81,10 +86,10 @@ class LoraTuning(Section):
     method: Literal["lora"]
     r: Count = 8
     lora_alpha: Count = 8
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    target_modules: list[Words] | Words | None = None
-    target_parameters: list[Words] | None = None
-    modules_to_save: list[Words] | None = None
+    lora_dropout: BelowOne = 0.0
+    target_modules: NamesOrPattern | None = None
+    target_parameters: Several | None = None
+    modules_to_save: Several | None = None
     use_rslora: bool = False
     use_dora: bool = False
     options: dict[str, Any] = {}
@@ -169,14 +174,34 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW, and what is done to gradients before it."""
+    """Which optimizer, and what is done to gradients before it.
 
+    ``name`` is one of ours, or the path of a class; one outside of ``torch.optim`` is imported by ``allow_import``
+    alone, since that runs its code. ``options`` are further arguments of the class; betas and eps null: its own.
+    ``lora_plus_ratio`` times the rate is that of a LoRA's B matrices.
+    """
+
+    name: Words = "adamw"
     learning_rate: Finite = 1e-5
     weight_decay: NotNegative = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Finite = 1e-8
+    beta1: BelowOne | None = None
+    beta2: BelowOne | None = None
+    eps: Finite | None = None
     max_grad_norm: Positive = 1.0
+    lora_plus_ratio: Finite | None = None
+    options: dict[str, Any] = {}
+    allow_import: bool = False
+
+    def named(self) -> NamedOptimizer:
+        """Which it is."""
+        return NamedOptimizer(self.name, self.options, self.lora_plus_ratio, may_import=self.allow_import)
+
+    @property
+    def betas(self) -> tuple[float, float] | None:
+        """Those that are given; one alone has the usual other one beside it."""
+        if self.beta1 is None and self.beta2 is None:
+            return None
+        return 0.9 if self.beta1 is None else self.beta1, 0.999 if self.beta2 is None else self.beta2
 
 
 class ScheduleSection(Section):
@@ -200,6 +225,7 @@ class ScheduleSection(Section):
 class TrainingSection(Section):
     """How long, in which steps. Batch sizes are rows (packs, with packing) of each rank.
 
+    ``accumulate``: ``auto`` keeps whole gradients between micro-batches where there is memory for them.
     ``loss_chunk_tokens``: logits are computed for so many tokens at a time; null: for all of a batch at once.
     """
 
@@ -207,7 +233,7 @@ class TrainingSection(Section):
     max_steps: Count | None = None
     batch_size: Count = 4
     gradient_accumulation_steps: Count = 1
-    accumulate: Literal["whole_gradients", "sharded_gradients"] = "whole_gradients"
+    accumulate: Literal["auto", "whole_gradients", "sharded_gradients"] = "auto"
     loss_chunk_tokens: Count | None = 512
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -224,7 +250,7 @@ WrapNames: TypeAlias = Literal["automatic", "model_plan", "no_split_modules", "m
 class WrapSection(Section):
     """Groups are the modules of these classes, or the innermost ones with at least so many elements."""
 
-    classes: Annotated[list[Words], Field(min_length=1)] | None = None
+    classes: OneOrMore | None = None
     min_parameters: Count | None = None
 
     @model_validator(mode="after")
@@ -234,54 +260,77 @@ class WrapSection(Section):
         return self
 
 
+def _summed_in(dtype: str) -> str:
+    if dtype == "float16":
+        raise ValueError("sums over ranks leave the range of float16; it must be 'float32' or 'bfloat16'")
+    return dtype
+
+
 class ShardingSection(Section):
     """How ranks share the work.
 
     ``precision`` is what forward and backward compute in; ``replicas`` makes as many copies of the sharded model
-    (HSDP). ``activation_checkpointing``: true for every block, n for every n-th.
+    (HSDP). ``activation_checkpointing``: true for every block, n for every n-th. ``auto`` is bfloat16, and every
+    block, on accelerators; float32, and none, on CPUs.
     """
 
     wrap: WrapNames | WrapSection = "automatic"
-    precision: Precision = "float32"
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["auto"] | Float = "auto"
+    reduce_dtype: Annotated[Float, AfterValidator(_summed_in)] = "float32"
     reshard_after_forward: bool | Count = True
     offload: Literal["none", "cpu"] = "none"
-    activation_checkpointing: bool | Count = False
+    activation_checkpointing: bool | Count | Literal["auto"] = "auto"
     compile: bool = False
     replicas: Count = 1
 
 
 class CheckpointSection(Section):
-    """Checkpoints to go on from: every so many steps, and whenever the training is stopped.
+    """Checkpoints to go on from: every so many steps or each epoch, and whenever the training is stopped.
 
     ``every`` null: only then. ``resume``: ``auto`` goes on from the latest of the output folder, if there is one;
-    ``never`` wants none to be there; a path is a checkpoint folder of another training.
+    ``never`` wants none to be there; a path is a checkpoint folder of another training. ``optimizer_settings``:
+    whose learning rate, decay and betas a training that goes on has.
     """
 
-    every: Count | None = None
+    every: Often | None = "epoch"
     keep: Count = 3
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     resume: Literal["auto", "never"] | Words = "auto"
+    optimizer_settings: Literal["checkpoint", "config"] = "checkpoint"
 
 
 class EvaluationSection(Section):
-    """Loss and perplexity on rows that are not learned, every so many steps (null: at the end only)."""
+    """Loss and perplexity on rows that are not learned, every so many steps or each epoch (null: at the end only).
+
+    ``patience``: the training ends after as many evaluations in a row of which none was better, by more than
+    ``min_delta``, than the best before them.
+    """
 
     data: Words | None = None
     split: Words = "test"
     subset: Words | None = None
     layout: Layout | None = None
     columns: dict[str, Words] = {}
-    every: Count | None = None
+    every: Often | None = None
     batch_size: Count | None = None
     keep_best: bool = True
+    patience: Count | None = None
+    min_delta: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _counts_something(self) -> EvaluationSection:
+        if self.patience is not None and self.every is None:
+            raise ValueError(
+                "patience counts evaluations, and there is one at the end only; say every so many steps"
+            )
+        return self
 
 
 class LogSection(Section):
     """Lines on the console, and accelerate's trackers (``tensorboard``, ``wandb``, ...) beside metrics.jsonl."""
 
     every: Count = 10
-    trackers: list[Words] = []
+    trackers: Several = []
     project: Words = "shardwise"
     tracker_options: dict[str, dict[str, Any]] = {}
 
@@ -289,12 +338,17 @@ class LogSection(Section):
 class OutputSection(Section):
     """Where everything is written.
 
-    ``dtype`` is that of saved weights; null means that of the model's files.
+    ``dtype`` is that of saved weights; null means that of the model's files. What another run has left in the
+    folder stays, and this one is refused, unless it may ``overwrite`` it. ``push_to_hub`` is a repository that
+    what is saved at the end is copied to, which is made (``private``, if so) if it is not there.
     """
 
     directory: Words
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Float | None = None
     max_shard_size: Words = "50GB"
+    overwrite: bool = False
+    push_to_hub: Words | None = None
+    private: bool = False
 
 
 class TrainConfig(Section):
@@ -332,8 +386,9 @@ class TrainConfig(Section):
         return evaluation
 
     def options(self) -> TrainOptions:
-        """What the loop and a step need to know."""
+        """What the loop and a step need to know; ``sharding.precision`` auto is that of CPUs."""
         training, schedule, optimizer = self.training, self.schedule, self.optimizer
+        precision = self.sharding.precision
         return TrainOptions(
             learning_rate=optimizer.learning_rate,
             duration=Epochs(training.epochs or 1) if training.max_steps is None else Steps(training.max_steps),
@@ -347,12 +402,13 @@ class TrainConfig(Section):
             schedule=schedule.name,
             schedule_options=schedule.options,
             weight_decay=optimizer.weight_decay,
-            betas=(optimizer.beta1, optimizer.beta2),
+            betas=optimizer.betas,
             eps=optimizer.eps,
+            optimizer=optimizer.named(),
             max_grad_norm=optimizer.max_grad_norm,
             max_length=self.data.max_length,
             seed=training.seed,
-            dtype=self.sharding.precision,
+            dtype="float32" if precision == "auto" else precision,
             log_every=self.log.every,
         )
 

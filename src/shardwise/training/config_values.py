@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_never
+from typing import Literal, assert_never
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -27,9 +28,16 @@ from shardwise.models.policies import (
     WrapPolicy,
 )
 from shardwise.models.wrap import Sharding
-from shardwise.training.accumulation import Accumulation, ShardedGradients, WholeGradients
+from shardwise.training.accumulation import (
+    Accumulation,
+    ShardedGradients,
+    WholeGradients,
+    fitting_accumulation,
+)
 from shardwise.training.batches import BatchLayout, Flattened, Packed, Padded
+from shardwise.training.checkpoints import OptimizerSettings, SettingsAsked, SettingsOfCheckpoint
 from shardwise.training.config_sections import (
+    CheckpointSection,
     DataSection,
     DataSetSection,
     EvaluationSection,
@@ -37,12 +45,15 @@ from shardwise.training.config_sections import (
     FullTuning,
     LoraTuning,
     ShardingSection,
+    TrainConfig,
     TrainingSection,
     WrapSection,
 )
 from shardwise.training.data import ReadOptions
+from shardwise.training.evaluation_rows import EndEarly, ToItsEnd, TrainingEnd
 from shardwise.training.layouts import RowWords
 from shardwise.training.losses import ChunkedLogits, WholeLogits
+from shardwise.training.often import EachEpoch, Every
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import mixed_precision
 from shardwise.training.row_files import ByContent, ByStat
@@ -51,6 +62,23 @@ from shardwise.training.token_cache import CacheFolder, NoCache, TokenCaching
 from shardwise.training.tokenising import Effort
 from shardwise.tuning import configs
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated, Tuning
+
+
+def resolved(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """A configuration in which what depends on where it runs has been decided.
+
+    Collective: yes, over the default process group: accelerators of all ranks count.
+    """
+    section, is_accelerator = config.sharding, device.type != "cpu"
+    decided: dict[str, object] = {}
+    if section.precision == "auto":
+        can = is_accelerator and (device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False))
+        decided["precision"] = "bfloat16" if World.current().all_reduce(lambda: can, all) else "float32"
+    if section.activation_checkpointing == "auto":
+        decided["activation_checkpointing"] = is_accelerator
+    if not decided:
+        return config
+    return config.model_copy(update={"sharding": section.model_copy(update=decided)})
 
 
 def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
@@ -74,9 +102,15 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
             CPUOffloadPolicy(pin_memory=accelerator() is not None) if section.offload == "cpu" else OffloadPolicy()
         ),
         reshard_after_forward=section.reshard_after_forward,
-        activation_checkpointing=PerBlock(int(every)) if (every := section.activation_checkpointing) else Off(),
+        activation_checkpointing=recomputing_of(section),
         compiling=CompileBlocks() if section.compile else Off(),
     )
+
+
+def recomputing_of(section: ShardingSection) -> PerBlock | Off:
+    """Which blocks are computed again in the backward pass; ``auto`` is none, as on CPUs."""
+    every = section.activation_checkpointing
+    return PerBlock(int(every)) if every and every != "auto" else Off()
 
 
 def _mesh_of(section: ShardingSection) -> DeviceMesh | None:
@@ -205,6 +239,34 @@ def loss_of(section: TrainingSection) -> WholeLogits | ChunkedLogits:
     return WholeLogits() if section.loss_chunk_tokens is None else ChunkedLogits(section.loss_chunk_tokens)
 
 
-def accumulation_of(section: TrainingSection) -> Accumulation:
-    """What ranks keep of gradients between micro-batches."""
-    return ShardedGradients() if section.accumulate == "sharded_gradients" else WholeGradients()
+def every_of(every: int | Literal["epoch"] | None) -> Every:
+    """How often something is done."""
+    return EachEpoch() if every == "epoch" else every
+
+
+def ending_of(section: EvaluationSection) -> TrainingEnd:
+    """Whether evaluations end a training."""
+    return ToItsEnd() if section.patience is None else EndEarly(section.patience, section.min_delta)
+
+
+def settings_of_resumed(section: CheckpointSection) -> OptimizerSettings:
+    """Whose settings an optimizer has that goes on."""
+    return SettingsAsked() if section.optimizer_settings == "config" else SettingsOfCheckpoint()
+
+
+def accumulation_of(
+    section: TrainingSection, model: nn.Module, options: TrainOptions, summed_in: str
+) -> Accumulation:
+    """What ranks keep of gradients between micro-batches; ``auto``: whole ones where there is memory for them.
+
+    Collective: yes, over the default process group, where it is to be found out.
+    """
+    match section.accumulate:
+        case "whole_gradients":
+            return WholeGradients()
+        case "sharded_gradients":
+            return ShardedGradients()
+        case "auto":
+            return fitting_accumulation(model, options, getattr(torch, summed_in))
+        case _:
+            assert_never(section.accumulate)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
 import torch
 
+from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.training.batches import Batch
 from shardwise.training.clipping import reduced
 from shardwise.training.forward import Forward
 from shardwise.training.generation import evaluating
+from shardwise.training.often import Every
 from shardwise.training.report import EvaluationFacts
 
 _SHOWN_ROWS = 20
@@ -26,16 +28,44 @@ class NoEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class ToItsEnd:
+    """Evaluations do not end a training."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEarly:
+    """A training ends after so many evaluations in a row of which none was better, by more than ``min_delta``.
+
+    The loss is one of all ranks together, so that all come to the same verdict; what it goes by is kept in
+    checkpoints.
+    """
+
+    patience: int
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not 0 <= self.min_delta < math.inf:
+            raise ConfigError(
+                f"patience={self.patience}, min_delta={self.min_delta}: an early end has a patience of at least 1 "
+                "and a min_delta of 0 or more"
+            )
+
+
+TrainingEnd: TypeAlias = ToItsEnd | EndEarly
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Rows that are not learned, looked at every so many steps and after the last one.
+    """Rows that are not learned, looked at every so many steps or each epoch, and after the last one.
 
     ``every`` None: only after the last one. ``on_best`` is called, on every rank, whenever the loss is lower than
-    before.
+    before. ``ending`` says whether they end the training.
     """
 
     batches: Iterable[Batch]
-    every: int | None = None
+    every: Every = None
     on_best: Callable[[EvaluationFacts], object] = lambda facts: None
+    ending: TrainingEnd = field(default_factory=ToItsEnd)
 
 
 Evaluating: TypeAlias = NoEvaluation | Evaluation

@@ -121,16 +121,7 @@ class StepLoader:
         Raises:
             ConfigError: it is one in other data, or in another order of them.
         """
-        here = self._identity()
-        names = dict.fromkeys((*here, *_IDENTITY))
-        others = [name for name in names if state_dict.get(name) != here.get(name)]
-        if others:
-            told = ", ".join(f"{name} {state_dict.get(name)} then and {here.get(name)} now" for name in others)
-            raise ConfigError(
-                f"{self.data.path}: the position is one in other data ({told}); resume with the same "
-                "data, tokenizer, "
-                "max_length, packing, weights and seed, or begin anew in another output folder"
-            )
+        _require_same(self.data, dict.fromkeys(_IDENTITY) | self._identity(), state_dict)
         step, epoch, taken = (state_dict.get(name, -1) for name in ("step", "epoch", "taken"))
         if min(step, epoch, taken) < 0 or taken >= self.sampler.row_count:
             raise ConfigError(
@@ -146,6 +137,28 @@ class StepLoader:
             "seed": self.sampler.options.seed,
             **({} if of_mixing is None else {"weights": of_mixing}),
         }
+
+
+def require_same_rows(data: TrainData, seed: int, position: Mapping[str, object], rows: int | None = None) -> None:
+    """Refuse a position in other rows, or in another order of them, as far as it is known without batches.
+
+    ``rows`` is how many items there are, where that is known by now.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    known = {} if rows is None else {"rows": rows}
+    _require_same(data, {**known, "digest": data.examples.digest, "seed": seed}, position)
+
+
+def _require_same(data: TrainData, here: Mapping[str, int | None], there: Mapping[str, object]) -> None:
+    others = [name for name in here if there.get(name) != here[name]]
+    if others:
+        told = ", ".join(f"{name} {there.get(name)} then and {here[name]} now" for name in others)
+        raise ConfigError(
+            f"{data.path}: the position is one in other data ({told}); resume with the same data, tokenizer, "
+            "max_length, packing, weights and seed, or begin anew in another output folder"
+        )
 
 
 _PADDED = Padded()

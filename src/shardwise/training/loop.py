@@ -24,15 +24,29 @@ from shardwise.training.checkpoints import (
     Checkpointing,
     Checkpoints,
     NoCheckpoints,
+    SettingsAsked,
     TrainingProgress,
+    changed,
+    ended_early,
     keep_way_of_computing,
     overruled,
     settings_of,
     state_of,
+    take_asked,
 )
-from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation, evaluate, rows_to_blame
+from shardwise.training.evaluation_rows import (
+    EndEarly,
+    Evaluating,
+    Evaluation,
+    NoEvaluation,
+    ToItsEnd,
+    TrainingEnd,
+    evaluate,
+    rows_to_blame,
+)
 from shardwise.training.forward import Forward, computing_in
 from shardwise.training.losses import prepare_loss
+from shardwise.training.often import is_time
 from shardwise.training.recipe import Recipe, parts_of, trained_parameters
 from shardwise.training.report import (
     CheckpointFacts,
@@ -151,11 +165,15 @@ class _Training:
         self.progress = TrainingProgress.from_dict(restored.user)
         self.kept_step = self.step
         keep_way_of_computing(self.parts, asked)
+        kept = settings_of(self.parts)
+        if isinstance(checkpoints.settings, SettingsAsked):
+            for part in self.parts:
+                take_asked(part, asked)
         self.total = len(self.steps)  # another number where steps are of another size now, or epochs are more
         self.parts = tuple(part.of_length(self.total) for part in self.parts)
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "restored", restored.told))
         for part in self.parts:
-            self._remark(overruled(part, asked))
+            self._remark(overruled(part, asked) or changed(part, kept))
 
     def prepare(self) -> None:
         """Find out how the loss of this model is taken, and begin. Collective: yes."""
@@ -165,7 +183,8 @@ class _Training:
             self.world, self.model, self.settings.loss, lambda: computing_in(self.model, device, self.dtype)
         )
         self.settings.when_ready()
-        self._remark(loss.note)
+        for text in (*self.settings.remarks, loss.note):
+            self._remark(text)
         self.work = StepWork(
             world=self.world,
             forward=Forward(self.model, loss.loss, self.dtype),
@@ -182,7 +201,7 @@ class _Training:
         ):  # it was stopped before it was done
             self._evaluate()
         start = time.perf_counter()
-        for batches in self.steps:
+        for batches in () if self._is_over(evaluation) else self.steps:
             facts, is_asked = self._step(batches, start)
             self.is_stopped = is_asked and self.step < self.total
             self.done.append(facts)
@@ -191,6 +210,8 @@ class _Training:
                 break
             if self._is_due(evaluation):
                 self._evaluate()
+            if self._is_over(evaluation):
+                break
             if self._is_due(checkpoints):
                 self._keep()
             start = time.perf_counter()
@@ -211,6 +232,7 @@ class _Training:
             remarks=tuple(self.remarks),
             is_stopped=self.is_stopped,
             last_step=self.step,
+            precision=self.dtype,
         )
 
     @contextlib.contextmanager
@@ -314,10 +336,18 @@ class _Training:
             case NoEvaluation() | NoCheckpoints():
                 return False
             case Evaluation():
-                is_last = self.step == self.total
-                return is_last or (what.every is not None and self.step % what.every == 0)
+                return self.step == self.total or is_time(what.every, self.step, self.steps.epochs_done)
             case Checkpoints():
-                return what.every is not None and self.step % what.every == 0
+                return is_time(what.every, self.step, self.steps.epochs_done)
+
+    @staticmethod
+    def _ending(what: Evaluating) -> TrainingEnd:
+        return what.ending if isinstance(what, Evaluation) else ToItsEnd()
+
+    def _is_over(self, what: Evaluating) -> bool:
+        """Whether evaluations have ended the training before its last step."""
+        ending = self._ending(what)
+        return isinstance(ending, EndEarly) and self.progress.waited >= ending.patience
 
     def _evaluate(self) -> None:
         assert isinstance(self.settings.evaluation, Evaluation)
@@ -328,14 +358,16 @@ class _Training:
                 f"the evaluation after step {self.step}: the loss is {loss}; neither a checkpoint nor a model was "
                 "saved of it. Lower the learning rate, or look for rows unlike the others"
             )
-        best = self.progress.best_loss
-        is_best = loss < best
-        self.progress = replace(self.progress, evaluated_step=self.step, best_loss=min(loss, best))
+        is_best = loss < self.progress.best_loss
+        ending = self._ending(self.settings.evaluation)
+        self.progress = self.progress.evaluated(loss, ending.min_delta if isinstance(ending, EndEarly) else 0.0)
         facts = EvaluationFacts(self.step, loss, tokens, time.perf_counter() - start, is_best)
         self.evaluated.append(facts)
         self._tell(facts)
         if is_best:
             self.settings.evaluation.on_best(facts)
+        if self._is_over(self.settings.evaluation):
+            self._remark(ended_early(self.progress, self.total))
 
     def _keep(self) -> None:
         assert isinstance(self.settings.checkpoints, Checkpoints)

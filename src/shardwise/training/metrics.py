@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, assert_never
 
@@ -76,10 +77,15 @@ def _cut(path: Path, step: int) -> None:
     os.replace(fresh, path)
 
 
+_MOST_FAILURES = 3
+"""In a row, after which a tracker is left alone: each may have waited long for a network."""
+
+
 class Trackers:
     """accelerate's trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trackio`` and the others, by its names.
 
-    For one rank, which tells; the others have none.
+    For one rank, which tells; the others have none. A tracker that fails ends no training: it is told once, and
+    left alone when it could not be started, or has failed thrice in a row.
 
     Args:
         names: of trackers.
@@ -87,9 +93,10 @@ class Trackers:
         project: what a run belongs to.
         config: what the run was asked to do, shown by trackers that can.
         options: keyword arguments of a tracker, by its name.
+        complain: told in words of a tracker that fails, once for each.
 
     Raises:
-        ConfigError: a tracker is unknown, its library is not installed, or it cannot be started.
+        ConfigError: a tracker is unknown, its library is not installed, or it takes no such options.
     """
 
     def __init__(
@@ -99,10 +106,14 @@ class Trackers:
         project: str,
         config: Mapping[str, Any],
         options: Mapping[str, Mapping[str, Any]],
+        complain: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._trackers: list[Any] = []
-        if not names:
-            return
+        self._trackers: dict[str, Any] = {}
+        self._failures: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._complain = complain
+        self._is_started = False
+        self._config = _flat(config)
         known = available_trackers(names)
         for name in names:
             kind = known[name]
@@ -110,17 +121,29 @@ class Trackers:
             if kind.requires_logging_directory:
                 given.setdefault("logging_dir", str(directory))
             try:
-                tracker = kind(project, **given)
-                tracker.start()
-                tracker.store_init_configuration(_flat(config))
-            except Exception as error:  # whatever the libraries of trackers raise: no network, no login, ...
+                self._trackers[name] = kind(project, **given)
+            except TypeError as error:
                 raise ConfigError(
-                    f"log.trackers: {name} cannot be started ({type(error).__name__}: {error}); look at "
-                    f"log.tracker_options.{name}, or leave it out"
+                    f"log.trackers: {name} cannot be started ({error}); look at log.tracker_options.{name}, or "
+                    "leave it out"
                 ) from error
-            self._trackers.append(tracker)
+            except Exception as error:  # whatever the libraries of trackers raise: no network, no login, ...
+                self._failed(name, "started", error)
+
+    def _start(self) -> None:
+        """Start them, once there is something to tell: of a training that is refused nothing is told."""
+        self._is_started = True
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.start()
+                tracker.store_init_configuration(self._config)
+            except Exception as error:
+                del self._trackers[name]
+                self._failed(name, "started", error)
 
     def tell(self, facts: Event) -> None:
+        if not self._is_started:
+            self._start()
         values = values_of(facts)
         prefix = {"step": "train"}.get(values["kind"], values["kind"].partition("_")[0])
         numbers = {
@@ -128,13 +151,77 @@ class Trackers:
             for name, value in _flat(values).items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for tracker in self._trackers:
-            if numbers:
+        if not numbers:
+            return
+        for name, tracker in list(self._trackers.items()):
+            try:
                 tracker.log(numbers, step=facts.step)
+            except Exception as error:
+                self._failures[name] += 1
+                if self._failures[name] >= _MOST_FAILURES:
+                    del self._trackers[name]
+                self._failed(name, "told of a step", error)
+            else:
+                self._failures[name] = 0
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.finish()
+        for name, tracker in list(self._trackers.items()) if self._is_started else ():
+            try:
+                tracker.finish()
+            except Exception as error:
+                self._failed(name, "finished", error)
+
+    def _failed(self, name: str, what: str, error: Exception) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._complain(f"the tracker {name} cannot be {what} ({cause}); the training and metrics.jsonl go on")
+
+
+class RunLog:
+    """What is kept of a run on the first rank: the file of metrics, and what trackers have.
+
+    Each thing is told to the listener, then written, then tracked, so that no tracker keeps a line out of the file.
+    That a tracker has failed is told after what it failed at.
+
+    Args:
+        listener: told of everything as well.
+        metrics: the file.
+        trackers: makes them, given whom they complain to.
+    """
+
+    def __init__(
+        self,
+        listener: Callable[[Event], object],
+        metrics: MetricsFile,
+        trackers: Callable[[Callable[[str], object]], Trackers],
+    ) -> None:
+        self._listener = listener
+        self._metrics = metrics
+        self._complaints: list[str] = []
+        self._step = 0
+        self._trackers = trackers(self._complaints.append)
+
+    def tell(self, facts: Event) -> None:
+        """Raises StorageError where the file of metrics cannot be written, and what the listener raises."""
+        self._step = facts.step
+        self._keep(facts)
+        self._trackers.tell(facts)
+        self._pass_on()
+
+    def close(self) -> None:
+        """There is no more to be told."""
+        self._trackers.close()
+        self._pass_on()
+        self._metrics.close()
+
+    def _keep(self, facts: Event) -> None:
+        self._listener(facts)
+        self._metrics.tell(facts)
+
+    def _pass_on(self) -> None:
+        while self._complaints:
+            self._keep(Remark(self._step, self._complaints.pop(0)))
 
 
 def available_trackers(names: Sequence[str]) -> dict[str, Any]:

@@ -47,6 +47,23 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """Which optimizer, and what is beside the rate, decay, betas and eps.
+
+    Attributes:
+        name: a short name (``adamw``), or the path of a class (``torch.optim.Adagrad``).
+        options: further arguments of the class.
+        lora_plus_ratio: the rate of a LoRA's B matrices over that of the others (LoRA+); None: the same.
+        may_import: whether a path outside of ``torch.optim`` is imported, which runs code.
+    """
+
+    name: str = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lora_plus_ratio: float | None = None
+    may_import: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainOptions:
     """How a model is trained.
 
@@ -61,8 +78,9 @@ class TrainOptions:
         warmup: how long the learning rate rises from zero.
         schedule: what it does then.
         schedule_options: further arguments of transformers' schedule of that name.
-        weight_decay: AdamW's, for parameters of two and more dimensions (so not for norms and biases).
-        betas, eps: AdamW's.
+        weight_decay: the optimizer's, for parameters of two and more dimensions (so not for norms and biases).
+        betas, eps: the optimizer's, None for those that its class has by default.
+        optimizer: AdamW, if nothing else is said.
         max_grad_norm: the global gradient norm to which greater ones are scaled down; infinity for no limit.
         max_length: tokens of a row; what is beyond is cut off.
         seed: of the order of the rows and of dropout.
@@ -82,13 +100,14 @@ class TrainOptions:
     schedule: Schedule = "cosine"
     schedule_options: Mapping[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     max_grad_norm: float = 1.0
     max_length: int = 2048
     seed: int = 0
     dtype: Precision = "float32"
     log_every: int = 10
+    optimizer: NamedOptimizer = NamedOptimizer()
 
     def __post_init__(self) -> None:
         faults = [
@@ -108,9 +127,13 @@ class TrainOptions:
             case "max_grad_norm":
                 return None if value > 0 else "it must be greater than 0"
             case "betas":
-                return None if all(0 <= beta < 1 for beta in value) else "each must be from 0 to below 1"
+                is_right = value is None or all(0 <= beta < 1 for beta in value)
+                return None if is_right else "each must be from 0 to below 1"
             case "eps":
-                return None if 0 < value < math.inf else "it must be greater than 0"
+                return None if value is None or 0 < value < math.inf else "it must be greater than 0"
+            case "optimizer":
+                ratio = value.lora_plus_ratio
+                return None if ratio is None or 0 < ratio < math.inf else "lora_plus_ratio must be greater than 0"
             case "schedule_options":
                 return None
             case "weight_decay":

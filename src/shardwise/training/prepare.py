@@ -279,7 +279,7 @@ def keep(
     dtype: torch.dtype | str | None = None,
     max_shard_size: str = "50GB",
 ) -> SaveReport:
-    """Save a trained model with its tokenizer, or its adapter alone, and compare it with memory.
+    """Save a trained model, or its adapter alone, with the tokenizer, and compare it with memory.
 
     A model is opened again afterwards.
 
@@ -291,7 +291,7 @@ def keep(
     """
     compared, quiet = CompareWithMemory(), SaveOptions(progress=False)
     if has_adapters(model):
-        return save_adapter(model, directory, verify=compared, options=quiet)
+        return save_adapter(model, directory, tokenizer=tokenizer, verify=compared, options=quiet)
     report = save(
         model,
         directory,

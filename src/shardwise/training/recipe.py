@@ -1,17 +1,16 @@
-"""What options ask for: everything that requires a gradient, trained by AdamW at the rates of a schedule."""
+"""What options ask for: everything that requires a gradient, trained by a named optimizer at a schedule's rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from shardwise.errors import ConfigError
+from shardwise.training.optimizers import optimizers_of, parameters_by_part
 from shardwise.training.options import TrainOptions
 from shardwise.training.parts import OwnParts, RateSchedule, TrainedPart, require_parts
 
@@ -27,7 +26,7 @@ def parts_of(recipe: Recipe, model: nn.Module, total_steps: int) -> tuple[Traine
     """
     if not trained_parameters(model):
         raise ConfigError(f"no parameter of {type(model).__name__} requires a gradient, so none can be trained")
-    parts = (everything(model, recipe, total_steps),) if isinstance(recipe, TrainOptions) else tuple(recipe.parts)
+    parts = named_parts(model, recipe, total_steps) if isinstance(recipe, TrainOptions) else tuple(recipe.parts)
     require_parts(model, parts)
     return parts
 
@@ -37,47 +36,29 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def everything(model: nn.Module, options: TrainOptions, total_steps: int) -> TrainedPart:
-    """All that requires a gradient, as one part.
+def named_parts(model: nn.Module, options: TrainOptions, total_steps: int) -> tuple[TrainedPart, ...]:
+    """All that requires a gradient, by the optimizer of this name: one part, or two (Muon, and AdamW for the rest).
 
     Raises:
-        ConfigError: the schedule wants other options.
+        ConfigError: the optimizer cannot be made, or the schedule wants other options.
     """
-    optimizer = make_optimizer(trained_parameters(model), options)
+    recipes = optimizers_of(options)
+    dealt = parameters_by_part(model, recipes)
+    return tuple(
+        _part(name, recipes[name].of(parameters), options, total_steps) for name, parameters in dealt.items()
+    )
+
+
+def _part(name: str, optimizer: Optimizer, options: TrainOptions, total_steps: int) -> TrainedPart:
     schedule = make_schedule(optimizer, options, total_steps)
 
     def lengthen(_restored: RateSchedule, total_steps: int) -> RateSchedule:
         return schedule_from(schedule, optimizer, options, total_steps)
 
-    return TrainedPart("everything", optimizer, schedule, options.max_grad_norm, lengthen=lengthen)
+    return TrainedPart(name, optimizer, schedule, options.max_grad_norm, lengthen=lengthen)
 
 
-def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters by what AdamW does to them: matrices decay, norms and biases do not.
-
-    The groups are the same whatever is sharded, so that any number of ranks can go on with them.
-    """
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.ndim >= 2, []).append(parameter)
-    return [
-        {"params": members, "weight_decay": weight_decay if decays else 0.0} for decays, members in groups.items()
-    ]
-
-
-def make_optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> torch.optim.AdamW:
-    """AdamW for these parameters. torch's loops over many tensors at once take no mixture of sharded and whole."""
-    is_mixed = len({isinstance(parameter, DTensor) for parameter in parameters}) > 1
-    return torch.optim.AdamW(
-        parameter_groups(parameters, options.weight_decay),
-        lr=options.learning_rate,
-        betas=options.betas,
-        eps=options.eps,
-        foreach=False if is_mixed else None,
-    )
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:
+def make_schedule(optimizer: Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:
     """transformers' schedule of this name.
 
     Raises:
@@ -99,9 +80,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, total
     return schedule
 
 
-def schedule_from(
-    before: LambdaLR, optimizer: torch.optim.Optimizer, options: TrainOptions, total_steps: int
-) -> LambdaLR:
+def schedule_from(before: LambdaLR, optimizer: Optimizer, options: TrainOptions, total_steps: int) -> LambdaLR:
     """A schedule of so many steps at the place of the one before; the optimizer has its learning rate.
 
     What a checkpoint brings along is the rate of a schedule of as many steps as there were to be then.

@@ -105,6 +105,8 @@ class TrainReport:
     """Whether it was asked to stop before its end."""
     last_step: int = 0
     """Steps in all, those before a checkpoint that it went on from among them."""
+    precision: str = "float32"
+    """What was computed in."""
 
     @property
     def losses(self) -> list[float]:
@@ -142,6 +144,7 @@ class TrainReport:
             "tokens_per_second": self.tokens_per_second,
             "is_stopped": self.is_stopped,
             "last_step": self.last_step,
+            "precision": self.precision,
             "remarks": list(self.remarks),
             "steps": [as_values(step) for step in self.steps],
             "evaluations": [as_values(found) for found in self.evaluations],

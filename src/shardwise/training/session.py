@@ -11,27 +11,30 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardwise.checkpoints.checkpointer import Checkpointer
-from shardwise.checkpoints.modes import Asynchronous, KeepLast, Synchronous
-from shardwise.errors import ConfigError, RankLostError, StorageError
+from shardwise.errors import RankLostError, StorageError
 from shardwise.execution.moving.group_gather import gather_in_windows
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
 from shardwise.models.pretrained import attention_of
-from shardwise.models.selection import Everything, Selection
+from shardwise.models.selection import Everything
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
+from shardwise.training.accumulation import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
 from shardwise.training.batches import evaluation_batches
 from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.config_sections import TrainConfig
 from shardwise.training.config_values import (
     accumulation_of,
+    ending_of,
+    every_of,
     loss_of,
     name_of_evaluation,
     names_of_data,
     reading_of,
+    resolved,
     row_layout,
+    settings_of_resumed,
     sharding_of,
     tuning_of,
 )
@@ -47,7 +50,8 @@ from shardwise.training.data import (
 from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation
 from shardwise.training.loader import StepLoader, step_loader
 from shardwise.training.loop import train
-from shardwise.training.metrics import MetricsFile, Trackers, available_trackers
+from shardwise.training.metrics import MetricsFile, RunLog, Trackers, available_trackers
+from shardwise.training.optimizer_trial import require_optimizer
 from shardwise.training.prepare import (
     ModelRequest,
     build_model,
@@ -62,7 +66,9 @@ from shardwise.training.prepare import (
     set_attention,
     stored_dtype,
 )
+from shardwise.training.pushing import Pushed, push, require_pushable
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
+from shardwise.training.resuming import kept_in, preview_of, require_same_data, require_same_kind
 from shardwise.training.sources import DataName, names_of
 from shardwise.training.stopping import StopRequest
 from shardwise.training.streamed import StreamLoader, stream_loader
@@ -77,6 +83,9 @@ class Session:
     """
 
     config: TrainConfig
+    """In which what depends on where it runs has been decided."""
+    asked: TrainConfig
+    """As it was given: it decides anew where it goes on."""
     rank: int
     size: int
     tokenizer: PreTrainedTokenizerBase
@@ -102,12 +111,17 @@ class Session:
         """
         world = World.current()
         world.require_equal(config.model_dump(), "the configuration")
+        asked, config = config, resolved(config, this_device())
         options = config.options()
         output = Path(config.output.directory)
         require_place(str(output / "last"))
-        world.from_first(lambda: sorted(available_trackers(config.log.trackers)))
+        world.from_first(lambda: _require_services(config))
         tuning = world.together(lambda: tuning_of(config.tuning))
-        keeper = _keeper(config, output, tuning.saves())
+        keeper = kept_in(asked, output, tuning.saves())
+        before = preview_of(keeper)
+        if before is not None:
+            world.together(lambda: require_same_kind(before, config, tuning))
+        require_optimizer(options)
         sharding = sharding_of(config.sharding, options)
         tokenizer = load_tokenizer(
             config.model.tokenizer or config.model.name,
@@ -118,7 +132,9 @@ class Session:
         if config.data.streaming:
             held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root)[1])
         else:
-            data, held_out = read_rows(config, tokenizer, cache_root)
+            data, held_out = known = read_rows(config, tokenizer, cache_root)
+            if before is not None:
+                world.together(lambda: require_same_data(before, config, known[0]))
         request = ModelRequest(
             config.model.name,
             options,
@@ -147,7 +163,8 @@ class Session:
             steps.vocabulary = embedding_rows(model)
         else:
             steps = step_loader(data, options, layout)
-        return cls(config, world.rank, world.size, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
+        place = (world.rank, world.size)
+        return cls(config, asked, *place, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
     @property
     def output(self) -> Path:
@@ -168,30 +185,29 @@ class Session:
         """
         if this_device().type == "cpu":
             gather_in_windows(self.model, World.current())
-        listeners: list[MetricsFile | Trackers] = World.current().together(self._listeners)
-
-        def tell(facts: Event) -> None:
-            on_facts(facts)
-            for listener in listeners:
-                listener.tell(facts)
+        log: RunLog | None = World.current().together(lambda: self._log(on_facts))
+        section, options = self.config.checkpoints, self.config.options()
+        summed_in = self.config.sharding.reduce_dtype
+        accumulation = accumulation_of(self.config.training, self.model, options, summed_in)
 
         def close() -> None:
-            for listener in listeners:
-                listener.close()
+            if log is not None:
+                log.close()
 
         try:
             trained = train(
                 self.model,
                 self.steps,
-                self.config.options(),
-                tell,
+                options,
+                on_facts if log is None else log.tell,
                 loss=loss_of(self.config.training),
-                accumulation=accumulation_of(self.config.training),
+                accumulation=accumulation,
                 when_ready=self._begin_writing,
                 evaluation=self._evaluation(),
-                checkpoints=Checkpoints(self.keeper, self.config.checkpoints.every),
+                checkpoints=Checkpoints(self.keeper, every_of(section.every), settings_of_resumed(section)),
                 stop=stop,
                 when_stuck=when_stuck,
+                remarks=self._remarks(accumulation),
             )
         except BaseException:  # which other ranks may know nothing of
             with contextlib.suppress(Exception):
@@ -200,21 +216,27 @@ class Session:
         World.current().together(close)
         return trained
 
+    def _remarks(self, accumulation: Accumulation) -> list[str]:
+        """What has been decided for this training where it was left open."""
+        is_chosen = self.config.training.accumulate == "auto" and isinstance(accumulation, ShardedGradients)
+        return [SHARDED_FOR_LACK_OF_MEMORY] if is_chosen else []
+
     def _begin_writing(self) -> None:
         """Nothing is written before all that may be refused has been looked at. Collective: yes."""
         require_blind_rows(self.model, self.steps.layout, self.config.options())
-        World.current().from_first(lambda: write_config(self.config, self.output))
+        World.current().from_first(lambda: write_config(self.asked, self.output))
 
-    def _listeners(self) -> list[MetricsFile | Trackers]:
+    def _log(self, on_facts: Callable[[Event], object]) -> RunLog | None:
+        """What is kept of this run; nothing but on the first rank."""
         if self.rank != 0:
-            return []
+            return None
         log = self.config.log
-        return [
-            MetricsFile(self.output / "metrics.jsonl"),
-            Trackers(
-                log.trackers, self.output / "trackers", log.project, self.config.model_dump(), log.tracker_options
-            ),
-        ]
+
+        def trackers(complain: Callable[[str], object]) -> Trackers:
+            folder, shown = self.output / "trackers", self.config.model_dump()
+            return Trackers(log.trackers, folder, log.project, shown, log.tracker_options, complain)
+
+        return RunLog(on_facts, MetricsFile(self.output / "metrics.jsonl"), trackers)
 
     def _evaluation(self) -> Evaluating:
         section = self.config.evaluation
@@ -224,8 +246,9 @@ class Session:
             evaluation_batches(
                 self.held_out, self.steps.layout, section.batch_size or self.config.training.batch_size
             ),
-            section.every,
+            every_of(section.every),
             self._keep_best if section.keep_best else lambda facts: None,
+            ending_of(section),
         )
 
     def _keep_best(self, _facts: EvaluationFacts) -> None:
@@ -239,6 +262,17 @@ class Session:
         """
         return self._save("last")
 
+    def push(self) -> Pushed | None:
+        """Copy what :meth:`save_last` saved to the hub, where that is asked for; what became of it.
+
+        A copy that fails is told, and raises nothing. Collective: yes.
+        """
+        section = self.config.output
+        if section.push_to_hub is None:
+            return None
+        repository, private = section.push_to_hub, section.private
+        return World.current().from_first(lambda: push(self.output / "last", repository, private=private))
+
     def _save(self, name: str) -> SaveReport:
         section = self.config.output
         return keep(
@@ -248,6 +282,13 @@ class Session:
             dtype=section.dtype or self.stored,
             max_shard_size=section.max_shard_size,
         )
+
+
+def _require_services(config: TrainConfig) -> None:
+    """Refuse trackers and a hub that cannot be told."""
+    available_trackers(config.log.trackers)
+    if config.output.push_to_hub is not None:
+        require_pushable(config.output.push_to_hub)
 
 
 def read_rows(
@@ -281,32 +322,6 @@ def _looked_at(config: TrainConfig, how: RowsAsked) -> TrainData | None:
     """What is only looked at, where that is data of its own. Collective: yes."""
     name = World.current().together(lambda: name_of_evaluation(config.evaluation))
     return None if name is None else read_names([name], how)
-
-
-def _keeper(config: TrainConfig, output: Path, only: Selection) -> KeptInFolders:
-    """Where states are kept, of which tensors, and whence this training goes on. Collective: yes.
-
-    Raises:
-        ConfigError: there is a checkpoint that is not to be gone on from.
-        StorageError: there is none where one should be.
-    """
-    section = config.checkpoints
-    mode = Asynchronous() if section.mode == "asynchronous" else Synchronous()
-    own = World.current().together(
-        lambda: Checkpointer(output / "checkpoints", keep=KeepLast(section.keep), mode=mode, only=only)
-    )
-    step = own.latest()
-    if step is not None and section.resume == "never":
-        raise ConfigError(
-            f"checkpoints.resume='never', but {own.directory} has a checkpoint of step {step}; "
-            "resume=auto goes on from it, and another output.directory begins anew"
-        )
-    if step is not None or section.resume in ("auto", "never"):
-        return KeptInFolders(own, own if step is not None else None)
-    other = World.current().together(lambda: Checkpointer(section.resume, only=only))
-    if other.latest() is None:
-        raise StorageError(f"checkpoints.resume={section.resume!r}: there is no complete checkpoint in this folder")
-    return KeptInFolders(own, other)
 
 
 class Written(Protocol):

@@ -48,6 +48,7 @@ class TrainKeywords(TypedDict, total=False):
         evaluation: what else is looked at, and when.
         checkpoints: what is kept, and gone on from.
         stop: asked on any rank, it lets all ranks finish the same step, keep it, and return.
+        remarks: what is worth knowing about how the training has been set up, told as it begins.
         when_stuck: called on another thread where a rank was lost and this one waits for it in a collective, which
             nothing can call back: there is no more to do than to say so and to end the process.
     """
@@ -58,6 +59,7 @@ class TrainKeywords(TypedDict, total=False):
     evaluation: Evaluating
     checkpoints: Checkpointing
     stop: StopRequest | None
+    remarks: Sequence[str]
     when_stuck: Callable[[RankLostError], object]
 
 
@@ -71,4 +73,5 @@ class TrainSettings:
     evaluation: Evaluating = field(default_factory=NoEvaluation)
     checkpoints: Checkpointing = field(default_factory=NoCheckpoints)
     stop: StopRequest | None = None
+    remarks: Sequence[str] = ()
     when_stuck: Callable[[RankLostError], object] = lambda error: None

@@ -1,4 +1,4 @@
-"""Being asked to stop: by SIGTERM, as schedulers do before they take a machine away, or by Ctrl-C."""
+"""Being asked to stop: by SIGTERM or SIGUSR1, as schedulers do before they take a machine away, or by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask to stop."""
 
 
 class StopRequest:
@@ -24,7 +27,9 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM and SIGINT ask to stop; a second one ends this process as it would have without this.
+    """SIGTERM, SIGUSR1 and SIGINT ask to stop; a second one ends this process, as it would have without this.
+
+    SIGUSR1 is what Slurm is asked to send some time before the end (``--signal=USR1@120``).
 
     Signals are the main thread's affair: in any other one nothing is asked.
     """
@@ -41,7 +46,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         else:
             sys.exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in ASKING}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # who started this process keeps Ctrl-C from it, and passes it on
             signal.signal(number, ask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ def save_adapter(
     directory: str | os.PathLike[str],
     *,
     adapter: str = "default",
+    tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     verify: Verification = Trust(),  # noqa: B008
     on_differing_buffers: OnDiffering = TakeFirst(),  # noqa: B008 - frozen
@@ -38,6 +40,7 @@ def save_adapter(
         model: PEFT's model, sharded or not, brought up by shardwise or not.
         directory: a folder that all ranks see, which need not be there yet.
         adapter: its name in the model; the folder does not have it.
+        tokenizer: saved with it, if given.
         dtype: floating-point tensors are cast to it; None saves them as they are.
         verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
         on_differing_buffers: buffers that have other values on some ranks than on others, as running statistics
@@ -54,6 +57,14 @@ def save_adapter(
 
     def request(token: str) -> SaveRequest:
         names = PeftNames(adapter)
-        return SaveRequest.of(model, directory, token, names=names, dtype=dtype, max_shard_size=sys.maxsize)
+        return SaveRequest.of(
+            model,
+            directory,
+            token,
+            names=names,
+            dtype=dtype,
+            max_shard_size=sys.maxsize,
+            tokenizer=tokenizer,
+        )
 
     return carry_out_save(request, verify, on_differing_buffers, options, "save_adapter")

@@ -114,11 +114,11 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _passing_on(ranks: LocalRanks) -> Iterator[None]:
-    """The first SIGINT or SIGTERM is passed on to the ranks as SIGTERM; the next one is this process's own."""
+    """The first SIGINT, SIGTERM or SIGUSR1 is passed on to the ranks as SIGTERM; the next is this process's own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
@@ -139,7 +139,7 @@ def _passing_on(ranks: LocalRanks) -> Iterator[None]:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM raises, so that what this process started is ended first."""
+    """SIGTERM and SIGUSR1 raise, so that what this process started is ended first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -147,8 +147,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def leave(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

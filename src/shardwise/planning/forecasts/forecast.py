@@ -206,15 +206,22 @@ def forecast_groups(world: WorldLayout, gathered_as: DType | None) -> tuple[Grou
 
 
 def forecast_training(
-    world: WorldLayout, groups: Sequence[GroupForecast], ranks: Sequence[RankForecast]
+    world: WorldLayout,
+    groups: Sequence[GroupForecast],
+    ranks: Sequence[RankForecast],
+    summed_in: DType | None = None,
 ) -> tuple[TrainingForecast, ...]:
-    """What training with AdamW takes on every rank, activations not counted."""
-    padded = 0
+    """What training with AdamW takes on every rank, activations not counted.
+
+    ``summed_in`` is what gradients are summed in over ranks; None: each in that of its parameter.
+    """
+    padded = whole = 0
     itemsizes: dict[Spread, int] = {}
     for tensor in world.first.tensors:
         if tensor.kind is TensorKind.PARAMETER and tensor.requires_grad:
             spread, itemsize = world.spreads[tensor.fqn], tensor.dtype.bits // 8
             padded += spread.padded_numel * itemsize
+            whole += tensor.numel * (tensor.dtype if summed_in is None else summed_in).bits // 8
             itemsizes[spread] = itemsizes.get(spread, 0) + itemsize
     held = [
         sum(
@@ -231,6 +238,7 @@ def forecast_training(
             gradient_bytes=padded,
             optimizer_bytes=2 * held[world.mesh.position(rank.rank)],
             gathered_bytes=gathered if world.mesh.ranks > 1 else 0,
+            accumulated_bytes=whole if world.mesh.ranks > 1 else 0,
         )
         for rank in ranks
     )
