@@ -20,6 +20,9 @@ TURNS = "{%- for m in messages %}" + HEAD + "BODY{{- '<|im_end|>\\n' }}{%- endfo
 ASKING = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 
 
+UNMARKED_AND_ENDED = tiny.UNMARKED + "{%- if not add_generation_prompt %}{{- '<|endoftext|>' }}{%- endif %}"
+
+
 def template(body: str, before: str = "") -> str:
     """A template that writes each message so."""
     return before + TURNS.replace("BODY", body) + ASKING
@@ -175,6 +178,11 @@ def test_calls_are_learned_in_the_form_that_the_template_takes(arguments: str, c
     assert learned({"messages": [HI, {**HO, "tool_calls": []}]}, text) == ["Ho<|im_end|>"]
 
 
+def test_arguments_that_are_json_stay_as_they_are() -> None:
+    text = template("{{- m.content or '' }}" + CALLS.replace("ARGUMENTS", "'' + c.function.arguments"))
+    assert learned({"messages": [HI, call('{"a":1}')]}, text) == ['f{"a":1}<|im_end|>']
+
+
 def test_contents_in_parts_are_learned_in_the_form_that_the_template_takes() -> None:
     parts = [{"type": "text", "text": "Ho, "}, {"type": "text", "text": "you", "image": None}]
     joined = "{%- for p in m.content %}{{- p.text + '|' }}{%- endfor %}"
@@ -189,6 +197,81 @@ def test_contents_in_parts_are_learned_in_the_form_that_the_template_takes() -> 
         assert learned(row, template(body)) == [f"{expected}<|im_end|>"]
     only_parts = template("{%- for p in m.content %}{{- p.text }}{%- endfor %}")
     assert learned({"messages": [HI, HO]}, only_parts) == ["Ho<|im_end|>"]
+
+
+# Where an answer begins and ends
+
+
+SHAPES = {
+    # As Phi-3: a whole chat is ended once more.
+    UNMARKED_AND_ENDED: (["Ho<|im_end|>", "Bye<|im_end|>"], 1),
+    # The same, by a template that looks ahead.
+    "{%- set count = messages | length %}" + UNMARKED_AND_ENDED: (["Ho<|im_end|>", "Bye<|im_end|>"], 1),
+    # As DeepSeek: more is asked with than is then written.
+    tiny.UNMARKED[: -len(ASKING)] + ASKING.replace("assistant\\n", "assistant\\n<think>"): (
+        ["Ho<|im_end|>", "Bye<|im_end|>"],
+        1,
+    ),
+    # As GLM: a message is ended by the beginning of the next.
+    "{%- for m in messages %}{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_end|>' }}{%- endif %}": (["Ho<|im_start|>", "Bye<|im_start|>"], 1),
+    # As gpt-oss: the last answer is ended by a token of its own.
+    "{%- for m in messages %}{{- m.role + ':' + m.content }}"
+    "{{- '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}": (["Ho<|endoftext|>", "Bye<|endoftext|>"], 2),
+    # As SmolLM: what is asked with depends on the question, so that it is another one for each.
+    "{%- set ns = namespace(asked='') %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (ns.asked if m.role == 'assistant' else '') }}"
+    "{{- m.content + '<|im_end|>\\n' }}{%- set ns.asked = '<think>' if '?' in m.content else '' %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + ns.asked }}{%- endif %}": (
+        ["Ho<|im_end|>", "Bye<|im_end|>"],
+        1,
+    ),
+    # In a macro, all at once.
+    "{%- macro turns() %}" + tiny.UNMARKED[: -len(ASKING)] + "{%- endmacro %}{{- turns() }}" + ASKING: (
+        ["Ho<|im_end|>", "Bye<|im_end|>"],
+        1,
+    ),
+    # By number.
+    "{%- for n in range(messages | length) %}{%- set m = messages[n] %}{{- m.role + ':' + m.content }}"
+    "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}": (
+        ["Ho<|im_end|>", "Bye<|im_end|>"],
+        1,
+    ),
+    # No special tokens at all.
+    "{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}": ([" Ho\n\n", " Bye\n\n"], 1),
+}
+
+
+def test_an_answer_begins_behind_what_does_not_depend_on_it() -> None:
+    """As DeepSeek, asked with <think>, of an answer that begins with a tag itself."""
+    text = tiny.UNMARKED[: -len(ASKING)] + ASKING.replace("assistant\\n", "assistant\\n<think>")
+    for content in ("<b>Ho</b>", "<think>Ho", "xyz", ""):
+        messages = [HI, message("assistant", content)]
+        expected = content.removeprefix("<think>")  # there the template goes on from what it has asked with
+        assert learned({"messages": messages}, text) == [f"{expected}<|im_end|>"]
+
+
+def test_marks_are_those_of_their_messages_though_the_template_looks_ahead() -> None:
+    for ahead in ("loop.nextitem", "loop.last", "messages | length"):
+        text = tiny.MARKED.replace(
+            "{%- for m in messages %}", "{%- for m in messages %}{%- set _ = " + ahead + " %}"
+        )
+        assert learned({"messages": [HI, HO, AND, BYE]}, text) == ["Ho<|im_end|>", "Bye<|im_end|>"]
+        assert learned({"messages": [HI, {**HO, "weight": 0}, AND, BYE]}, text) == ["Bye<|im_end|>"]
+        assert learned({"messages": [HI, HO, AND, {**BYE, "weight": 0}]}, text) == ["Ho<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_an_answer_is_what_the_model_would_have_to_write(text: str) -> None:
+    expected, count = SHAPES[text]
+    made = encode({"messages": [HI, HO, AND, BYE]}, text)
+    assert len(made) == count
+    assert learned({"messages": [HI, HO, AND, BYE]}, text) == expected
+    assert learned({"messages": [HI, HO, AND, BYE]}, text, Learn.LAST) == expected[1:]
+    assert learned({"messages": [AND, BYE]}, text) == expected[1:]
+    assert learned({"messages": [AND, HO, HI, BYE]}, text) == expected
 
 
 # What is refused

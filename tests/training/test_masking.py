@@ -133,7 +133,8 @@ def by_prefixes(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[in
     return whole, mask
 
 
-contents = st.text(st.sampled_from([*" :abHol\n<", "é", "💥", "\u0301", tiny.END, "</think>"]), max_size=8)
+pieces = st.sampled_from([*" :abHol\n<", "é", "💥", "\u0301", tiny.END, "</think>"])
+contents = st.lists(pieces, max_size=8).map("".join)
 
 
 @given(said=st.lists(contents, min_size=2, max_size=6), trim=st.booleans())
@@ -152,7 +153,7 @@ def test_tokens_are_those_that_an_answer_adds(said: list[str], trim: bool) -> No
     assert made.supervised.tolist() == mask
 
 
-@given(said=st.lists(contents, min_size=2, max_size=6))
+@given(said=st.lists(contents.map(lambda text: text.replace(tiny.END, "")), min_size=2, max_size=6))
 def test_a_token_that_has_a_character_of_an_answer_is_learned(said: list[str]) -> None:
     """Of a template that ends answers by nothing: each token's text is known, and so whether it meets an answer."""
     messages: Any = tiny.chat(*said)["messages"]

@@ -17,7 +17,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.training.watched import Message
 
@@ -30,21 +30,16 @@ _DIRECTIVE = re.compile(r"/(?:no_?)?think\b")
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages in every form that may differ, the usual one first."""
-    usual = [_usual(message) for message in messages]
-    ways: list[list[Callable[[Message], Message]]] = []
+    usual = [_usual(message, _as_object) for message in messages]
+    bases = [usual]
     if any("tool_calls" in message for message in usual):
-        ways.append([_same, _with_json_arguments])
+        bases.append([_usual(message, _as_json) for message in messages])
+    contents: list[_Change] = [_same]
     if any("content" not in message for message in usual):
-        ways.append([_same, _with_null_content, _with_empty_content])
-    if any(isinstance(message.get("content"), list) for message in usual):
-        ways.append([_same, _with_text])
-    else:
-        ways.append([_same, _with_parts])
-    for changes in itertools.product(*ways):
-        changed: list[Message] = usual
-        for change in changes:
-            changed = changed if change is _same else [change(message) for message in changed]
-        yield changed
+        contents += [_with_null_content, _with_empty_content]
+    lists = any(isinstance(message.get("content"), list) for message in usual)
+    for base, content, parts in itertools.product(bases, contents, (_same, _with_text if lists else _with_parts)):
+        yield [parts(content(message)) for message in base]
 
 
 def unwritten(messages: Sequence[Message], text: str) -> str | None:
@@ -103,41 +98,38 @@ def _is_notation(value: object, text: str) -> bool:
 # Forms
 
 
-def _usual(message: Message) -> Message:
-    """As transformers hands it over: nothing null, reasoning by its names; arguments of calls as objects."""
+_Change: TypeAlias = Callable[[Message], Message]
+
+
+def _usual(message: Message, arguments: Callable[[object], object]) -> Message:
+    """As transformers hands it over: nothing null, and reasoning by its names."""
     found = {name: value for name, value in message.items() if value is not None and name != "weight"}
     reasoning = next((found[name] for name in REASONING if name in found), None)
     if reasoning is not None:
         found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
     if "tool_calls" in found:
-        found["tool_calls"] = [_usual_call(call) for call in found["tool_calls"]]
+        found["tool_calls"] = [_usual_call(call, arguments) for call in found["tool_calls"]]
     return found
 
 
-def _usual_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _usual_call(call: Mapping[str, Any], arguments: Callable[[object], object]) -> Mapping[str, Any]:
     function = dict(call.get("function", call))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        function["arguments"] = json.loads(arguments)
-    elif arguments is None:
-        function["arguments"] = {}
+    function["arguments"] = arguments(function.get("arguments"))
     others = {name: value for name, value in call.items() if value is not None and name not in function}
     return {"type": "function", **others, "function": function}
 
 
+def _as_object(arguments: object) -> object:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments or {}
+
+
+def _as_json(arguments: object) -> object:
+    """JSON as the row has it, or as transformers writes it."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
 def _same(message: Message) -> Message:
     return message
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        written = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": written}})
-    return {**message, "tool_calls": calls}
 
 
 def _with_null_content(message: Message) -> Message:
