@@ -205,6 +205,8 @@ def test_contents_in_parts_are_learned_in_the_form_that_the_template_takes() -> 
 SHAPES = {
     # As Phi-3: a whole chat is ended once more.
     UNMARKED_AND_ENDED: (["Ho<|im_end|>", "Bye<|im_end|>"], 1),
+    # The same, by a template that looks ahead.
+    "{%- set count = messages | length %}" + UNMARKED_AND_ENDED: (["Ho<|im_end|>", "Bye<|im_end|>"], 1),
     # As DeepSeek: more is asked with than is then written.
     tiny.UNMARKED[: -len(ASKING)] + ASKING.replace("assistant\\n", "assistant\\n<think>"): (
         ["Ho<|im_end|>", "Bye<|im_end|>"],
@@ -240,6 +242,25 @@ SHAPES = {
     "{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}": ([" Ho\n\n", " Bye\n\n"], 1),
 }
+
+
+def test_an_answer_begins_behind_what_does_not_depend_on_it() -> None:
+    """As DeepSeek, asked with <think>, of an answer that begins with a tag itself."""
+    text = tiny.UNMARKED[: -len(ASKING)] + ASKING.replace("assistant\\n", "assistant\\n<think>")
+    for content in ("<b>Ho</b>", "<think>Ho", "xyz", ""):
+        messages = [HI, message("assistant", content)]
+        expected = content.removeprefix("<think>")  # there the template goes on from what it has asked with
+        assert learned({"messages": messages}, text) == [f"{expected}<|im_end|>"]
+
+
+def test_marks_are_those_of_their_messages_though_the_template_looks_ahead() -> None:
+    for ahead in ("loop.nextitem", "loop.last", "messages | length"):
+        text = tiny.MARKED.replace(
+            "{%- for m in messages %}", "{%- for m in messages %}{%- set _ = " + ahead + " %}"
+        )
+        assert learned({"messages": [HI, HO, AND, BYE]}, text) == ["Ho<|im_end|>", "Bye<|im_end|>"]
+        assert learned({"messages": [HI, {**HO, "weight": 0}, AND, BYE]}, text) == ["Bye<|im_end|>"]
+        assert learned({"messages": [HI, HO, AND, {**BYE, "weight": 0}]}, text) == ["Ho<|im_end|>"]
 
 
 @pytest.mark.parametrize("text", SHAPES)

@@ -64,10 +64,6 @@ class _Answer:
     def is_in(self, text: str) -> bool:
         return text is self.text or text.startswith(self.text[: self.end])
 
-    def goes_beyond(self, text: str) -> bool:
-        """Whether only the end of this turn, which the template leaves to the next message, is not in a text."""
-        return text is not self.text and self.text.startswith(text.rstrip())
-
     def spans_in(self, text: str) -> tuple[Span, ...]:
         return self.spans if text is self.text else tuple(span for span in self.spans if span[0] < self.end)
 
@@ -121,8 +117,6 @@ class ChatReader:
                     f"the chat template leaves out messages[{index}].{name if missing in REASONING else missing}, "
                     "which is to be learned; give data.chat_template one that writes it"
                 )
-            if not shared[0].spans and turn.goes_beyond(shared[0].text):
-                shared[0].text = turn.text
             place = next((other for other in (shared[-1], shared[0]) if turn.is_in(other.text)), None)
             if place is None:
                 place = _SharedText(turn.text)
