@@ -105,6 +105,15 @@ OURS: Mapping[str, str] = {
     "grad_accum_steps": "training.gradient_accumulation_steps",
     "gradient_accumulation": "training.gradient_accumulation_steps",
     "data_seed": "training.seed",
+    "val_set_size": "data.validation_fraction",
+    "val_size": "data.validation_fraction",
+    "validation_split_percentage": "data.validation_fraction",
+    "preprocessing_num_workers": "data.processes",
+    "dataset_num_proc": "data.processes",
+    "dataset_processes": "data.processes",
+    "overwrite_cache": "data.cache",
+    "dataset_prepared_path": "data.cache_dir",
+    "mask_history": "data.learn",
     # optimizer and schedule
     "lr": "optimizer.learning_rate",
     "optim": "optimizer.name",
@@ -208,7 +217,7 @@ NONE: Mapping[str, NoCounterpart] = {
     for why, names in (
         (
             _ROWS,
-            ("train_on_inputs", "train_on_prompt", "mask_history", "template", "dataset_text_field", "dataset_dir"),
+            ("train_on_inputs", "train_on_prompt", "template", "dataset_text_field", "dataset_dir"),
         ),
         (
             _QUANTISED,
@@ -225,8 +234,7 @@ NONE: Mapping[str, NoCounterpart] = {
         (_OTHER_ENGINE, ("fsdp_use_orig_params", "fsdp_backward_prefetch", "fsdp_forward_prefetch")),
         (_RANKS, ("local_rank", "num_processes", "nproc_per_node", "world_size", "n_gpu", "num_gpus")),
         (_IN_ORDER, ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor")),
-        (_IN_ORDER, ("preprocessing_num_workers", "dataset_num_proc", "dataset_processes", "overwrite_cache")),
-        (_IN_ORDER, ("dataset_prepared_path", "remove_unused_columns")),
+        (_IN_ORDER, ("remove_unused_columns",)),
         (
             "the seed alone decides the order of rows; data.packing saves the padding",
             ("group_by_length", "pad_to_sequence_len", "length_column_name", "eval_sample_packing"),
@@ -239,15 +247,11 @@ NONE: Mapping[str, NoCounterpart] = {
         ("last/ has the model alone, checkpoints/ the rest", ("save_only_model", "save_safetensors")),
         ("embeddings are not disturbed here", ("neftune_noise_alpha",)),
         ("tokens are the tokenizer's; prepare one, and name its folder as model.tokenizer", ("special_tokens",)),
-        ("it is made by the tokenizer, of which model.tokenizer says which", ("chat_template", "tokenizer_type")),
+        ("it is made by the tokenizer, of which model.tokenizer says which", ("tokenizer_type",)),
         ("the model's config says its class", ("model_type", "is_llama_derived_model", "type_of_model")),
         ("it is a setting of the model's own; save the model with it", ("rope_scaling", "rope_theta")),
-        (
-            "take rows of a file of your own as evaluation.data",
-            ("val_set_size", "val_size", "validation_split_percentage"),
-        ),
         ("memory of gradients and moments is sharded already", ("use_galore", "use_apollo", "use_badam", "lisa")),
-        ("the hub's cache is chosen by HF_HOME in the environment", ("cache_dir", "hub_token", "hf_hub_token")),
+        ("the hub's cache is chosen by HF_HOME in the environment", ("hub_token", "hf_hub_token")),
         ("pushed is what is saved at the end, once", ("hub_strategy", "hub_always_push")),
         ("keys that do not exist are always refused", ("strict",)),
     )
