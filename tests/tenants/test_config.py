@@ -167,6 +167,19 @@ def test_names_tell_values(sweep, names):
                 "sharding.compile: blocks that are compiled would not notice adapters that come later",
             ],
         ),
+        (
+            {
+                "tenants": [{"name": "a"}, {"name": "b", "optimizer": {"lora_plus_ratio": 16.0}}],
+                "optimizer": {"name": "somebodys.Best", "allow_import": True},
+                "output": {"directory": "out", "push_to_hub": "me/mine"},
+            },
+            [
+                "optimizer.allow_import: tenants take optimizers that are known to step each element for itself",
+                "output.push_to_hub: tenants would be pushed over each other; push their last/ folders afterwards",
+                "tenants[1].optimizer.lora_plus_ratio: a tenant's matrices are stepped as one, at one rate; leave "
+                "it out",
+            ],
+        ),
     ],
 )
 def test_every_fault_is_named_with_whose_it_is(more, lines):

@@ -259,6 +259,56 @@ def test_a_tenant_that_has_ended_and_is_to_go_on_goes_on(folder: Path, tmp_path:
     assert "of another LoRA (tuning.r 4 then and 2 now)" in changed.stderr
 
 
+def test_tenants_have_optimizers_and_ends_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """Each as alone. One that is none refuses its tenant alone; settings on going on are those asked for."""
+    config = values(folder, tmp_path / "out")
+    ada, bob, cy = config["tenants"]
+    ada |= {"optimizer": {"name": "sgd", "options": {"momentum": 0.9}}}
+    bob |= {"optimizer": "muon", "training": {"max_steps": 2, "batch_size": 4}, "evaluation": {}}
+    cy |= {"evaluation": {"data": ada["data"], "every": "epoch", "patience": 2, "min_delta": 50.0}}
+    cy["training"] = {"epochs": 9, "batch_size": 6}
+    config["tenants"] += [
+        {"name": "eve", "data": ada["data"], "optimizer": "adafactor"},
+        {"name": "dan", "data": ada["data"], "optimizer": "adamv"},
+    ]
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == SOME_FAILED, result.stderr
+    told = {each["name"]: each for each in json.loads(result.stdout)["ranks"][0]["tenants"]}
+    assert "Adafactor is not known to treat each element for itself" in told["eve"]["cause"]
+    assert "there is no such optimizer" in told["dan"]["cause"]
+    found = losses(result)
+    assert told["bob"]["cause"] == ""
+    for name in ("ada", "bob"):
+        assert alone(tmp_path / "out" / name, tmp_path / name) == pytest.approx(found[name], rel=1e-3)
+    # Two steps an epoch; of the evaluation after the third, two have not been better.
+    assert (told["cy"]["ended"], len(found["cy"])) == ("trained", 6)
+    assert "the training ends after step 6 of 18" in told["cy"]["train"]["remarks"][0]
+    config["tenants"] = [ada, cy]
+    ada["training"]["max_steps"] = 4
+    ada["optimizer"]["learning_rate"] = 1e-2
+    kept = run(
+        write(tmp_path / "c.yaml", config), f"output={tmp_path / 'two'}", f"checkpoints.resume={tmp_path / 'out'}"
+    )
+    assert "goes on with the checkpoint's learning_rate 0.005 (asked for now: 0.01)" in kept.stdout
+    config["checkpoints"] = {"optimizer_settings": "config"}
+    again = run(write(tmp_path / "c.yaml", config), "--json")
+    assert again.exit_code == 0, again.stderr
+    assert {name: len(own) for name, own in losses(again).items()} == {"ada": 1, "cy": 0}
+    [remark] = json.loads(again.stdout)["ranks"][0]["tenants"][0]["train"]["remarks"]
+    assert "the optimizer goes on with learning_rate 0.01 (the checkpoint's: 0.005)" in remark
+
+
+def test_what_another_run_has_left_refuses_its_tenant_alone(folder: Path, tmp_path: Path) -> None:
+    config = values(folder, tmp_path / "out")
+    config["tenants"], config["evaluation"] = config["tenants"][::2], {}
+    (tmp_path / "out" / "cy" / "last").mkdir(parents=True)
+    (tmp_path / "out" / "cy" / "last" / "adapter_config.json").write_text("{}")
+    result = run(write(tmp_path / "c.yaml", config), "--json")
+    assert result.exit_code == SOME_FAILED, result.stderr
+    assert [len(own) for own in losses(result).values()] == [3, 0]
+    assert "there is last/ of another run" in result.stderr
+
+
 def test_a_sweep_trains_every_point(folder: Path, tmp_path: Path) -> None:
     config = {key: value for key, value in values(folder, tmp_path / "out").items() if key != "tenants"}
     config |= {

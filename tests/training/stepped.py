@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,7 +17,8 @@ from torch.optim import SGD, Optimizer
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.world import World
-from shardwise.training.accumulation import fitting_accumulation
+from shardwise.planning.forecasts.memory_check import Available
+from shardwise.training.accumulation import Accumulation, fitting_accumulation
 from shardwise.training.batches import Padded, evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
 from shardwise.training.data import read_data
@@ -113,7 +115,15 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
         "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon")},
         "ended": ended(file),
         "accumulation": fitting_accumulation(model, accumulating, torch.float32),
+        "for want of memory": with_little_memory(model, accumulating),
     }
+
+
+def with_little_memory(model: nn.Module, chosen: TrainOptions) -> Accumulation:
+    """Rank 1 has little."""
+    free = Available(None, 1 << 14 if World.current().rank else 1 << 40)
+    with mock.patch("shardwise.training.accumulation.available_memory", return_value=free):
+        return fitting_accumulation(model, chosen, torch.float32)
 
 
 def adapted() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from tests.conftest import Worlds
 from tests.training import stepped, tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.accumulation import WholeGradients, fits_whole
+from shardwise.training.accumulation import ShardedGradients, WholeGradients, fits_whole
 from shardwise.training.config import read_config
 from shardwise.training.options import NamedOptimizer, TrainOptions
 from shardwise.training.recipe import parts_of
+from shardwise.training.session import Session
 
 REFUSED_ON_SHARDS = {
     "adafactor": "it cannot take a step with a sharded matrix",
@@ -90,6 +92,13 @@ def test_all_ranks_come_to_the_same_early_end(world: list[dict[str, Any]]) -> No
 @pytest.mark.distributed
 def test_whole_gradients_are_kept_where_there_is_memory_for_them(world: list[dict[str, Any]]) -> None:
     assert [found["accumulation"] for found in world] == [WholeGradients()] * 2
+    assert [found["for want of memory"] for found in world] == [ShardedGradients()] * 2
+    config = read_config(None, ("model=m", "data=d", "output=o"))
+    told = {
+        str(kind): Session._remarks(SimpleNamespace(config=config), kind)  # type: ignore[arg-type]
+        for kind in (WholeGradients(), ShardedGradients())
+    }
+    assert [len(texts) for texts in told.values()] == [0, 1]
     assert fits_whole(8 << 30, 12 << 30, 30 << 30)
     assert not fits_whole(16 << 30, 12 << 30, 30 << 30)
 

@@ -64,8 +64,8 @@ class OwnOptimizer:
         return self._optimizer
 
     def schedule_of(self, optimizer: Optimizer) -> ScheduleOfLength:
-        self.asked = settings_of([self.part])
         self._schedule = ScheduleOfLength(optimizer, self._options, self._total_steps)
+        self.asked = settings_of([self.part])  # with the rate that it begins at
         return self._schedule
 
     def take_asked(self) -> None:

@@ -35,6 +35,7 @@ from shardwise.training.config_sections import TrainConfig
 from shardwise.training.config_values import resolved, sharding_of
 from shardwise.training.data import TrainData
 from shardwise.training.metrics import MetricsFile
+from shardwise.training.optimizers import optimizers_of
 from shardwise.training.prepare import (
     ModelRequest,
     load_tokenizer,
@@ -172,6 +173,7 @@ def _made_ready(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_r
     """
     world, section = World.current(), config.checkpoints
     output = Path(config.output.directory)
+    world.together(lambda: optimizers_of(config.options()))
     require_place(str(output / "last"))
     is_own = section.resume in ("auto", "never")
     elsewhere = None if is_own else Path(section.resume) / output.name / "states"

@@ -101,10 +101,10 @@ class OptimizerRecipe:
         return replace(self, settings={**self.settings, **way}).make(self.groups(parameters))
 
     def of_one_group(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
-        """One of these parameters, which all decay."""
-        return self.make(
-            [{"params": list(parameters), **({"weight_decay": self.weight_decay} if self.decays else {})}]
-        )
+        """One of these parameters, which all decay; what the class raises is raised."""
+        settings = {**self.settings, **({"weight_decay": self.weight_decay} if self.decays else {})}
+        made: Optimizer = self.kind(parameters, lr=self.learning_rate, **settings)  # type: ignore[call-arg]
+        return made
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
         """Parameters by what is done to them: matrices decay, norms and biases do not.
