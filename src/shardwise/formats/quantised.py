@@ -158,7 +158,7 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 
 
-_Made: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]
+_ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[TensorEntry, int] | None]
 """A key, its elements, their scales, and the scale of the whole with its power."""
 
 
@@ -182,7 +182,7 @@ class _Pairing:
             if entry.key not in self.used and _is_scale(entry.key):
                 self.faults.append(f"{shown(entry.key)} is a scale of nothing that is stored")
 
-    def _made_of(self, entry: TensorEntry) -> _Made | None:
+    def _made_of(self, entry: TensorEntry) -> _ScaledParts | None:
         """The key of what an entry is the elements of, with its scales; None where it is no such elements."""
         key, entries = entry.key, self.index.entries
         match self.scheme:
@@ -204,7 +204,7 @@ class _Pairing:
                 return self._of_two_scales(entry, key, f"{key}_scale_2", 1)
         return None
 
-    def _of_two_scales(self, entry: TensorEntry, whole: str, overall: str, power: int) -> _Made:
+    def _of_two_scales(self, entry: TensorEntry, whole: str, overall: str, power: int) -> _ScaledParts:
         found = self.index.entries.get(overall)
         if found is None:
             return whole, entry, None, None
