@@ -113,7 +113,8 @@ class DataSection(Section):
     for the latter two. ``packing`` puts rows together to ``max_length`` tokens.
 
     ``chat_template`` is a path to a Jinja file, or the name of one of the tokenizer's templates; null: the
-    tokenizer's own. ``learn``: all answers of a chat, or the last one.
+    tokenizer's own. ``learn``: all answers of a chat, the last one, or all as the whole chat
+    has them.
     """
 
     train: Words
@@ -123,7 +124,7 @@ class DataSection(Section):
     packing: bool = False
     on_malformed: Literal["refuse", "skip"] = "refuse"
     chat_template: Words | None = None
-    learn: Literal["all", "last"] = "all"
+    learn: Literal["all", "last", "as_read"] = "all"
 
 
 class OptimizerSection(Section):
