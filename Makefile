@@ -36,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants clean
+.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +105,9 @@ bench-train: $(VENV)/project ## a step against FSDP2 by hand, memory, time to th
 
 bench-tenants: $(VENV)/project ## many LoRAs in one bank against switching, and against one after the other; ARGS=--quick for a minute
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.tenants $(ARGS)
+
+bench-quantised: $(VENV)/project ## a quantised checkpoint against the same in bfloat16; minutes, ARGS=--quick
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantised $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

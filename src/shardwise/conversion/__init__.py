@@ -16,6 +16,7 @@ from shardwise.conversion.computed import (
 )
 from shardwise.conversion.copies import Copy, copies, copies_and_computed, pieces
 from shardwise.conversion.covering import apart, covering_box, leaf_boxes
+from shardwise.conversion.dequantise import dequantised
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -69,6 +70,7 @@ __all__ = [
     "copies",
     "copies_and_computed",
     "covering_box",
+    "dequantised",
     "key_of",
     "leaf_boxes",
     "leaves_of",

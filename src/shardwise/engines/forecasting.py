@@ -27,6 +27,7 @@ from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models.dtypes import from_torch
 from shardwise.models.forecast_layout import foresee
@@ -126,6 +127,7 @@ def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanO
             variant=hub.variant,
         )
         stack.enter_context(torch.device("cpu"))
+        index = as_the_model_has_it(reader, index)
         return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
 
 

@@ -101,6 +101,7 @@ def make_report(
     kinds = {
         name: (next(stored_leaves(read.expression)).dtype.label, plan.layout.by_name[name].dtype.label)
         for name, read in reads.items()
+        if not computes(read.expression)
     }
     order = ("index", "plan", "materialize", "read", "share", "fill", "audit")
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -32,6 +32,7 @@ from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
@@ -276,9 +277,10 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
 
 
 def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
-    """``config.json`` as it fits what is written: its dtype, whether it is tied, and the usual names of weights."""
+    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, no quantiser."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
+    content.pop("quantization_config", None)  # numbers are written, whatever they were read from
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
     for part in parts:
         for name in ("dtype", "torch_dtype"):
@@ -349,11 +351,12 @@ def small_file(path: Path) -> bytes:
 
 def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:
     """What the folder of a model with this config holds."""
-    return open_checkpoint(
+    index = open_checkpoint(
         opened.reader,
         weights_name=opened.file or getattr(config, "transformers_weights", None),
         extra_files=getattr(type(config), "extra_files", ()),
     )
+    return as_the_model_has_it(opened.reader, index)
 
 
 def made_of(

@@ -14,6 +14,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.checkpoint_copies import Copies, require_one_checkpoint
 from shardwise.execution.reading.place import identities_of
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import StorageReader
@@ -94,8 +95,9 @@ def read_index(
     reader = opened.reader
 
     def read() -> tuple[CheckpointIndex, dict[str, str]]:
-        index = open_checkpoint(
-            reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant
+        index = as_the_model_has_it(
+            reader,
+            open_checkpoint(reader, weights_name=opened.file or weights_name, extra_files=extra, variant=variant),
         )
         return index, identities_of(reader, list(index.files), lambda: None) if reader.policy.is_remote else {}
 

@@ -18,6 +18,7 @@ from shardwise.engines.arguments import in_words
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.quantised import scheme_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.dtypes import to_torch
@@ -169,10 +170,24 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
             trust_remote_code=options.get("trust_remote_code", False),
             overrides=overrides,
         )
+    _forget_quantiser(config)
     pretrained.choose_implementations(
         config, options.get("attn_implementation"), options.get("experts_implementation")
     )
     return config
+
+
+def _forget_quantiser(config: PreTrainedConfig) -> None:
+    """The config of a quantised checkpoint becomes that of its model with numbers, which is what is built.
+
+    Raises:
+        ConfigError: it is quantised in a way that is not known.
+    """
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    scheme_of(found if isinstance(found, Mapping) else found.to_dict())
+    del config.quantization_config
 
 
 def class_of(

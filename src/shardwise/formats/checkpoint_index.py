@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import Composed, ComposedPart, FoundTensor, Joined, StoredView, View, Whole, tiling
+from shardwise.formats.composed import (
+    Composed,
+    ComposedPart,
+    FoundTensor,
+    Joined,
+    Scaled,
+    StoredView,
+    View,
+    Whole,
+    tiling,
+)
 from shardwise.formats.distributed import METADATA, DistributedMetadata, read_distributed, read_metadata
 from shardwise.formats.faults import FormatFaults
 from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
@@ -80,6 +90,10 @@ class CheckpointIndex:
             by_file[entry.file].append(entry.range)
         return sum(item.nbytes for ranges in by_file.values() for item in coalesce(ranges, max_gap_bytes=0))
 
+    def is_scaled(self, key: str) -> bool:
+        """Whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
+        return key in self.composed and isinstance(self.composed[key].part, Scaled)
+
     def tensors(self) -> list[StoredTensor]:
         """Every tensor, in the order of the entries; composed ones last."""
         parts = {key for item in self.composed.values() for key in entries_of(item.part)}
@@ -102,6 +116,8 @@ def entries_of(part: ComposedPart) -> Iterator[str]:
         case Joined(parts):
             for inner in parts:
                 yield from entries_of(inner)
+        case Scaled():
+            yield from (inner.key for inner in part.parts)
 
 
 def open_checkpoint(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.tensors import Box, ByteRange, DType, Strided, numel
+from shardwise.tensors import Box, ByteRange, Code, DType, Strided, numel
 
 MAX_DIMS = 64
 """As many dimensions as a tensor of torch may have."""
@@ -41,7 +41,37 @@ class Joined:
     dim: int
 
 
-ComposedPart: TypeAlias = Whole | View | Joined
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Elements that are stored in few bits, times the scales of their blocks.
+
+    Attributes:
+        values: the elements, row by row.
+        scales: one for each block.
+        shape: of the elements.
+        unit: sizes of a block, by dimension; those at an end may be smaller.
+        code: what the stored bytes stand for.
+        has_exponents: scales are exponents of 2, counted from -127.
+        overall: one number, and 1 or -1: all scales are multiplied by it, or divided.
+        swaps: the last two dimensions are exchanged in the end.
+    """
+
+    values: Whole
+    scales: Whole
+    shape: tuple[int, ...]
+    unit: tuple[int, ...]
+    code: Code
+    has_exponents: bool = False
+    overall: tuple[Whole, int] | None = None
+    swaps: bool = False
+
+    @property
+    def parts(self) -> tuple[Whole, ...]:
+        """All that is stored of it."""
+        return (self.values, self.scales, *([] if self.overall is None else [self.overall[0]]))
+
+
+ComposedPart: TypeAlias = Whole | View | Joined | Scaled
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ def read_config(
     model, or for a type that transformers does not know.
 
     Raises:
-        ConfigError: when there is none, it cannot be read, an override is unknown to it, or the checkpoint is
-            quantised.
+        ConfigError: when there is none, it cannot be read, or an override is unknown to it.
     """
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ConfigError(
@@ -44,11 +43,6 @@ def read_config(
     if unused:
         raise ConfigError(
             f"{type(config).__name__} has no {', '.join(sorted(unused))}; check the keyword arguments"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{directory} holds quantised weights ({config.quantization_config}), which cannot be loaded yet; "
-            "use a checkpoint in a floating dtype"
         )
     return cast(PreTrainedConfig, config)
 

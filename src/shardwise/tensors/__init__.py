@@ -2,8 +2,9 @@
 
 from shardwise.tensors.box import Box
 from shardwise.tensors.byte_range import ByteRange, coalesce
+from shardwise.tensors.codes import Code
 from shardwise.tensors.dtypes import DType
 from shardwise.tensors.row_blocks import row_blocks
 from shardwise.tensors.strided import Strided, contiguous_strides, numel
 
-__all__ = ["Box", "ByteRange", "DType", "Strided", "coalesce", "contiguous_strides", "numel", "row_blocks"]
+__all__ = ["Box", "ByteRange", "Code", "DType", "Strided", "coalesce", "contiguous_strides", "numel", "row_blocks"]

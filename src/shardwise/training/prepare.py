@@ -250,7 +250,9 @@ def dtype_of_files(request: ModelRequest) -> torch.dtype | None:
     opened = open_everywhere(world, lambda: open_storage(place, hub))
     source = read_index(world, opened, LoadOptions().copies, LoadOptions().budget_bytes)
     with source.closing():
-        kinds = Counter(tensor.dtype for tensor in source.index.tensors())
+        kinds = Counter(tensor.dtype for tensor in source.index.tensors() if not source.index.is_scaled(tensor.key))
+    if not kinds:
+        return None
     dtype = to_torch(kinds.most_common(1)[0][0])
     return dtype if dtype.is_floating_point and dtype.itemsize >= 2 else None
 

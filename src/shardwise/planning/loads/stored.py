@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from shardwise.conversion import Expression, Stored, concat, view
+from shardwise.conversion import Expression, Stored, concat, dequantised, permute, view
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import ComposedPart, Joined, View, Whole
+from shardwise.formats.composed import ComposedPart, Joined, Scaled, View, Whole
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
@@ -27,8 +27,24 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
             return view(_leaf(index, key), strided)
         case Joined(parts, dim):
             return concat([_expression(index, inner) for inner in parts], dim)
+        case Scaled():
+            return _scaled(index, part)
         case _:
             assert_never(part)
+
+
+def _scaled(index: CheckpointIndex, part: Scaled) -> Expression:
+    made = dequantised(
+        _leaf(index, part.values.key),
+        _leaf(index, part.scales.key),
+        part.shape,
+        part.unit,
+        part.code,
+        has_exponents=part.has_exponents,
+        overall=None if part.overall is None else (_leaf(index, part.overall[0].key), part.overall[1]),
+    )
+    *outer, rows, columns = range(len(part.shape)) if part.swaps else (0, 0)
+    return permute(made, (*outer, columns, rows)) if part.swaps else made
 
 
 def _leaf(index: CheckpointIndex, key: str) -> Stored:

@@ -1,0 +1,200 @@
+"""Quantised checkpoints of small models, and what they stand for by direct evaluation, element by element."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tests import ways
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import shardwise
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is stored in place of a matrix, by what follows its key (without ``weight``), and its numbers."""
+
+    stored: dict[str, torch.Tensor]
+    numbers: torch.Tensor
+
+
+def by_global_index(values: torch.Tensor, scales: torch.Tensor, unit: tuple[int, ...]) -> torch.Tensor:
+    """Each element times the scale of its block, in float32."""
+    out = torch.empty(values.shape, dtype=torch.float32)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in values.shape)).tolist():
+        at = tuple(index // step for index, step in zip(place, unit, strict=True))
+        out[tuple(place)] = values[tuple(place)].float() * scales[at].float()
+    return out
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _scales(shape: list[int], seed: int) -> torch.Tensor:
+    return torch.rand(shape, generator=_generator(seed)) + 0.01
+
+
+def _counts(shape: torch.Size, unit: tuple[int, ...]) -> list[int]:
+    return [-(-size // step) for size, step in zip(shape, unit, strict=True)]
+
+
+def fp8_blocks(shape: torch.Size, seed: int, name: str = "weight_scale_inv") -> Made:
+    values = torch.randn(shape, generator=_generator(seed)).to(torch.float8_e4m3fn)
+    scales = _scales(_counts(shape, (16, 24)), seed + 1)
+    return Made({"weight": values, name: scales}, by_global_index(values, scales, (16, 24)))
+
+
+def fp8_ue8m0(shape: torch.Size, seed: int) -> Made:
+    values = torch.randn(shape, generator=_generator(seed)).to(torch.float8_e4m3fn)
+    exponents = torch.randint(120, 134, _counts(shape, (16, 24)), generator=_generator(seed + 1), dtype=torch.uint8)
+    scales = exponents.view(torch.float8_e8m0fnu) if seed % 2 else exponents
+    return Made(
+        {"weight": values, "weight_scale_inv": scales},
+        by_global_index(values, 2.0 ** (exponents.float() - 127), (16, 24)),
+    )
+
+
+def fp8_tensor(shape: torch.Size, seed: int) -> Made:
+    values = torch.randn(shape, generator=_generator(seed)).to(torch.float8_e4m3fn)
+    scale = _scales([], seed + 1)
+    stored = {"weight": values, "qscale_weight": scale, "qscale_act": torch.ones(())}
+    return Made(stored, values.float() * scale)
+
+
+def fp8_rows(shape: torch.Size, seed: int) -> Made:
+    values = torch.randn(shape, generator=_generator(seed)).to(torch.float8_e4m3fn)
+    scales = _scales([shape[0], 1], seed + 1).bfloat16()
+    return Made({"weight": values, "weight_scale": scales}, values.float() * scales.float())
+
+
+def int8_rows(shape: torch.Size, seed: int) -> Made:
+    values = torch.randint(-128, 128, shape, generator=_generator(seed), dtype=torch.int8)
+    scales = _scales([shape[0], 1], seed + 1)
+    return Made({"weight": values, "weight_scale": scales}, values.float() * scales)
+
+
+def int4_groups(shape: torch.Size, seed: int) -> Made:
+    numbers = torch.randint(-8, 8, shape, generator=_generator(seed))
+    words = (numbers + 8).view(shape[0], -1, 8) << (4 * torch.arange(8))
+    packed = words.sum(-1).to(torch.int64)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    scales = _scales([shape[0], shape[1] // 8], seed + 1)
+    stored = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(shape)}
+    return Made(stored, by_global_index(numbers, scales, (1, 8)))
+
+
+def _fp4(shape: torch.Size, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.randint(0, 16, shape, generator=_generator(seed), dtype=torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), torch.tensor(E2M1)[codes.long()]
+
+
+def nvfp4(shape: torch.Size, seed: int, *, divides: bool = True) -> Made:
+    packed, numbers = _fp4(shape, seed)
+    scales = (_scales([shape[0], shape[1] // 8], seed + 1) * 8).to(torch.float8_e4m3fn)
+    whole = torch.tensor([3.0])
+    factors = scales.float() / whole if divides else scales.float() * whole
+    if divides:
+        stored = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": whole}
+    else:
+        stored = {"weight": packed, "weight_scale": scales, "weight_scale_2": whole.view(())}
+    return Made(stored, by_global_index(numbers, factors, (1, 8)))
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+KINDS: dict[str, tuple[Callable[[torch.Size, int], Made], dict[str, Any]]] = {
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 24]}),
+    "fp8 blocks, scale": (
+        lambda shape, seed: fp8_blocks(shape, seed, "scale"),
+        {"quant_method": "fp8", "weight_block_size": [16, 24]},
+    ),
+    "fp8 blocks, ue8m0": (fp8_ue8m0, {"quant_method": "fp8", "weight_block_size": [16, 24]}),
+    "fp8 of a tensor": (fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 of rows": (fp8_rows, _compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
+    "int8 of rows": (int8_rows, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "int4 of groups": (
+        int4_groups,
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+    ),
+    "nvfp4": (
+        nvfp4,
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=8),
+    ),
+}
+
+
+def is_quantised(key: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and key.endswith("proj.weight")
+
+
+def quantise(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Rewrite a checkpoint in place; its tensors as numbers. Scales stand in a file of their own."""
+    make, config = KINDS[kind]
+    numbers: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    where: dict[str, str] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        stored: dict[str, torch.Tensor] = {}
+        for key, tensor in load_file(file).items():
+            if not is_quantised(key, tensor):
+                stored[key] = numbers[key] = tensor
+                continue
+            made = make(tensor.shape, len(numbers))
+            numbers[key] = made.numbers
+            for name, part in made.stored.items():
+                place = stored if name in ("weight", "weight_packed") else scales
+                place[key.removesuffix("weight") + name] = part.contiguous()
+        save_file(stored, file, metadata={"format": "pt"})
+        where |= dict.fromkeys(stored, file.name)
+    save_file(scales, folder / "scales.safetensors", metadata={"format": "pt"})
+    where |= dict.fromkeys(scales, "scales.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    place = folder / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"quantization_config": config}))
+    return numbers
+
+
+def go_through(folder: str, numbers: dict[str, torch.Tensor], mesh: str, budget_bytes: int, out: str) -> list[str]:
+    """Load on these ranks, into a model that is there and from nothing; what is wrong."""
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if dist.is_initialized():
+        ways.MESHES[mesh](model)
+    options = shardwise.options.LoadOptions(budget_bytes=budget_bytes, progress=False)
+    report = shardwise.load(model, folder, options=options)
+    faults = differing(model, numbers)
+    assert report.forecast is not None
+    if report.read_bytes != report.forecast.read_bytes:
+        faults.append(f"read {report.read_bytes}, foreseen {report.forecast.read_bytes}")
+    whole = shardwise.from_pretrained(folder, dtype="bfloat16", options=options)
+    faults += differing(whole, {key: tensor.bfloat16() for key, tensor in numbers.items()})
+    shardwise.save(whole, out)
+    if "quantization_config" in json.loads(Path(out, "config.json").read_text()):
+        faults.append("what was saved is said to be quantised")
+    saved = {key: value for file in Path(out).glob("*.safetensors") for key, value in load_file(file).items()}
+    faults += [
+        f"{key} is saved otherwise" for key in numbers if not torch.equal(saved[key], numbers[key].bfloat16())
+    ]
+    return faults
+
+
+def differing(model: nn.Module, numbers: dict[str, torch.Tensor]) -> list[str]:
+    found = dict(shardwise.iter_hf_tensors(model))
+    faults = [f"{key} is missing, or too much" for key in found.keys() ^ numbers.keys()]
+    return faults + [f"{key} has other values" for key in numbers if not torch.equal(found[key], numbers[key])]

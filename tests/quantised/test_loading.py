@@ -1,0 +1,186 @@
+"""Quantised checkpoints come up as numbers, each rank's part by itself: bitwise as by each element's own scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests import zoo
+from tests.merging.adapters import save_adapter
+from tests.quantised import quantising
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import shardwise
+from shardwise.verbs.merge_adapter import merge_adapter
+
+CONFIG = Qwen3Config(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    zoo.fill(model)
+    folder = tmp_path_factory.mktemp("plain")
+    zoo.save_original(model, folder, max_shard_size="30KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantised(plain, tmp_path_factory):
+    """By kind, a folder and its numbers, made when asked for."""
+    made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
+
+    def of(kind: str):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("quantised")
+            for file in plain.iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+            made[kind] = folder, quantising.quantise(folder, kind)
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("budget", [1 << 14, 1 << 20])
+@pytest.mark.parametrize("kind", quantising.KINDS)
+def test_one_process(quantised, kind, budget, tmp_path):
+    folder, numbers = quantised(kind)
+    assert quantising.go_through(str(folder), numbers, "flat", budget, str(tmp_path)) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size"), [("flat", 2), ("flat", 3), ("shard1", 2), ("hsdp", 4)])
+def test_ranks(worlds, quantised, tmp_path, mesh, size):
+    for kind in quantising.KINDS:
+        folder, numbers = quantised(kind)
+        found = worlds(size).run(quantising.go_through, str(folder), numbers, mesh, 1 << 16, str(tmp_path / kind))
+        assert found == [[]] * size, kind
+
+
+def test_an_adapter_is_merged_into_the_numbers(quantised, plain, tmp_path):
+    folder, numbers = quantised("fp8 blocks")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for file in plain.iterdir():
+        if not file.name.endswith((".safetensors", ".index.json")):
+            (whole / file.name).write_bytes(file.read_bytes())
+    save_file(numbers, whole / "model.safetensors", metadata={"format": "pt"})
+    adapter = save_adapter(whole, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
+    for base, out in ((whole, "wanted"), (folder, "found")):
+        merge_adapter(base, adapter, tmp_path / out, dtype="float32")
+    wanted, found = (
+        {key: value for file in (tmp_path / out).glob("*.safetensors") for key, value in load_file(file).items()}
+        for out in ("wanted", "found")
+    )
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """Experts as gpt-oss stores them, and the numbers that transformers makes of them."""
+    config = GptOssConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    zoo.fill(model)
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    zoo.save_original(model, folder)
+    tensors, generator = {}, torch.Generator().manual_seed(0)
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    numbers = dict(tensors)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(key).shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 140, shape, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        numbers[key] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder, numbers
+
+
+def loaded(folder: str, numbers: dict[str, torch.Tensor]) -> list[str]:
+    options = shardwise.options.LoadOptions(budget_bytes=1 << 16, progress=False)
+    return quantising.differing(shardwise.from_pretrained(folder, options=options), numbers)
+
+
+@pytest.mark.distributed
+def test_mxfp4_is_as_transformers_has_it(worlds, gpt_oss):
+    folder, numbers = gpt_oss
+    assert loaded(str(folder), numbers) == []
+    assert worlds(3).run(loaded, str(folder), numbers) == [[]] * 3
+
+
+def test_the_plan_is_of_numbers(quantised, plain):
+    folder, _ = quantised("fp8 blocks")
+    found, wanted = (shardwise.plan(str(place), ranks=3) for place in (folder, plain))
+    assert [rank.shard_bytes for rank in found.ranks] == [rank.shard_bytes for rank in wanted.ranks]
+    assert sum(rank.read_bytes for rank in found.ranks) < sum(rank.read_bytes for rank in wanted.ranks)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "is quantised in a way that is not known here"),
+        ({"quant_method": "fp8", "weight_block_size": [16]}, "makes no sense"),
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "blocks of 16 x 16, wants"),
+    ],
+)
+def test_another_quantiser(quantised, tmp_path, config, told):
+    folder, _ = quantised("fp8 blocks")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(shardwise.ShardwiseError, match=told):
+        shardwise.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("q_proj.weight_scale_inv", r"q_proj.weight is stored as F8_E4M3, and has no scale"),
+        ("q_proj.weight", r"q_proj.weight_scale_inv is a scale of nothing that is stored"),
+    ],
+)
+def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
+    folder, _ = quantised("fp8 blocks")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    key = f"model.layers.0.self_attn.{lost}"
+    file = tmp_path / index["weight_map"].pop(key)
+    tensors = load_file(file)
+    del tensors[key]
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(shardwise.FormatError, match=told):
+        shardwise.from_pretrained(str(tmp_path))
