@@ -11,9 +11,11 @@ from tests.training import shipped, tiny
 
 from shardwise.errors import ConfigError
 from shardwise.training.chat_options import ChatOptions, Learn
+from shardwise.training.config_sections import TrainConfig
 from shardwise.training.data import read_data
 from shardwise.training.masking import Encoder, Example
 from shardwise.training.rows import Completion, RowError, RowFault, row_of
+from shardwise.training.session import read_rows
 
 HEAD = "{{- '<|im_start|>' + m.role + '\\n' }}"
 TURNS = "{%- for m in messages %}" + HEAD + "BODY{{- '<|im_end|>\\n' }}{%- endfor %}"
@@ -417,3 +419,13 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path
         )
         assert not isinstance(made, RowFault)
         assert shipped.runs(made[0], tokenizer) == ["Ho!<|im_end|>"]
+
+
+def test_a_configuration_says_which_answers_and_which_template(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template("{{- m.content + '!' }}"))
+    rows = tiny.write_rows(tmp_path / "chats.jsonl", {"messages": [HI, HO, AND, BYE]})
+    section = {"train": str(rows), "learn": "last", "chat_template": str(tmp_path / "own.jinja")}
+    config = TrainConfig.model_validate({"model": {"name": "m"}, "data": section, "output": {"directory": "o"}})
+    data, _ = read_rows(config, tiny.tokenizer())
+    [example] = data.examples
+    assert shipped.runs(example, tiny.tokenizer()) == ["Bye!<|im_end|>"]
