@@ -11,9 +11,11 @@ from tests.training import shipped, tiny
 
 from shardwise.errors import ConfigError
 from shardwise.training.chat_options import ChatOptions, Learn
+from shardwise.training.config_sections import TrainConfig
 from shardwise.training.data import read_data
 from shardwise.training.masking import Encoder, Example
 from shardwise.training.rows import Completion, RowError, RowFault, row_of
+from shardwise.training.session import read_rows
 
 HEAD = "{{- '<|im_start|>' + m.role + '\\n' }}"
 TURNS = "{%- for m in messages %}" + HEAD + "BODY{{- '<|im_end|>\\n' }}{%- endfor %}"
@@ -199,6 +201,21 @@ def test_contents_in_parts_are_learned_in_the_form_that_the_template_takes() -> 
     assert learned({"messages": [HI, HO]}, only_parts) == ["Ho<|im_end|>"]
 
 
+@pytest.mark.parametrize("text", [tiny.MARKED, tiny.UNMARKED, tiny.FORGETFUL])
+def test_answers_as_the_whole_chat_has_them_are_one_example(text: str) -> None:
+    """Also where it does not have them as they were said."""
+    last = "(thought)" if text is tiny.FORGETFUL else ""
+    for content in ("Ho", "x", "", "(thought)"):
+        row = {"messages": [HI, message("assistant", content), AND, BYE]}
+        assert learned(row, text, Learn.AS_READ) == [f"{content}<|im_end|>", f"{last}Bye<|im_end|>"]
+        assert len(encode(row, text, Learn.AS_READ)) == 1
+        followed = {"messages": [*row["messages"], HI]}
+        assert learned(followed, text, Learn.AS_READ) == [f"{content}<|im_end|>", "Bye<|im_end|>"]
+    lost = template("{{- m.content if loop.last else m.content.split('-')[0] }}")
+    row = {"messages": [HI, message("assistant", "Well -\nHo - all"), AND, BYE]}
+    assert "messages[1] as it was said once more" in str(encode(row, lost.replace("'-'", "' - '"), Learn.AS_READ))
+
+
 # Where an answer begins and ends
 
 
@@ -271,6 +288,8 @@ def test_an_answer_is_what_the_model_would_have_to_write(text: str) -> None:
     assert learned({"messages": [HI, HO, AND, BYE]}, text) == expected
     assert learned({"messages": [HI, HO, AND, BYE]}, text, Learn.LAST) == expected[1:]
     assert learned({"messages": [AND, BYE]}, text) == expected[1:]
+    as_read = learned({"messages": [HI, HO, AND, BYE]}, text, Learn.AS_READ)
+    assert as_read == [expected[0].replace("<|endoftext|>", "<|im_end|>"), expected[1]]
     assert learned({"messages": [AND, HO, HI, BYE]}, text) == expected
 
 
@@ -400,3 +419,13 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path
         )
         assert not isinstance(made, RowFault)
         assert shipped.runs(made[0], tokenizer) == ["Ho!<|im_end|>"]
+
+
+def test_a_configuration_says_which_answers_and_which_template(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template("{{- m.content + '!' }}"))
+    rows = tiny.write_rows(tmp_path / "chats.jsonl", {"messages": [HI, HO, AND, BYE]})
+    section = {"train": str(rows), "learn": "last", "chat_template": str(tmp_path / "own.jinja")}
+    config = TrainConfig.model_validate({"model": {"name": "m"}, "data": section, "output": {"directory": "o"}})
+    data, _ = read_rows(config, tiny.tokenizer())
+    [example] = data.examples
+    assert shipped.runs(example, tiny.tokenizer()) == ["Bye!<|im_end|>"]
