@@ -199,6 +199,21 @@ def test_contents_in_parts_are_learned_in_the_form_that_the_template_takes() -> 
     assert learned({"messages": [HI, HO]}, only_parts) == ["Ho<|im_end|>"]
 
 
+@pytest.mark.parametrize("text", [tiny.MARKED, tiny.UNMARKED, tiny.FORGETFUL])
+def test_answers_as_the_whole_chat_has_them_are_one_example(text: str) -> None:
+    """Also where it does not have them as they were said."""
+    last = "(thought)" if text is tiny.FORGETFUL else ""
+    for content in ("Ho", "x", "", "(thought)"):
+        row = {"messages": [HI, message("assistant", content), AND, BYE]}
+        assert learned(row, text, Learn.AS_READ) == [f"{content}<|im_end|>", f"{last}Bye<|im_end|>"]
+        assert len(encode(row, text, Learn.AS_READ)) == 1
+        followed = {"messages": [*row["messages"], HI]}
+        assert learned(followed, text, Learn.AS_READ) == [f"{content}<|im_end|>", "Bye<|im_end|>"]
+    lost = template("{{- m.content if loop.last else m.content.split('-')[0] }}")
+    row = {"messages": [HI, message("assistant", "Well -\nHo - all"), AND, BYE]}
+    assert "messages[1] as it was said once more" in str(encode(row, lost.replace("'-'", "' - '"), Learn.AS_READ))
+
+
 # Where an answer begins and ends
 
 
@@ -271,6 +286,8 @@ def test_an_answer_is_what_the_model_would_have_to_write(text: str) -> None:
     assert learned({"messages": [HI, HO, AND, BYE]}, text) == expected
     assert learned({"messages": [HI, HO, AND, BYE]}, text, Learn.LAST) == expected[1:]
     assert learned({"messages": [AND, BYE]}, text) == expected[1:]
+    as_read = learned({"messages": [HI, HO, AND, BYE]}, text, Learn.AS_READ)
+    assert as_read == [expected[0].replace("<|endoftext|>", "<|im_end|>"), expected[1]]
     assert learned({"messages": [AND, HO, HI, BYE]}, text) == expected
 
 

@@ -194,6 +194,16 @@ def test_answers_are_what_the_template_writes_at_their_turns(name: str) -> None:
         assert len(made) == 1 or kind == "calls, then more" or name in REWRITING.get(kind, ()), kind
         [last] = shipped.runs(encoded(template, kind, Learn.LAST)[0], tokenizer)  # type: ignore[index]
         assert last == learned[-1]
+        as_read = encoded(template, kind, Learn.AS_READ)
+        assert not isinstance(as_read, RowFault), (kind, as_read.cause)
+        assert len(as_read) == 1
+        for run, message in zip(
+            shipped.runs(as_read[0], tokenizer),
+            (message for message in row["messages"] if message["role"] == "assistant"),
+            strict=True,
+        ):
+            assert (message["content"] or '"Paris"').strip('"') in run, (kind, run)
+            assert len(run) <= max(map(len, learned))
 
 
 HANDED = (ASSISTANT, TOOL_ENDED, "<|start|>assistant", "\n", "<think>\n\n</think>\n\n", "<think>\n", "<think>", "")

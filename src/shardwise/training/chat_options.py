@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 
 class Learn(enum.Enum):
-    """Which answers of a chat are learned."""
+    """Which answers of a chat are learned; see [Note: What is learned of a chat]."""
 
     ALL = "all"
+    """Each as it was said at its turn, in as many examples as that takes."""
     LAST = "last"
+    """The last one."""
+    AS_READ = "as_read"
+    """Each as it stands in the whole chat, in one example, be it rewritten there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ reasoning of earlier answers; gpt-oss ends the last answer by another token than
 writes of an earlier answer in a whole chat is what a model reads, not what it writes, and learning it would unlearn
 the reasoning. So the answers of a chat share one example as far as they stand in it as they would have been
 written; those that do not have another, which ends with the last of them. An agent's many calls in one turn of the
-user are usually one example, and each turn of the user one more. ``Learn.LAST`` wants the last answer alone.
+user are usually one example, and each turn of the user one more. ``Learn.LAST`` wants the last answer alone, and
+``Learn.AS_READ`` all of them where they stand in the whole chat, for whoever prefers fewer tokens to exact turns.
 
 *Where an answer begins*: behind the prompt for it. Where the template's own rendering does not go on from its
 prompt (DeepSeek asks with ``<think>`` and writes answers without), behind what both have in common that does not
@@ -118,6 +119,10 @@ class ChatReader:
                     "which is to be learned; give data.chat_template one that writes it"
                 )
             place = next((other for other in (shared[-1], shared[0]) if turn.is_in(other.text)), None)
+            if place is None and self.learn is Learn.AS_READ and not turn.text.startswith(whole.text.rstrip()):
+                place = shared[-1]
+                place.spans += reversed(self._as_read(script, place.text, index, turn))
+                continue
             if place is None:
                 place = _SharedText(turn.text)
                 shared.append(place)
@@ -203,7 +208,7 @@ class ChatReader:
             first, last = (marks[0][0], marks[-1][1]) if marks else (start, start)
             return _Answer(text, marks, last if end is None else min(last, end), text[min(first, start) :])
         if end is None:
-            opening = self._opening(bool(script.messages[index].get("tool_calls")))
+            opening = self._opening("tool" if script.messages[index].get("tool_calls") else "user")
             text = text.rstrip() + opening if opening else text
             end = len(text)
         return _Answer(text, ((start, end),), end, text[start:end])
@@ -228,31 +233,55 @@ class ChatReader:
     def _start(self, script: Script, text: str, prompt: str | None, index: int) -> int:
         """Where an answer begins that does not go on from the prompt for it."""
         shared = len(text) if prompt is None else _common(prompt, text)
-        message = script.messages[index]
-        content = message.get("content")
-        other = "y" if str(content).lstrip().startswith("x") else "x"
-        others = [
-            *script.messages[:index],
-            {
-                "role": message["role"],
-                "content": [{"type": "text", "text": other}] if isinstance(content, list) else other,
-            },
-        ]
-        try:
-            changed = Script(self.template, script.variables, others).written(len(others)).text
-        except RowError:
+        changed = self._saying_else(script, index, index + 1)
+        if changed is None:
             return shared if prompt is not None else 0
         return min(shared, _common(changed, text))
 
-    def _find_opening(self, after_calls: bool) -> str:  # noqa: FBT001
-        """The special token with which the message after an answer begins; nothing where it begins otherwise."""
+    def _saying_else(self, script: Script, index: int, count: int) -> str | None:
+        """The first ``count`` messages as they are written if an answer has another content, and no reasoning."""
+        message = script.messages[index]
+        content = message.get("content")
+        other = "y" if str(content).lstrip().startswith("x") else "x"
+        said = {name: value for name, value in message.items() if name not in REASONING}
+        said["content"] = [{"type": "text", "text": other}] if isinstance(content, list) else other
+        if count == index + 1:
+            said.pop("tool_calls", None)  # where nothing answers them
+        messages = [*script.messages[:index], said, *script.messages[index + 1 : count]]
+        try:
+            return Script(self.template, script.variables, messages).written(count).text
+        except RowError:
+            return None
+
+    def _as_read(self, script: Script, text: str, index: int, turn: _Answer) -> tuple[Span, ...]:
+        """An answer where it stands in the whole chat, which the template does not write as it was said.
+
+        It begins where another one would make the first difference, and is the end of what was said, or that with
+        another special token behind it.
+        """
+        changed = self._saying_else(script, index, len(script.messages))
+        start = 0 if changed is None else _common(changed, text)
+        ending = next((token for token in self.special if turn.said.rstrip().endswith(token)), "")
+        for said, following in ((turn.said, ("",)), (turn.said.rstrip().removesuffix(ending), self.special)):
+            for place in range(len(said) if changed is not None else 0):
+                stop = start + len(said) - place
+                last = next((token for token in following if text.startswith(token, stop)), None)
+                if last is not None and text.startswith(said[place:], start):
+                    return ((start, stop + len(last)),)
+        raise RowError(
+            f"the chat template does not write messages[{index}] as it was said once more has been said, nor the "
+            "end of it; give data.learn=all, which learns it by itself"
+        )
+
+    def _find_opening(self, role: str) -> str:
+        """The special token with which a message after an answer begins; nothing where it begins otherwise."""
         answer: Message = {"role": "assistant", "content": "x"}
-        if after_calls:
+        if role == "tool":
             answer = {**answer, "tool_calls": [{"type": "function", "function": {"name": "x", "arguments": {}}}]}
         messages = [
             {"role": "user", "content": "x"},
             answer,
-            {"role": "tool" if after_calls else "user", "content": "x"},
+            {"role": role, "content": "x"},
         ]
         script = Script(self.template, self.variables, messages)
         try:

@@ -140,7 +140,8 @@ class DataSection(Section):
     With ``streaming`` rows are read while they are trained on, and shuffled ``shuffle_buffer`` at a time.
 
     ``chat_template`` is a path to a Jinja file, or the name of one of the tokenizer's templates; null: the
-    tokenizer's own. ``learn``: all answers of a chat, or the last one.
+    tokenizer's own. ``learn``: all answers of a chat, the last one, or all as the whole chat
+    has them.
     """
 
     train: Words | Annotated[list[Words | DataSetSection], Field(min_length=1)]
@@ -159,7 +160,7 @@ class DataSection(Section):
     packing: bool = False
     on_malformed: Literal["refuse", "skip"] = "refuse"
     chat_template: Words | None = None
-    learn: Literal["all", "last"] = "all"
+    learn: Literal["all", "last", "as_read"] = "all"
 
     @model_validator(mode="after")
     def _knows_its_rows(self) -> DataSection:
