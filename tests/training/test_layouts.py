@@ -184,6 +184,8 @@ def test_a_file_may_hold_several_layouts(tmp_path: Path) -> None:
         read_data(file, tiny.tokenizer(), max_length=64)
     assert "2 rows cannot be used" in str(caught.value)
     assert "line 6: it has both 'messages' and 'text'" in str(caught.value)
+    assert "line 7: it has 'rubbish'; wanted are messages, or conversations" in str(caught.value)
+    assert "data.columns renames" in str(caught.value)
     found = read_data(file, tiny.tokenizer(), max_length=64, malformed=SkipRows())
     assert found.layouts == {"messages": 1, "sharegpt": 1, "alpaca": 1, "completion": 1, "text": 1}
     chats = [tiny.tokenizer().decode(found.examples[number].tokens) for number in range(3)]

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
@@ -127,6 +129,41 @@ def test_blocks_of_any_size_are_the_whole_file(tmp_path: Path, nbytes: int) -> N
         assert values_of(file, nbytes) == whole
         if nbytes == 1 and not isinstance(file, Parquet):  # whose groups are not cut into single rows
             assert len(list(file.blocks(1, RowWords()))) == 7
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=4), _JSON, max_size=3), max_size=6),
+    nbytes=st.integers(1, 60),
+    indent=st.sampled_from([None, 0, 2]),
+    is_ascii=st.booleans(),
+)
+def test_any_array_is_cut_where_elements_end(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], nbytes: int, indent: int | None, is_ascii: bool
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.json"
+    file.write_text(json.dumps(rows, indent=indent, ensure_ascii=is_ascii), "utf-8", "surrogatepass")
+    assert values_of(JsonArray(str(file)), nbytes) == list(enumerate(rows, start=1))
+
+
+@given(
+    rows=st.lists(st.tuples(st.text('a", \n\r', max_size=6), st.text("é", min_size=1, max_size=2)), max_size=8),
+    nbytes=st.integers(1, 40),
+)
+def test_any_csv_is_cut_where_records_end(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], nbytes: int
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.csv"
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened, quoting=csv.QUOTE_ALL).writerows([["text", "prompt"], *rows])
+    expected = [{"text": text, "prompt": prompt} if text else {"prompt": prompt} for text, prompt in rows]
+    assert values_of(Csv(str(file)), nbytes) == list(enumerate(expected, start=1))
 
 
 def test_empty_lines_count_as_places(tmp_path: Path) -> None:

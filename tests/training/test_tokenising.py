@@ -56,11 +56,11 @@ def test_several_processes_make_what_one_makes(tmp_path: Path, pools: list[Encod
     tiny.write_rows(tmp_path / "a.jsonl", *rows[:30])
     (tmp_path / "b.json").write_text(json.dumps(rows[30:50]))
     write_table(arrow.Table.from_pylist(rows[50:]), tmp_path / "c.parquet", row_group_size=2)
-    files = [tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "c.parquet"]
+    files = f"{tmp_path}/*"
     expected = read(files, Effort())
     assert pools == []
     found = read(files, MANY)
-    assert [pool.size for pool in pools] == [2, 2, 2]
+    assert [pool.size for pool in pools] == [2]
     assert alive([pid for pool in pools for pid in pool.pids]) == []
     assert found.examples.digest == expected.examples.digest
     assert found.examples.lines.tolist() == expected.examples.lines.tolist()

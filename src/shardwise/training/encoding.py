@@ -73,7 +73,7 @@ class EncodedBlock:
 
 
 @dataclass
-class _Made:
+class _EncodedRows:
     """What has been made of a block so far."""
 
     examples: list[Example] = field(default_factory=list)
@@ -111,7 +111,7 @@ def encode_block(block: RowBlock, encoding: Encoding) -> EncodedBlock:
     Raises:
         ConfigError: it cannot be read, or the tokenizer has no chat template, which its rows need.
     """
-    found, made = block.read(), _Made()
+    found, made = block.read(), _EncodedRows()
     rows: list[Row] = []
     layouts: Counter[LayoutName] = Counter()
     for place, value in found.rows:

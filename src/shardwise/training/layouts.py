@@ -102,7 +102,7 @@ class RowWords:
     def in_ours(self, value: object) -> tuple[LayoutName | None, object]:
         """A row in the words of :func:`~shardwise.training.rows.row_of`, and the layout it had.
 
-        What is no object, or of no layout, comes back as it is, for that function to refuse.
+        What is no object comes back as it is, for that function to refuse.
 
         Raises:
             RowError: it can be read in two ways, or is not of the layout asked for, or not as that has it.
@@ -112,7 +112,7 @@ class RowWords:
         row = self._renamed({key: found for key, found in value.items() if found is not None})
         layout = _layout_of(row) if self.layout is None else self._layout_asked(row)
         if layout is None:
-            return None, row
+            raise RowError(f"it has {', '.join(map(repr, row)) or 'nothing'}; wanted are {WANTED}")
         row = {key: _of_json(key, found) for key, found in row.items()}
         match layout:
             case "messages":
