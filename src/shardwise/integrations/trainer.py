@@ -1,0 +1,298 @@
+"""``ShardwiseTrainer``: the Hugging Face Trainer, or one of TRL's, whose checkpoints are ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.checkpoints import randomness
+from shardwise.checkpoints.checkpointer import Checkpointer
+from shardwise.checkpoints.modes import KeepAll
+from shardwise.checkpoints.state import TrainState, in_words
+from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
+from shardwise.execution.ranks.watched_collectives import naming_the_lost
+from shardwise.execution.ranks.world import World
+from shardwise.integrations import trainer_compat as compat
+from shardwise.integrations import trainer_runs as folders
+from shardwise.integrations.trainer_events import AgreedEvents
+from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
+from shardwise.integrations.trainer_runs import FromFolder, FromNewest, FromNothing, TrainerFacts, WhereFrom
+from shardwise.interchange.trainer_beside import LeaveRandom
+from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
+from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+_log = logging.getLogger(__name__)
+
+_MODEL_ALONE = "the model alone"
+
+
+class ShardwiseTrainer(_Trainer):
+    """Put before a Trainer class; its checkpoints then are resumable, on any number of ranks.
+
+    ::
+
+        class MyTrainer(ShardwiseTrainer, SFTTrainer): ...
+
+        trainer = MyTrainer(model=for_trainer(model), args=SFTConfig(...), ...)
+        trainer.train(resume_from_checkpoint=True)
+
+    What arguments mean stays as it is (``save_steps``, ``save_total_limit``, ``save_only_model``,
+    ``load_best_model_at_end``). What is new, see docs/trainer.md: every rank writes its own bytes; a checkpoint
+    counts from one step on, and nothing that counts is lost by a kill; an output folder of another run is an error;
+    what a callback raises on one rank is raised on all.
+
+    Raises:
+        ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_doors.for_trainer`, or the
+            arguments would have it sharded again, or trained by each rank alone.
+    """
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
+        given = given_arguments(after, positional, keywords)
+        with World.current(call="ShardwiseTrainer") as world:
+            world.together(lambda: require_trainable(type(self), given, world))
+        self._asked_for: list[bool] = []
+        """``save_only_model``, as it was."""
+        try:
+            super().__init__(*positional, **keywords)
+        finally:
+            for value in self._asked_for:
+                self.args.save_only_model = value
+        world = World.current(call="the Trainer's callbacks")
+        events = AgreedEvents(
+            self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
+        )
+        vars(self.callback_handler)["call_event"] = events
+        self._numbers: dict[str, Any] | None = None
+        """States of generators of random numbers, to be set once the data are where they were."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer does; and refuse what would shard the model again."""
+        super().create_accelerator_and_postprocess()
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if self.args.world_size != size:
+            raise ConfigError(
+                f"accelerate counts {self.args.world_size} processes, and the model's process group has {size} "
+                "ranks, so that all ranks would train on the same rows; launch by torchrun or accelerate launch, "
+                "and on CPUs pass use_cpu=True"
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise already_sharded(
+                "ACCELERATE_USE_FSDP, or accelerate's configuration," if self.is_fsdp_enabled else "deepspeed"
+            )
+        # The Trainer refuses resumable checkpoints of models that are sharded already; these here are. What was
+        # asked for is put back once it has been made.
+        self._asked_for.append(self.args.save_only_model)
+        self.args.save_only_model = True
+
+    # Training
+
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **keywords: Any) -> Any:
+        """As the Trainer does. Collective: yes.
+
+        Args:
+            resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir`` that was completed.
+            *others: as of the Trainer's.
+            **keywords: as of the Trainer's.
+
+        Raises:
+            ConfigError: there is nothing to go on from; checkpoints of another run are in the way; the checkpoint
+                is of another kind of tuning, or of steps with another number of rows.
+            RankLostError: a rank is lost, or has run out of memory.
+
+        These are the same on every rank.
+        """
+        run, asked = self._run, _where_from(resume_from_checkpoint)
+        with World.current(call="Trainer.train") as world:
+            world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
+            beginning = world.from_first(lambda: folders.beginning_of(run, asked))
+            source = beginning.source
+            if source is not None:
+                facts = world.from_first(lambda: folders.facts_of(source))
+                world.together(lambda: self._require_same(facts, source))
+            world.from_first(lambda: folders.remove_left(run, beginning))
+        watched = World.current(call="the Trainer's steps")
+        if watched.size > 1:
+            watched.together(lambda: None)
+        try:
+            with naming_the_lost(watched, self._where, _tell_stuck):
+                return super().train(None if source is None else str(source), *others, **keywords)
+        finally:
+            self.is_in_train = False
+
+    def _where(self) -> str:
+        return f"in step {self.state.global_step + 1}"
+
+    @property
+    def _run(self) -> Path:
+        assert self.args.output_dir is not None, "the Trainer's arguments have a default"
+        return Path(self.args.output_dir)
+
+    @property
+    def _trained(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module), "it has been looked at"
+        return self.model
+
+    def _require_same(self, facts: TrainerFacts, source: Path) -> None:
+        what = f"resume_from_checkpoint={str(source)!r}"
+        holds = in_words(self._only())
+        if facts.holds not in (holds, _MODEL_ALONE):
+            raise CoverageError(
+                f"{what}: holds the state of {facts.holds}, and this training has {holds}; resume it with the "
+                "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
+            )
+        rows = self.get_total_train_batch_size(self.args)
+        if rows != facts.rows_per_step and not self.args.ignore_data_skip:
+            raise ConfigError(
+                f"{what}: was saved with {facts.rows_per_step} rows in a step, and this training has {rows} "
+                "(per_device_train_batch_size * gradient_accumulation_steps * ranks; then there were "
+                f"{facts.world_size} ranks), so that its place in the data cannot be found; have as many rows in "
+                "a step, or pass ignore_data_skip=True"
+            )
+
+    # Saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        run = Path(self._get_output_dir(trial=trial))
+        folder = folders.folder_of(run, step)
+        limit = self.args.save_total_limit
+        with World.current(call="Trainer._save_checkpoint") as world:
+            world.from_first(lambda: folders.begin(folder))
+            self.args.save_total_limit = None  # what is older goes when the new one counts
+            try:
+                failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
+            finally:
+                self.args.save_total_limit = limit
+            _raise_together(world, failure)
+            holds = _MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            rows = self.get_total_train_batch_size(self.args)
+            facts = TrainerFacts(step, holds, rows, world.size)
+            world.from_first(lambda: folders.complete(folder, facts))
+            world.from_first(lambda: self._remove_older(run, limit))
+
+    def _remove_older(self, run: Path, limit: int | None) -> None:
+        kinds = folders.checkpoints_in(run)
+        complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
+        best = self.state.best_model_checkpoint
+        kept = next(
+            (step for step in complete if best and Path(best).name == folders.folder_of(run, step).name), None
+        )
+        for step in folders.steps_to_remove(complete, limit, kept):
+            folders.remove(folders.folder_of(run, step))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The model by all ranks, what is beside it by the first. Collective: yes."""
+        failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save(output_dir, state_dict))
+        with World.current(call="Trainer.save_model") as world:
+            _raise_together(world, failure)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with Checkpointer(Path(output_dir) / folders.STATE_FOLDER, keep=KeepAll(), only=self._only()) as keeper:
+            keeper.save(self.state.global_step, self._training_state())
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """It is in the state."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """It is in the state."""
+
+    # Going on
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
+        folder = Path(resume_from_checkpoint)
+        with World.current(call="Trainer.train") as world:
+            facts = world.from_first(lambda: folders.facts_of(folder))
+        if facts.holds == _MODEL_ALONE:
+            _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
+            load_trainer_checkpoint(self._trained, folder, random_numbers=LeaveRandom())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / folders.STATE_FOLDER).is_dir():
+            return
+        with Checkpointer(Path(checkpoint) / folders.STATE_FOLDER, keep=KeepAll(), only=self._only()) as keeper:
+            report = keeper.restore(self._training_state())
+        self._numbers = randomness.take_down()
+        _log.info("%s", report)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """It is in the state."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:  # noqa: ARG002
+        """Now that batches have been passed over, which draws."""
+        if self._numbers is not None:
+            randomness.put_back(self._numbers, "random numbers")
+            self._numbers = None
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        load_trainer_checkpoint(
+            self._trained, best, adapter=self._adapter() or "default", random_numbers=LeaveRandom()
+        )
+
+    # What of the training is kept
+
+    def _adapter(self) -> str | None:
+        """The adapter that is trained, where there is one."""
+        model: Any = self._trained
+        return str(model.active_adapters[0]) if has_adapters(model) else None
+
+    def _only(self) -> Selection:
+        adapter = self._adapter()
+        return Everything() if adapter is None else AdapterOnly(adapter)
+
+    def _training_state(self) -> TrainState:
+        schedule: Any = self.lr_scheduler
+        scaler = getattr(self.accelerator, "scaler", None)
+        return TrainState(
+            self._trained,
+            compat.plain_optimizer(self.optimizer),
+            () if schedule is None else schedule,
+            scaler=scaler,
+            user={"global_step": self.state.global_step},
+        )
+
+
+def _where_from(asked: Any) -> WhereFrom:
+    """What ``resume_from_checkpoint`` says."""
+    if asked is True:
+        return FromNewest()
+    return FromFolder(Path(asked)) if asked else FromNothing()
+
+
+def _failure_of(action: Callable[[], object]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _raise_together(world: World, failure: Exception | None) -> None:
+    """Raise on all ranks what one has met with; on that one, as it was. Collective: yes."""
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    try:
+        world.together(fail)
+    except ShardwiseError as told:
+        if failure is not None and not isinstance(told, RankLostError):
+            raise failure from told
+        raise
+
+
+def _tell_stuck(lost: RankLostError) -> None:
+    _log.error("%s; this rank waits for it in a collective until the process group's timeout", lost)

@@ -1,0 +1,105 @@
+"""The one file that knows the unexported names of transformers' Trainer, and of TRL's trainers.
+
+Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model that is sharded already) and TRL
+1.16. A name that is gone is one error when this file is imported; what each means is asserted by
+``tests/canary``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import KnownNames
+
+with KnownNames("transformers", "5.19 to 5.23"):
+    from transformers import Trainer
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.fsdp import is_fsdp_managed_module as is_fsdp_managed_module
+    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+
+    for _owner, _names in (
+        (PreTrainedModel, ("is_distributed_loading_by_transformers", "_is_distributed_loading_by_transformers")),
+        (Trainer, ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler")),
+        (Trainer, ("_load_best_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state")),
+        (Trainer, ("_save", "_save_scaler", "_get_output_dir", "_sync_replicated_trainable_parameters")),
+        (Trainer, ("create_accelerator_and_postprocess", "get_total_train_batch_size")),
+        (CallbackHandler, ("call_event",)),
+    ):
+        for _name in _names:
+            getattr(_owner, _name)
+
+_MARK = "_is_distributed_loading_by_transformers"
+_MANAGED = "_is_fsdp_managed_module"
+_CONFIG = "distributed_config"
+_HOOKED = "_replicated_grad_hook_registered"
+REFERENCE = "ref"
+"""What TRL calls the frozen copy of an adapter that it compares with."""
+
+
+def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
+    """Have the Trainer take a model as one that owns its placement and its gradients' exchange.
+
+    ``_tp_size`` and ``_fsdp_size`` are left alone: PEFT's saving and generation read them, and the Trainer does not
+    need them.
+    """
+    setattr(model, _MARK, True)
+    config: Any = model.config
+    setattr(config, _CONFIG, DistributedConfig(dp_replicate_size=replicas))
+    if by_fsdp:
+        setattr(model, _MANAGED, True)
+
+
+def close_door(model: PreTrainedModel) -> None:
+    """What a model was before; that FSDP2 looks after it stays known, since it does."""
+    vars(model).pop(_MARK, None)
+    vars(model.config).pop(_CONFIG, None)
+
+
+def is_open(model: nn.Module) -> bool:
+    """Whether the Trainer would take this model so."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def leave_gradient_alone(parameter: torch.Tensor) -> None:
+    """The Trainer is not to average this parameter's gradient once more."""
+    setattr(parameter, _HOOKED, True)
+
+
+def may_average_again(parameter: torch.Tensor) -> None:
+    """Undo it."""
+    vars(parameter).pop(_HOOKED, None)
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of accelerate's."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    found: torch.optim.Optimizer = optimizer
+    return found
+
+
+def is_of_trl(trainer_class: type) -> bool:
+    """Whether a trainer is one of TRL's, which read the head's weight without calling it."""
+    return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
+
+
+def wants_reference(trainer_class: type) -> bool:
+    """Whether a trainer compares with a reference model, which TRL makes of the model's name if it gets none."""
+    return is_of_trl(trainer_class) and "ref_model" in _parameters(trainer_class)
+
+
+def _parameters(trainer_class: type) -> set[str]:
+    import inspect
+
+    found: set[str] = set()
+    for kind in trainer_class.__mro__:
+        if "__init__" in vars(kind) and kind.__module__.startswith("trl."):
+            found |= set(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
+    return found

@@ -1,0 +1,179 @@
+"""``for_trainer``: what the Hugging Face Trainer, and TRL's, look for at a model that is sharded already.
+
+[Note: Doors] The Trainer leaves a model alone that transformers itself has sharded while loading: it neither
+moves nor wraps it, and puts gradients off between micro-batches by FSDP2's own switch. It tells such a model by
+a mark. A model of ours has the same properties, so it gets the same mark, and three things more, which are
+attributes of the one object that the Trainer is given and hide the methods of its class: ``save_pretrained``,
+which would gather, and which PEFT has copy tensors that are elsewhere; for an adapter that is sharded
+``get_parameter``, by which TRL fills the frozen copy that it compares with ([Note: References] in
+``trl_reference``); and on each whole parameter whose gradient ranks average already, the mark that the Trainer
+need not.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.moving.group_gather import gather_in_windows
+from shardwise.execution.ranks.world import World
+from shardwise.integrations import trainer_compat as compat
+from shardwise.integrations.trl_reference import fill_reference
+from shardwise.models.replicated import average_replicated_gradients, is_averaged
+from shardwise.models.selection import has_adapters
+from shardwise.models.view import without_compile
+from shardwise.training.synchronised import few, require_synchronised
+from shardwise.verbs.save import save
+from shardwise.verbs.save_adapter import save_adapter
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_REPLACED = ("save_pretrained", "get_parameter")
+
+
+def for_trainer(model: ModelT) -> ModelT:
+    """Have the Hugging Face ``Trainer``, and TRL's trainers, take a sharded model as it is.
+
+    The same model is returned, with marks that :func:`undo_for_trainer` removes; see docs/trainer.md. To have the
+    Trainer's checkpoints resumable, use :class:`~shardwise.integrations.trainer.ShardwiseTrainer` as well.
+
+    From then on ``model.save_pretrained(folder)`` is a collective of all ranks, and writes as ``shardwise.save``
+    or, of a PEFT model, ``shardwise.save_adapter`` does.
+
+    Collective: yes, over the default process group, whose ranks are those of the model's mesh.
+
+    Args:
+        model: of transformers, or PEFT's around one; brought up by ``from_pretrained``, ``shard`` or by
+            ``fully_shard`` alone. In one process without a process group, any model.
+
+    Raises:
+        ConfigError: it is no such model, is what ``torch.compile`` returns, is not sharded, or has parameters that
+            each rank would train for itself.
+        PlacementError: it has tensors on meta.
+
+    Every error is the same on every rank.
+    """
+    with World.current(call="for_trainer") as world:
+        inner = world.together(lambda: _require_fit(model, world))
+        mesh = next((item.device_mesh for item in inner.parameters() if isinstance(item, DTensor)), None)
+        if mesh is not None:
+            average_replicated_gradients(model, mesh)
+        world.together(lambda: require_synchronised(model, world))
+        if mesh is not None and mesh.device_type == "cpu":
+            gather_in_windows(model, world)
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    compat.open_door(inner, replicas, by_fsdp=mesh is not None)
+    for parameter in model.parameters():
+        if is_averaged(parameter):
+            compat.leave_gradient_alone(parameter)
+    held = vars(model)
+    held["save_pretrained"] = _Saving(model)
+    if has_adapters(model) and mesh is not None:
+        held["get_parameter"] = lambda name: fill_reference(type(model).get_parameter(model, name), name)
+    return model
+
+
+def undo_for_trainer(model: ModelT) -> ModelT:
+    """Remove what :func:`for_trainer` has put on a model; the same model. Collective: no."""
+    compat.close_door(_inner(model))
+    for name in _REPLACED:
+        vars(model).pop(name, None)
+    for parameter in model.parameters():
+        compat.may_average_again(parameter)
+    return model
+
+
+def is_for_trainer(model: object) -> bool:
+    """Whether :func:`for_trainer` has seen to this model."""
+    return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _Saving)
+
+
+class _Saving:
+    """``save_pretrained`` of a model that the Trainer has. Collective: yes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,  # noqa: ARG002, FBT001, FBT002 - as transformers has it
+        state_dict: dict[str, Any] | None = None,
+        max_shard_size: int | str = "50GB",
+        safe_serialization: bool = True,  # noqa: FBT001, FBT002
+        **others: Any,
+    ) -> None:
+        asked = {name: value for name, value in others.items() if value}
+        if state_dict is not None or not safe_serialization or asked:
+            named = ["state_dict"] * (state_dict is not None) + ["safe_serialization"] * (not safe_serialization)
+            raise ConfigError(
+                f"save_pretrained({', '.join([*named, *sorted(asked)])}) of a model that for_trainer has seen to: "
+                "every rank writes its own bytes as safetensors, and nothing else can be asked for; call "
+                "shardwise.save(...), or undo_for_trainer(model) first"
+            )
+        if not has_adapters(self.model):
+            save(self.model, save_directory, max_shard_size=max_shard_size)
+            return
+        adapters: Any = self.model.peft_config
+        for name in adapters:
+            if name != compat.REFERENCE:
+                place = save_directory if name == "default" else os.path.join(save_directory, name)
+                save_adapter(self.model, place, adapter=name)
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers inside of PEFT's."""
+    found: Any = model
+    while has_adapters(found) and not isinstance(found, PreTrainedModel):
+        found = found.get_base_model()
+    if not isinstance(found, PreTrainedModel):
+        raise ConfigError(
+            f"for_trainer({type(model).__name__}): is no model of transformers, nor PEFT's around one; the Trainer "
+            "tells models that are sharded by what transformers says of them"
+        )
+    return found
+
+
+def _require_fit(model: nn.Module, world: World) -> PreTrainedModel:
+    """The model of transformers in this one, which the Trainer can train.
+
+    Raises:
+        ConfigError, PlacementError: it cannot.
+    """
+    if without_compile(model) is not model:
+        raise ConfigError(
+            "for_trainer was given what torch.compile returns; pass the model itself, and have its blocks "
+            "compiled: from_pretrained(sharding=Sharding(compiling=CompileBlocks()))"
+        )
+    inner = _inner(model)
+    on_meta = [name for name, item in [*model.named_parameters(), *model.named_buffers()] if item.is_meta]
+    if on_meta:
+        raise PlacementError(
+            f"{few(on_meta)}: on meta, and the Trainer's optimizer would be made of what has no memory; load the "
+            "model first (from_pretrained, or shardwise.load), then call for_trainer"
+        )
+    if world.size > 1 and not any(isinstance(module, FSDPModule) for module in inner.modules()):
+        raise ConfigError(
+            f"for_trainer({type(inner).__name__}): is not sharded, and {world.size} ranks train it together; bring "
+            "it up by shardwise.from_pretrained(...), or call shardwise.shard(model) before"
+        )
+    meshes = {tuple(item.device_mesh.shape) for item in inner.parameters() if isinstance(item, DTensor)}
+    if len(meshes) > 1:
+        raise ConfigError(
+            f"for_trainer({type(inner).__name__}): its parameters are on several meshes ({sorted(meshes)}), and "
+            "the Trainer gives every rank rows of its own; shard it on one mesh of all ranks, with an axis for "
+            "replicas"
+        )
+    if compat.is_open(inner) and not is_for_trainer(model):
+        raise ConfigError(
+            f"for_trainer({type(inner).__name__}): transformers has sharded it (from_pretrained with a "
+            "distributed_config), so the Trainer takes it as it is; for resumable checkpoints bring it up by "
+            "shardwise.from_pretrained(...)"
+        )
+    return inner

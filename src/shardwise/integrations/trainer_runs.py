@@ -1,0 +1,288 @@
+"""What lies in an output folder of the Trainer's, and what follows: where to go on, what counts, what may go.
+
+[Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it,
+the state of the training under ``state`` (a checkpoint of
+:class:`~shardwise.checkpoints.checkpointer.Checkpointer`), and ``trainer_state.json``. It counts once
+``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable. A folder is
+begun by ``shardwise.begun``, so that what a kill has left is told from what somebody else has put there: the
+first is removed by whoever saves that step again, the second is an error. Removing goes the other way round:
+first what makes it count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeAlias
+
+from shardwise.errors import ConfigError, FormatError, StorageError
+from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
+from shardwise.interchange.trainer_folder import STATE_FILE
+
+FACTS_FILE = "shardwise.trainer.json"
+BEGUN_FILE = "shardwise.begun"
+STATE_FOLDER = "state"
+_FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
+_MOST_BYTES = 1 << 16
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFacts:
+    """What must be known of a checkpoint before it is opened.
+
+    Attributes:
+        step: optimizer steps done.
+        holds: whose state, in words: "everything", "adapter default", or "the model alone".
+        rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
+        world_size: ranks it was saved by.
+    """
+
+    step: int
+    holds: str
+    rows_per_step: int
+    world_size: int
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
+        """Raises FormatError where it is none."""
+        try:
+            told = json.loads(content)
+            if told.pop("version") != _VERSION:
+                raise FormatError(f"{what}: was written by a newer shardwise")
+            found = cls(**told)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
+        counts = (found.step, found.rows_per_step, found.world_size)
+        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(found.holds, str):
+            raise FormatError(f"{what}: holds no facts of a checkpoint; take another one")
+        return found
+
+
+class FolderKind(Enum):
+    """What a folder ``checkpoint-N`` is."""
+
+    COMPLETE = "a checkpoint that counts"
+    LEFT = "one that was begun, or is being removed"
+    FOREIGN = "somebody else's"
+
+
+def checkpoints_in(run: Path) -> dict[int, FolderKind]:
+    """The folders ``checkpoint-N`` of a run, by step, in order.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    try:
+        names = os.listdir(run)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StorageError(f"{run}: looking for checkpoints failed, {error.strerror}; check output_dir") from error
+    steps = sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
+    return {step: kind_of(folder_of(run, step)) for step in steps}
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def kind_of(folder: Path) -> FolderKind:
+    """Looks for two files."""
+    if (folder / FACTS_FILE).is_file():
+        return FolderKind.COMPLETE
+    is_ours = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
+    return FolderKind.LEFT if is_ours else FolderKind.FOREIGN
+
+
+def facts_of(folder: Path) -> TrainerFacts:
+    """Of a checkpoint that counts.
+
+    Raises:
+        ConfigError: it does not, or was saved by something else.
+        FormatError: its facts are damaged.
+    """
+    what = f"resume_from_checkpoint={str(folder)!r}"
+    if not folder.is_dir():
+        raise ConfigError(f"{what}: there is no such folder; pass a folder {PREFIX_CHECKPOINT_DIR}-N, or True")
+    file = folder / FACTS_FILE
+    if not file.is_file():
+        if (folder / BEGUN_FILE).is_file():
+            raise ConfigError(f"{what}: was never completed; resume_from_checkpoint=True takes the newest that was")
+        hint = (
+            "was not saved by ShardwiseTrainer (by the Trainer itself, or under accelerate's FSDP); "
+            "shardwise.load_trainer_checkpoint(model, folder, optimizer=...) reads such folders"
+            if (folder / STATE_FILE).is_file()
+            else f"is no checkpoint; pass a folder {PREFIX_CHECKPOINT_DIR}-N"
+        )
+        raise ConfigError(f"{what}: {hint}")
+    if file.stat().st_size > _MOST_BYTES:
+        raise FormatError(f"{file}: is too large to be the facts of a checkpoint; take another one")
+    return TrainerFacts.from_bytes(file.read_bytes(), str(file))
+
+
+@dataclass(frozen=True, slots=True)
+class FromNothing:
+    """The training begins anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromNewest:
+    """It goes on from the newest checkpoint of its own folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromFolder:
+    """It goes on from this one."""
+
+    folder: Path
+
+
+WhereFrom: TypeAlias = FromNothing | FromNewest | FromFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a training begins: at which checkpoint (None: at none), and which leftovers go first."""
+
+    source: Path | None
+    left: tuple[int, ...] = ()
+
+
+def beginning_of(run: Path, asked: WhereFrom) -> Beginning:
+    """Where a training goes on, that puts its checkpoints into ``run``.
+
+    Raises:
+        ConfigError: there is nothing to go on from; or checkpoints that it would overwrite.
+        FormatError, StorageError: folders that cannot be read.
+    """
+    found = checkpoints_in(run)
+    complete = [step for step, kind in found.items() if kind is FolderKind.COMPLETE]
+    foreign = [step for step, kind in found.items() if kind is FolderKind.FOREIGN]
+    source, at = None, -1
+    match asked:
+        case FromNewest():
+            if not complete:
+                raise ConfigError(
+                    f"resume_from_checkpoint=True: output_dir={str(run)!r} has no checkpoint of ShardwiseTrainer's "
+                    f"that was completed{_those(' (others: ', foreign, ')')}; leave it out to begin anew"
+                )
+            source, at = folder_of(run, complete[-1]), complete[-1]
+        case FromFolder(folder):
+            source = folder
+            at = facts_of(folder).step if folder.parent.resolve() == run.resolve() else -1
+        case FromNothing():
+            pass
+    ahead = [step for step in (*complete, *foreign) if step > at]
+    if ahead:
+        raise ConfigError(
+            f"output_dir={str(run)!r} has {_those('', sorted(ahead), '')} of another run, which this one would "
+            "overwrite; resume_from_checkpoint=True goes on from the newest of ShardwiseTrainer's, another "
+            "output_dir begins anew, or remove them"
+        )
+    return Beginning(source, tuple(step for step, kind in found.items() if kind is FolderKind.LEFT))
+
+
+def _those(before: str, steps: Sequence[int], after: str) -> str:
+    names = ", ".join(f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in steps[:6])
+    return f"{before}{names}{', ...' if len(steps) > 6 else ''}{after}" if steps else ""
+
+
+def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None) -> list[int]:
+    """The oldest of more checkpoints than ``save_total_limit`` says; never the newest, nor the best."""
+    if limit is None or limit <= 0 or not complete:
+        return []
+    kept = {max(complete), *([best] if best in complete else [])}
+    others = [step for step in sorted(complete) if step not in kept]
+    return others[: max(0, len(complete) - max(limit, len(kept)))]
+
+
+def begin(folder: Path) -> None:
+    """Mark a folder as one that is being written. What a save left there that never counted goes first.
+
+    Raises:
+        StorageError: it cannot be written to, or holds something else.
+    """
+    try:
+        if folder.is_dir():
+            kind = kind_of(folder)
+            if kind is not FolderKind.LEFT:
+                raise StorageError(f"{folder}: is there already, {kind.value}; nothing was overwritten")
+            remove(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / BEGUN_FILE).write_bytes(b"")
+        _sync(folder / BEGUN_FILE)
+        _sync(folder)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written to ({error.strerror or error})") from error
+
+
+def complete(folder: Path, facts: TrainerFacts) -> None:
+    """Have a checkpoint count: everything beside the saves, which are durable, is synced, and then the facts.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    try:
+        for place in folder.iterdir():
+            if place.is_file():
+                _sync(place)
+        fresh = folder / f"{FACTS_FILE}.new"
+        fresh.write_bytes(facts.to_bytes())
+        _sync(fresh)
+        _sync(folder)
+        fresh.replace(folder / FACTS_FILE)
+        _sync(folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise StorageError(f"{folder}: the checkpoint cannot be completed ({error.strerror or error})") from error
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; what makes it count goes first, what says that it is ours last.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    try:
+        if (folder / FACTS_FILE).is_file():
+            (folder / BEGUN_FILE).touch()
+            (folder / FACTS_FILE).unlink()
+            _sync(folder)
+        for place in folder.iterdir():
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            elif place.name != BEGUN_FILE:
+                place.unlink()
+        (folder / BEGUN_FILE).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error
+
+
+def remove_left(run: Path, beginning: Beginning) -> None:
+    """Remove what saves have left that never counted.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    for step in beginning.left:
+        remove(folder_of(run, step))
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,74 @@
+"""A sharded model trains in the Trainer, and in TRL's, as one that is whole in one process does without us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integrations.runs import Outcome, Run, require_same, train, write
+
+from shardwise.execution.processes.local_ranks import LocalRanks
+
+PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=200, preloaded=PRELOADED) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LocalRanks]:
+    with LocalRanks(1, timeout_s=200, preloaded=PRELOADED) as ranks:
+        yield ranks
+
+
+def compared(ours: LocalRanks, theirs: LocalRanks, run: Run, place: Path, by: str = "shardwise") -> Outcome:
+    found = ours.run(train, run.but(by=by, arguments={"output_dir": str(place / "ours"), **run.arguments}))
+    expected = theirs.run(
+        train, run.but(by="nobody", arguments={"output_dir": str(place / "theirs"), **run.arguments})
+    )
+    for outcome in found:
+        require_same(outcome, expected[0])
+    return found[0]
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def test_whole_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    run = Run(str(folder), arguments=EVALUATED, asks_for="generation")
+    found = compared(two, one, run, tmp_path)
+    assert len(found.steps) == 4
+    assert len(found.evaluated) == 2
+    assert len(found.generated) == 8
+    assert found.steps[0][1] > 0.5, "gradients are clipped"
+
+
+def test_lora_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    run = Run(str(folder), model="lora", arguments=EVALUATED, asks_for="generation")
+    compared(two, one, run, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["frozen", "replicated lora", "vision"])
+def test_others_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
+    compared(two, one, Run(str(folder), model=model, arguments=EVALUATED), tmp_path)
+
+
+def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """Without ShardwiseTrainer."""
+    compared(two, one, Run(str(folder)), tmp_path, by="doors")
+
+
+def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """The Trainer multiplies the loss of such models by the number of ranks, with DDP as with us."""
+    compared(two, two, Run(str(folder), model="classes", arguments=EVALUATED), tmp_path)

@@ -1,0 +1,70 @@
+"""A sharded model trains in TRL's trainers as one that is whole does without us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integrations.runs import Run, require_same, train, write
+
+from shardwise.execution.processes.local_ranks import LocalRanks
+
+pytest.importorskip("trl")
+
+PRELOADED = ("transformers", "datasets", "accelerate", "peft", "trl", "shardwise.integrations.trainer")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=200, preloaded=PRELOADED) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LocalRanks]:
+    with LocalRanks(1, timeout_s=200, preloaded=PRELOADED) as ranks:
+        yield ranks
+
+
+def compared(ours: LocalRanks, theirs: LocalRanks, run: Run, place: Path, by: str = "shardwise") -> None:
+    found = ours.run(train, run.but(by=by, arguments={"output_dir": str(place / "ours"), **run.arguments}))
+    expected = theirs.run(
+        train, run.but(by="nobody", arguments={"output_dir": str(place / "theirs"), **run.arguments})
+    )
+    for outcome in found:
+        require_same(outcome, expected[0])
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize("model", ["whole", "lora", "replicated lora"])
+def test_sft(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
+    compared(two, one, Run(str(folder), "sft", model, arguments=EVALUATED), tmp_path)
+
+
+@pytest.mark.parametrize("model", ["whole", "lora", "replicated lora"])
+def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
+    """The reference of a LoRA is a copy of it as it was, which is not nothing here."""
+    compared(two, one, Run(str(folder), "dpo", model), tmp_path)
+
+
+def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    compared(two, one, Run(str(folder), "dpo", "lora"), tmp_path, by="doors")
+
+
+@pytest.mark.parametrize(
+    ("model", "beta"),
+    [("whole", 0.0), ("lora", 0.1), ("replicated lora", 0.1)],
+)
+def test_grpo(two: LocalRanks, folder: Path, tmp_path: Path, model: str, beta: float) -> None:
+    """Against DDP on as many ranks, since what is sampled depends on the rank."""
+    compared(two, two, Run(str(folder), "grpo", model, arguments={"beta": beta}), tmp_path)
