@@ -30,9 +30,11 @@ class Run:
         arguments: of the training arguments.
         resume: as of ``train``.
         dies_at: the step whose event raises, or kills this process.
-        event: which one.
+        event: which one; or "in F", "in F before": when it saves, after or before the step F of that.
         end: "raise", "kill", "stop".
         on_rank: whose.
+        asks_for: "generation" or "save", after the training.
+        tells: a file for the first rank's error.
     """
 
     folder: str
@@ -46,6 +48,7 @@ class Run:
     end: str = "raise"
     on_rank: int | None = None
     asks_for: str = ""
+    tells: str = ""
 
     def but(self, **changes: Any) -> Run:
         return replace(self, **changes)
@@ -77,6 +80,8 @@ def write(folder: Path) -> Path:
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     adapted.save_pretrained(folder / "adapter")
+    adapted.peft_config["default"].lora_dropout = 0.3
+    adapted.save_pretrained(folder / "dropping")
     config = AutoModelForCausalLM.from_pretrained(folder / "causal").config
     config.num_labels = 3
     Qwen3ForSequenceClassification(config).save_pretrained(folder / "classes")
@@ -140,7 +145,8 @@ def bring_up(run: Run) -> Any:
     placement = Replicated() if kind.startswith("replicated") else InBlocks()
     tuning: Any = shardwise.Full()
     if kind.endswith("lora"):
-        tuning = shardwise.ExistingLora(folder / "adapter", adapters=placement)
+        where = folder / ("dropping" if kind.startswith("dropping") else "adapter")
+        tuning = shardwise.ExistingLora(where, adapters=placement)
     if kind == "frozen":
         tuning = shardwise.Freeze(trainable_layers=1)
     return for_trainer(shardwise.from_pretrained(place, model_class=auto, dtype=torch.float32, tuning=tuning))
@@ -253,7 +259,37 @@ def _ending(run: Run) -> Any:
             return
         raise OSError("the tracker is gone")
 
+    if run.event.startswith("in "):
+        _die_while_saving(run)
+        return TrainerCallback()
     return type("Ending", (TrainerCallback,), {run.event: end})()
+
+
+def _die_while_saving(run: Run) -> None:
+    """Have this process killed at a step of a save."""
+    from shardwise.checkpoints.checkpointer import Checkpointer
+    from shardwise.integrations import trainer_runs
+
+    step, _, when = run.event.removeprefix("in ").partition(" ")
+    owner: Any = Checkpointer if step == "state" else trainer_runs
+    name = "save" if step == "state" else step
+    own = getattr(owner, name)
+
+    def dying(*given: Any) -> Any:
+        is_due = f"checkpoint-{run.dies_at if step != 'remove' else 2}" in str(given[0]) or given[1:2] == (
+            run.dies_at,
+        )
+        if is_due and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_due and step == "remove":  # in the midst of it
+            os.unlink(given[0] / "shardwise.trainer.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+        done = own(*given)
+        if is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    setattr(owner, name, dying)
 
 
 def train(run: Run) -> Outcome:
@@ -275,6 +311,7 @@ def train(run: Run) -> Outcome:
             generated = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)[0].tolist()
         if run.asks_for == "save":
             trainer.save_model(str(Path(trainer.args.output_dir) / "last"))
+            trainer.save_model()
         return Outcome(
             [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry],
             [entry["eval_loss"] for entry in history if "eval_loss" in entry],
@@ -290,7 +327,10 @@ def caught(run: Run) -> str:
     try:
         train(run)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        told = f"{type(error).__name__}: {error}"
+        if run.tells and rank() == 0:
+            Path(run.tells).write_text(told)
+        return told
     return ""
 
 

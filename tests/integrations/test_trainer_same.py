@@ -61,7 +61,8 @@ def test_lora_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp
 
 @pytest.mark.parametrize("model", ["frozen", "replicated lora", "vision"])
 def test_others_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
-    compared(two, one, Run(str(folder), model=model, arguments=EVALUATED), tmp_path)
+    given = {"gradient_checkpointing": True} if model == "frozen" else {}
+    compared(two, one, Run(str(folder), model=model, arguments=EVALUATED | given), tmp_path)
 
 
 def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class ShardwiseTrainer(_Trainer):
             self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
         )
         vars(self.callback_handler)["call_event"] = events
+        self._saved_step: int | None = None
         self._numbers: dict[str, Any] | None = None
         """States of generators of random numbers, to be set once the data are where they were."""
 
@@ -121,6 +122,7 @@ class ShardwiseTrainer(_Trainer):
                 facts = world.from_first(lambda: folders.facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
             world.from_first(lambda: folders.remove_left(run, beginning))
+        self._saved_step = None
         watched = World.current(call="the Trainer's steps")
         if watched.size > 1:
             watched.together(lambda: None)
@@ -164,6 +166,8 @@ class ShardwiseTrainer(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
+        if step == self._saved_step:  # at the end of a step, and again at the end of the epoch
+            return
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.folder_of(run, step)
         limit = self.args.save_total_limit
@@ -179,6 +183,7 @@ class ShardwiseTrainer(_Trainer):
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
             world.from_first(lambda: folders.complete(folder, facts))
+            self._saved_step = step
             world.from_first(lambda: self._remove_older(run, limit))
 
     def _remove_older(self, run: Path, limit: int | None) -> None:

@@ -1,0 +1,97 @@
+"""What the unexported names of transformers' Trainer and of TRL mean, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training import tiny
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from shardwise.integrations import trainer_compat as compat
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    made = tiny.model()
+    compat.open_door(made, 2, by_fsdp=True)
+    yield made
+    compat.close_door(made)
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **given)
+
+
+def test_a_marked_model_is_left_alone_and_its_checkpoints_are_refused(model: Any, tmp_path: Path) -> None:
+    assert compat.is_open(model)
+    assert compat.is_fsdp_managed_module(model)
+    with pytest.raises(ValueError, match="Resuming is not supported for models sharded at load time"):
+        Trainer(model=model, args=arguments(tmp_path, save_strategy="steps"))
+    trainer = Trainer(model=model, args=arguments(tmp_path, save_only_model=True))
+    assert not trainer.place_model_on_device
+    assert trainer.get_tp_size() == 1, "without a mark of its own"
+    assert trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) is model
+
+
+def test_gradients_are_put_off_by_the_models_own_switch(model: Any, tmp_path: Path) -> None:
+    if not hasattr(Trainer, "_defer_fsdp_gradient_reduction"):
+        pytest.skip("this transformers has accelerate put them off")
+    trainer = Trainer(model=model, args=arguments(tmp_path, save_only_model=True))
+    told: list[Any] = []
+    model.set_requires_all_reduce = lambda value: told.append(("all-reduce", value))
+    model.set_requires_gradient_sync = lambda value: told.append(("all", value))
+    with trainer._defer_fsdp_gradient_reduction():
+        told.append("passes")
+    assert told == [("all-reduce", False), "passes", ("all", True)]
+
+
+def test_the_mark_is_not_saved(model: Any, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    assert "distributed_config" not in (tmp_path / "config.json").read_text()
+    compat.close_door(model)
+    assert not compat.is_open(model)
+    assert getattr(model.config, "distributed_config", None) is None
+
+
+def test_parameters_that_are_averaged_are_told_by_a_mark() -> None:
+    assert compat._HOOKED in inspect.getsource(Trainer._sync_replicated_trainable_parameters)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    compat.leave_gradient_alone(parameter)
+    assert getattr(parameter, compat._HOOKED) is True
+
+
+def test_what_is_replaced_is_asked_for() -> None:
+    """The Trainer saves, and goes on, through the methods that ShardwiseTrainer has."""
+    saving = inspect.getsource(Trainer._save_checkpoint)
+    for name in (
+        "save_model",
+        "_save_optimizer_and_scheduler",
+        "_save_scaler",
+        "_save_rng_state",
+        "rotate_checkpoints",
+    ):
+        assert f"{name}(" in saving, name
+    assert "self.args.save_total_limit" in saving
+    assert "save_pretrained(" in inspect.getsource(Trainer._save)
+    assert "self._load_from_checkpoint(" in inspect.getsource(Trainer.train)
+    preparing = inspect.getsource(Trainer._prepare_for_training)
+    assert "self._load_optimizer_and_scheduler(" in preparing
+    assert "self._load_rng_state(" in inspect.getsource(Trainer._run_epoch)
+    assert "self.call_event(" in inspect.getsource(CallbackHandler)
+
+
+def test_trainers_of_trl() -> None:
+    trl = pytest.importorskip("trl")
+    assert compat.is_of_trl(trl.SFTTrainer)
+    assert not compat.is_of_trl(Trainer)
+    assert compat.wants_reference(trl.DPOTrainer)
+    assert not compat.wants_reference(trl.SFTTrainer)
+    assert not compat.wants_reference(trl.GRPOTrainer)
+    assert f'model.add_adapter("{compat.REFERENCE}"' in inspect.getsource(trl.DPOTrainer)
+    assert "model.get_parameter(ref_name)" in inspect.getsource(trl.DPOTrainer)

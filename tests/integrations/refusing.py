@@ -1,0 +1,170 @@
+"""What for_trainer and ShardwiseTrainer are given that they refuse, on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.integrations.runs import Run, launched, rank, rows_of
+from tests.training import tiny
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer
+
+
+def told(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def models(folder: str) -> dict[str, str]:
+    """What for_trainer says of each."""
+    from transformers import AutoModelForCausalLM
+
+    import shardwise
+    from shardwise.integrations import for_trainer
+    from shardwise.options import Later
+
+    causal = Path(folder) / "causal"
+    live = AutoModelForCausalLM.from_pretrained(causal)
+    odd = tiny.model()
+    for block in [*odd.model.layers, odd]:
+        fully_shard(block)
+    meshes = tiny.model()
+    fully_shard(meshes.model.layers[0], mesh=dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s")))
+    fully_shard(meshes)
+    theirs = tiny.model()
+    fully_shard(theirs)
+    theirs._is_distributed_loading_by_transformers = True
+    return {
+        "not sharded": told(lambda: for_trainer(live)),
+        "compiled": told(lambda: for_trainer(torch.compile(shardwise.from_pretrained(causal)))),
+        "on meta": told(lambda: for_trainer(shardwise.from_pretrained(causal, weights=Later()))),
+        "no model of transformers": told(lambda: for_trainer(nn.Linear(2, 2))),
+        "several meshes": told(lambda: for_trainer(meshes)),
+        "by transformers": told(lambda: for_trainer(theirs)),
+        "by others": told(lambda: for_trainer(odd)),
+    }
+
+
+def doors(folder: str, place: str) -> dict[str, Any]:
+    """What is on a model while it is for the Trainer, and afterwards."""
+    import shardwise
+    from shardwise.integrations import for_trainer, undo_for_trainer
+
+    where = Path(folder)
+    model = shardwise.from_pretrained(
+        where / "causal", dtype=torch.float32, tuning=shardwise.ExistingLora(where / "adapter")
+    )
+    before = {name: set(vars(item)) for name, item in (("outer", model), ("inner", model.get_base_model()))}
+    config = set(vars(model.config))
+    same = for_trainer(model) is model
+    opened = model.is_distributed_loading_by_transformers
+    model.save_pretrained(place)
+    refused = told(lambda: model.save_pretrained(place, push_to_hub=True))
+    again = for_trainer(model) is model
+    undo_for_trainer(model)
+    after = {name: set(vars(item)) for name, item in (("outer", model), ("inner", model.get_base_model()))}
+    return {
+        "same": same and again,
+        "opened": opened,
+        "refused": refused,
+        "left": {name: sorted(after[name] ^ before[name]) for name in before},
+        "config": sorted(set(vars(model.config)) ^ config),
+        "closed": not model.is_distributed_loading_by_transformers,
+        "tensor parallel": getattr(model, "_tp_size", None),
+    }
+
+
+class _UnderFsdp(Trainer):
+    """As where accelerate's configuration asks for FSDP, which it does not heed on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = True
+
+
+def trainers(folder: str, output: str) -> dict[str, str]:
+    """What a trainer says of what it is given."""
+    import datasets
+    from transformers import TrainingArguments
+
+    import shardwise
+    from shardwise.integrations import ShardwiseTrainer, for_trainer
+
+    kind: Any = type("Mine", (ShardwiseTrainer, Trainer), {})
+    raw = shardwise.from_pretrained(Path(folder) / "causal")
+    model = for_trainer(shardwise.from_pretrained(Path(folder) / "causal"))
+    rows = datasets.Dataset.from_list(rows_of(Run(folder))[0])
+    given: dict[str, Any] = {"output_dir": output, "use_cpu": True, "report_to": []}
+
+    def made(of: Any = kind, **others: Any) -> Any:
+        made_of: dict[str, Any] = {"model": model, "args": TrainingArguments(**given), "train_dataset": rows}
+        return of(**made_of | others)
+
+    found = {"alone": told(made)}
+    with launched():
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        found["no model"] = told(lambda: made(model="gpt2"))
+        found["not for it"] = told(lambda: made(model=raw))
+        found["model_init"] = told(lambda: made(model_init=lambda: model))
+        found["peft_config"] = told(lambda: made(peft_config=object()))
+        found["fsdp of accelerate"] = told(lambda: made(of=type("Mine", (ShardwiseTrainer, _UnderFsdp), {})))
+        found["fsdp"] = told(lambda: made(args=TrainingArguments(**given, fsdp=True)))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        trainer = made()
+        found["asked for"] = str(trainer.args.save_only_model)
+        found["other folder"] = told(lambda: trainer.train(resume_from_checkpoint=f"{output}/{rank()}"))
+    return found
+
+
+def of_trl(folder: str, output: str) -> dict[str, str]:
+    """What is refused of TRL's trainers."""
+    import datasets
+    import trl
+
+    import shardwise
+    from shardwise.integrations import ShardwiseTrainer, for_trainer
+    from shardwise.options import Classes
+
+    causal = Path(folder) / "causal"
+    model = for_trainer(shardwise.from_pretrained(causal))
+    apart = for_trainer(
+        shardwise.from_pretrained(
+            Path(folder) / "untied",
+            sharding=shardwise.Sharding(wrap=Classes(names=("Qwen3DecoderLayer", "Linear"))),
+        )
+    )
+    rows = datasets.Dataset.from_list(rows_of(Run(folder, "dpo"))[0])
+    given: dict[str, Any] = {"output_dir": output, "use_cpu": True, "bf16": False, "report_to": []}
+
+    def made(name: str, model: Any = model, others: dict[str, Any] | None = None, **arguments: Any) -> str:
+        kind: Any = type("Mine", (ShardwiseTrainer, getattr(trl, f"{name}Trainer")), {})
+        args = getattr(trl, f"{name}Config")(**given, **arguments)
+        return told(
+            lambda: kind(
+                model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), **(others or {})
+            )
+        )
+
+    with launched():
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return {
+            "no reference": made("DPO"),
+            "reference": made("DPO", others={"ref_model": shardwise.from_pretrained(causal)}),
+            "precompute": made("DPO", others={"ref_model": model}, precompute_ref_log_probs=True),
+            "grpo": made("GRPO", others={"reward_funcs": len}, beta=0.1),
+            "head apart": made("SFT", model=apart),
+        }

@@ -1,0 +1,199 @@
+"""Checkpoints by ShardwiseTrainer: they go on from any number of ranks, and none that counts is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.runs import Outcome, Run, caught, require_same, train, write
+
+from shardwise.execution.processes.local_ranks import LocalRanks, RankError
+
+PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+FACTS = "shardwise.trainer.json"
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "logging_steps": 1}
+
+
+def ranks(size: int) -> LocalRanks:
+    return LocalRanks(size, timeout_s=200, preloaded=PRELOADED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with ranks(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LocalRanks]:
+    with ranks(1) as found:
+        yield found
+
+
+def saving(folder: Path, output: Path, **changes: Any) -> Run:
+    model = changes.pop("model", "whole")
+    given = SAVED | {"output_dir": str(output)} | changes
+    return Run(str(folder), model=model, arguments=given)
+
+
+@pytest.fixture(scope="module")
+def whole(two: LocalRanks, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """That was never interrupted."""
+    return two.run(train, saving(folder, tmp_path_factory.mktemp("whole")))
+
+
+def kinds(output: Path) -> list[str]:
+    return sorted(place.name for place in output.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("model", ["whole", "dropping lora", "replicated lora"])
+def test_goes_on_from_a_checkpoint_on_other_ranks(
+    two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str
+) -> None:
+    """From step 4 of a training whose tracker broke in step 5: on one rank, and on as many as before."""
+    output = tmp_path / "run"
+    whole = two.run(train, saving(folder, tmp_path / "whole", model=model))
+    broken = saving(folder, output, model=model).but(dies_at=5, on_rank=1)
+    errors = two.run(caught, broken)
+    assert all("the tracker is gone" in error for error in errors), errors
+    assert errors[1].startswith("OSError"), "where it was raised it is what it was"
+    assert kinds(output) == ["checkpoint-2", "checkpoint-4"]
+    shutil.copytree(output, tmp_path / "again")
+    (found,) = one.run(train, saving(folder, output, model=model).but(resume=True))
+    same = two.run(train, saving(folder, tmp_path / "again", model=model).but(resume=True))
+    assert found.last_step == 6
+    if not model.startswith("dropping"):  # what is drawn depends on the ranks
+        require_same(found, whole[0])  # what was logged before comes with the trainer's state
+    for outcome in same:
+        assert outcome.steps == whole[0].steps, "on as many ranks bit by bit"
+        for name, value in outcome.weights.items():
+            assert torch.equal(value, whole[0].weights[name]), name
+
+
+def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """Its model is one of transformers', its adapter one of PEFT's; limits and the best one keep their meaning."""
+    from transformers import AutoModelForCausalLM
+
+    given = {
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 0.2,
+        "max_steps": 8,
+    }
+    run = saving(folder, tmp_path / "run", **given).but(asks_for="save")
+    found = two.run(train, run)
+    best = min(range(4), key=lambda number: found[0].evaluated[number])
+    assert found[0].best == str(tmp_path / "run" / f"checkpoint-{2 * (best + 1)}")
+    steps = {int(name.partition("-")[2]) for name in kinds(tmp_path / "run")}
+    assert len(steps) == 2
+    assert {2 * (best + 1), 8} <= steps
+    kept = AutoModelForCausalLM.from_pretrained(found[0].best)
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last")
+    for name, value in dict(kept.named_parameters()).items():
+        assert torch.equal(value, found[0].weights[name]), "the best one was loaded at the end"
+        assert torch.equal(value, dict(last.named_parameters())[name])
+    assert (tmp_path / "run" / "last" / "training_args.bin").is_file()
+    assert (tmp_path / "run" / "config.json").is_file(), "beside the checkpoints"
+
+    alone = two.run(train, saving(folder, tmp_path / "alone", model="lora", save_only_model=True, max_steps=2))
+    place = tmp_path / "alone" / "checkpoint-2"
+    assert not (place / "state").exists()
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "causal")
+    adapted = PeftModel.from_pretrained(base, place, is_trainable=True)
+    for name, value in adapted.named_parameters():
+        if value.requires_grad:
+            assert torch.equal(value, alone[0].weights[name]), name
+    more = two.run(train, saving(folder, tmp_path / "alone", model="lora", max_steps=3).but(resume=str(place)))
+    assert more[0].last_step == 3, "the model goes on, with an optimizer of its own"
+
+
+def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """Each is one error on all ranks, and what is there stays."""
+    output = tmp_path / "run"
+    run = saving(folder, output, max_steps=2)
+    two.run(train, run)
+
+    def refused(run: Run) -> str:
+        errors = two.run(caught, run)
+        assert errors[0] == errors[1] != "", errors
+        assert (output / "checkpoint-2" / "shardwise.trainer.json").is_file()
+        return str(errors[0])
+
+    assert "checkpoint-2 of another run" in refused(run)
+    assert "resume_from_checkpoint=True goes on" in refused(run)
+    other = saving(folder, output, model="lora").but(resume=True)
+    assert "holds the state of everything, and this training has adapter default" in refused(other)
+    rows = saving(folder, output, per_device_train_batch_size=3).but(resume=True)
+    assert "was saved with 8 rows in a step, and this training has 12" in refused(rows)
+    empty = saving(folder, tmp_path / "empty").but(resume=True)
+    assert "has no checkpoint of ShardwiseTrainer's" in refused(empty)
+    assert "there is no such folder" in refused(saving(folder, tmp_path / "b").but(resume=str(tmp_path / "none")))
+    stock = tmp_path / "stock" / "checkpoint-9"
+    stock.mkdir(parents=True)
+    (stock / "trainer_state.json").write_text("{}")
+    assert "load_trainer_checkpoint(model" in refused(saving(folder, tmp_path / "c").but(resume=str(stock)))
+    assert "checkpoint-9 of another run" in refused(saving(folder, stock.parent))
+    later = tmp_path / "later"
+    shutil.copytree(output, later)
+    shutil.copytree(later / "checkpoint-2", later / "checkpoint-6")
+    facts = later / "checkpoint-6" / "shardwise.trainer.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "step": 6}))
+    assert "checkpoint-6 of another run" in refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
+    facts.write_text("{")
+    assert "holds no facts of a checkpoint" in refused(saving(folder, later).but(resume=True))
+
+
+MOMENTS = ["begin", "complete", "complete before", "remove", "remove before", "state before", "state"]
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(item, marks=pytest.mark.slow) for item in MOMENTS[1:]] + MOMENTS[:1]
+)
+def test_killed_while_it_saves(
+    two: LocalRanks, whole: list[Outcome], folder: Path, tmp_path: Path, moment: str
+) -> None:
+    """Whatever was killed, the newest that counts is whole, and is gone on from; what is left is cleared away."""
+    run = saving(folder, tmp_path / "run", save_total_limit=2)
+    with pytest.raises(RankError), ranks(2) as doomed:
+        doomed.run(train, run.but(dies_at=6 if moment.startswith("remove") else 4, event=f"in {moment}"))
+    counted = [name for name in kinds(tmp_path / "run") if (tmp_path / "run" / name / FACTS).is_file()]
+    newest = {"complete": "checkpoint-4", "remove": "checkpoint-6", "remove before": "checkpoint-6"}
+    assert counted[-1] == newest.get(moment, "checkpoint-2")
+    again = two.run(train, run.but(resume=True))
+    assert again[0].steps == whole[0].steps
+    # Nothing was saved after "remove before", so nothing was removed.
+    left = ["checkpoint-2"] if moment == "remove before" else []
+    assert kinds(tmp_path / "run") == [*left, "checkpoint-4", "checkpoint-6"]
+
+
+def test_a_rank_that_is_lost_is_named(folder: Path, tmp_path: Path) -> None:
+    """The other one ends, with an error that names it; the checkpoint before stays."""
+    doomed = saving(folder, tmp_path / "run").but(dies_at=3, on_rank=1, end="kill", tells=str(tmp_path / "told"))
+    with pytest.raises(RankError), ranks(2) as found:
+        found.run(caught, doomed)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("RankLostError: in step ")
+    assert "rank 1" in told
+    assert (tmp_path / "run" / "checkpoint-2" / FACTS).is_file()
+
+
+def test_what_one_rank_asks_for_all_do(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    stopped = two.run(train, saving(folder, tmp_path / "run").but(dies_at=3, on_rank=0, end="stop"))
+    assert [outcome.last_step for outcome in stopped] == [3, 3]
