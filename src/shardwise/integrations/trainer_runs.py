@@ -5,7 +5,7 @@ the state of the training under ``state`` (a checkpoint of
 :class:`~shardwise.checkpoints.checkpointer.Checkpointer`), and ``trainer_state.json``. It counts once
 ``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable. A folder is
 begun by ``shardwise.begun``, so that what a kill has left is told from what somebody else has put there: the
-first is removed by whoever saves that step again, the second is an error. Removing goes the other way round:
+first is removed by the training that goes on there, the second is an error. Removing goes the other way round:
 first what makes it count.
 """
 
@@ -208,17 +208,14 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
 
 
 def begin(folder: Path) -> None:
-    """Mark a folder as one that is being written. What a save left there that never counted goes first.
+    """Mark a folder as one that is being written.
 
     Raises:
-        StorageError: it cannot be written to, or holds something else.
+        StorageError: it cannot be written to, or something is there. (What was left was removed before.)
     """
     try:
-        if folder.is_dir():
-            kind = kind_of(folder)
-            if kind is not FolderKind.LEFT:
-                raise StorageError(f"{folder}: is there already, {kind.value}; nothing was overwritten")
-            remove(folder)
+        if folder.is_dir() and any(folder.iterdir()):
+            raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / BEGUN_FILE).write_bytes(b"")
         _sync(folder / BEGUN_FILE)
