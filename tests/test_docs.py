@@ -45,7 +45,7 @@ def test_names_in_words_are_there(page: Path):
     """In backticks: ``shardwise.options.Upcast``, ``shardwise.load``. Not files that saves make."""
     for path in re.findall(r"`shardwise\.([A-Za-z_.]+)", page.read_text()):
         names = path.rstrip(".").split(".")
-        if names[0] in ("saving", "checkpoint", "fingerprints"):
+        if names[0] in ("saving", "checkpoint", "fingerprints", "trainer"):
             continue
         found: object = shardwise
         for depth, name in enumerate(names):

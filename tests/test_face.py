@@ -47,6 +47,12 @@ def test_every_stub_is_installed_with_its_package():
     project = tomllib.loads((root.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]
     stubs = {path.parent.relative_to(root).as_posix().replace("/", ".") for path in root.rglob("*.pyi")}
-    assert stubs == {"shardwise", "shardwise.options", "shardwise.report", "shardwise.storage"}
+    assert stubs == {
+        "shardwise",
+        "shardwise.integrations",
+        "shardwise.options",
+        "shardwise.report",
+        "shardwise.storage",
+    }
     for package in stubs:
         assert any("*.pyi" in patterns.get(name, ()) for name in (package, "*")), package

@@ -73,7 +73,7 @@ def for_trainer(model: ModelT) -> ModelT:
         if is_averaged(parameter):
             compat.leave_gradient_alone(parameter)
     held = vars(model)
-    held["save_pretrained"] = _Saving(model)
+    held["save_pretrained"] = _SavesByRanks(model)
     if has_adapters(model) and mesh is not None:
         held["get_parameter"] = lambda name: fill_reference(type(model).get_parameter(model, name), name)
     return model
@@ -91,10 +91,10 @@ def undo_for_trainer(model: ModelT) -> ModelT:
 
 def is_for_trainer(model: object) -> bool:
     """Whether :func:`for_trainer` has seen to this model."""
-    return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _Saving)
+    return isinstance(model, nn.Module) and isinstance(vars(model).get("save_pretrained"), _SavesByRanks)
 
 
-class _Saving:
+class _SavesByRanks:
     """``save_pretrained`` of a model that the Trainer has. Collective: yes."""
 
     def __init__(self, model: nn.Module) -> None:
