@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.integrations.doors import require_doors
 
 from shardwise.execution.processes.local_ranks import LocalRanks
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
-NEEDS = {"trl": "trl", "accelerate": "accelerate", "trainer": "accelerate"}
+NEEDS = {"trl": "trl", "accelerate": "accelerate"}
 SLOW = ("trl_dpo.py", "trl_sft_lora.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -37,7 +38,10 @@ def marked(name: str) -> object:
 
 @pytest.mark.parametrize("name", [marked(path.name) for path in sorted(FOLDER.glob("*.py"))])
 def test_example(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(name.partition("_")[0], "torch"))
+    kind = name.partition("_")[0]
+    pytest.importorskip(NEEDS.get(kind, "torch"))
+    if kind in ("trainer", "trl"):
+        require_doors()
     with LocalRanks(2, timeout_s=200, preloaded=("transformers", "datasets", "accelerate")) as ranks:
         ranks.run(run, str(FOLDER / name), "--output", str(tmp_path), "--steps", "4")
     assert any(tmp_path.rglob("*.safetensors"))

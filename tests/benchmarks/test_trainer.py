@@ -9,10 +9,11 @@ import pytest
 from benchmarks import trainer
 from benchmarks.place import machine
 from benchmarks.training import SMALL
+from tests.integrations.doors import require_doors
 
 from shardwise.testing.world import run_world
 
-pytest.importorskip("accelerate")
+require_doors()
 
 
 @pytest.mark.distributed

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.doors import require_doors
 from tests.training import tiny
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from shardwise.integrations import trainer_compat as compat
+require_doors()
+from shardwise.integrations import trainer_compat as compat  # noqa: E402
 
 
 @pytest.fixture

@@ -149,7 +149,13 @@ def bring_up(run: Run) -> Any:
         tuning = shardwise.ExistingLora(where, adapters=placement)
     if kind == "frozen":
         tuning = shardwise.Freeze(trainable_layers=1)
-    return for_trainer(shardwise.from_pretrained(place, model_class=auto, dtype=torch.float32, tuning=tuning))
+    sharding = shardwise.Sharding()
+    if kind == "replicas":
+        mesh = dist.init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+        sharding = shardwise.Sharding(mesh=mesh)
+    return for_trainer(
+        shardwise.from_pretrained(place, model_class=auto, dtype=torch.float32, tuning=tuning, sharding=sharding)
+    )
 
 
 @contextlib.contextmanager

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations import refusing
+from tests.integrations.doors import require_doors
 from tests.integrations.runs import write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.processes.local_ranks import LocalRanks
-from shardwise.integrations import for_trainer, trainer_runs
+
+require_doors()
+from tests.integrations import refusing  # noqa: E402
+
+from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
@@ -168,3 +172,13 @@ def test_folders_of_others_are_never_removed(tmp_path: Path) -> None:
     with pytest.raises(trainer_runs.StorageError, match="somebody else's; nothing was overwritten"):
         trainer_runs.begin(place)
     assert (place / "mine.txt").is_file()
+
+
+def test_it_comes_before_the_trainer() -> None:
+    from transformers import Trainer
+
+    from shardwise.integrations import ShardwiseTrainer
+
+    assert type("Right", (ShardwiseTrainer, Trainer), {})
+    with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
+        type("Wrong", (Trainer, ShardwiseTrainer), {})

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.doors import require_doors
 from tests.integrations.runs import Outcome, Run, caught, require_same, train, write
 
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
+
+require_doors()
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
@@ -59,7 +62,9 @@ def kinds(output: Path) -> list[str]:
     return sorted(place.name for place in output.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("model", ["whole", "dropping lora", "replicated lora"])
+@pytest.mark.parametrize(
+    "model", ["whole", "dropping lora", pytest.param("replicated lora", marks=pytest.mark.slow)]
+)
 def test_goes_on_from_a_checkpoint_on_other_ranks(
     two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str
 ) -> None:
@@ -85,6 +90,7 @@ def test_goes_on_from_a_checkpoint_on_other_ranks(
 
 def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Its model is one of transformers', its adapter one of PEFT's; limits and the best one keep their meaning."""
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     given = {
@@ -109,6 +115,13 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
         assert torch.equal(value, dict(last.named_parameters())[name])
     assert (tmp_path / "run" / "last" / "training_args.bin").is_file()
     assert (tmp_path / "run" / "config.json").is_file(), "beside the checkpoints"
+
+    lora = saving(folder, tmp_path / "lora", model="lora", **given | {"save_total_limit": 1})
+    adapted = two.run(train, lora)
+    assert kinds(tmp_path / "lora") == [Path(adapted[0].best).name], "the best alone is left at the end"
+    kept = load_file(tmp_path / "lora" / kinds(tmp_path / "lora")[0] / "adapter_model.safetensors")
+    for name, value in adapted[0].weights.items():
+        assert torch.equal(kept[name.replace(".default", "")], value), "the best one was loaded at the end"
 
     alone = two.run(train, saving(folder, tmp_path / "alone", model="lora", save_only_model=True, max_steps=2))
     place = tmp_path / "alone" / "checkpoint-2"
@@ -156,6 +169,8 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     facts = later / "checkpoint-6" / "shardwise.trainer.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "step": 6}))
     assert "checkpoint-6 of another run" in refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
+    (later / "checkpoint-6" / "state" / "step-2" / ".metadata").unlink()
+    assert "files of it are gone" in refused(saving(folder, later).but(resume=True))
     facts.write_text("{")
     assert "holds no facts of a checkpoint" in refused(saving(folder, later).but(resume=True))
 

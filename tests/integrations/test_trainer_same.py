@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integrations.doors import require_doors
 from tests.integrations.runs import Outcome, Run, require_same, train, write
 
 from shardwise.execution.processes.local_ranks import LocalRanks
+
+require_doors()
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
@@ -73,3 +76,9 @@ def test_the_trainer_itself_takes_the_model(two: LocalRanks, one: LocalRanks, fo
 def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """The Trainer multiplies the loss of such models by the number of ranks, with DDP as with us."""
     compared(two, two, Run(str(folder), model="classes", arguments=EVALUATED), tmp_path)
+
+
+def test_on_replicas(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
+    """Two of two shards each; gradients of micro-batches are put off between replicas only."""
+    with LocalRanks(4, timeout_s=200, preloaded=PRELOADED) as four:
+        compared(four, one, Run(str(folder), model="replicas", arguments=EVALUATED), tmp_path)

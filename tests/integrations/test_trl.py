@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integrations.doors import require_doors
 from tests.integrations.runs import Run, require_same, train, write
 
 from shardwise.execution.processes.local_ranks import LocalRanks
 
 pytest.importorskip("trl")
+
+require_doors()
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "trl", "shardwise.integrations.trainer")
 

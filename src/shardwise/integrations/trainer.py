@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ else:
 
 _log = logging.getLogger(__name__)
 
-_MODEL_ALONE = "the model alone"
-
 
 class ShardwiseTrainer(_Trainer):
     """Put before a Trainer class; its checkpoints then are resumable, on any number of ranks.
@@ -55,6 +54,10 @@ class ShardwiseTrainer(_Trainer):
         ConfigError: the model has not been to :func:`~shardwise.integrations.trainer_doors.for_trainer`, or the
             arguments would have it sharded again, or trained by each rank alone.
     """
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        compat.require_before_trainer(cls, ShardwiseTrainer)
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         after = type(self).__mro__[type(self).__mro__.index(ShardwiseTrainer) + 1 :]
@@ -119,7 +122,7 @@ class ShardwiseTrainer(_Trainer):
             beginning = world.from_first(lambda: folders.beginning_of(run, asked))
             source = beginning.source
             if source is not None:
-                facts = world.from_first(lambda: folders.facts_of(source))
+                facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
             world.from_first(lambda: folders.remove_left(run, beginning))
         self._saved_step = None
@@ -148,7 +151,7 @@ class ShardwiseTrainer(_Trainer):
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
         holds = in_words(self._only())
-        if facts.holds not in (holds, _MODEL_ALONE):
+        if facts.holds not in (holds, folders.MODEL_ALONE):
             raise CoverageError(
                 f"{what}: holds the state of {facts.holds}, and this training has {holds}; resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
@@ -170,21 +173,36 @@ class ShardwiseTrainer(_Trainer):
             return
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.folder_of(run, step)
-        limit = self.args.save_total_limit
         with World.current(call="Trainer._save_checkpoint") as world:
             world.from_first(lambda: folders.begin(folder))
-            self.args.save_total_limit = None  # what is older goes when the new one counts
-            try:
+            with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
-            finally:
-                self.args.save_total_limit = limit
             _raise_together(world, failure)
-            holds = _MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            holds = folders.MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
             world.from_first(lambda: folders.complete(folder, facts))
             self._saved_step = step
             world.from_first(lambda: self._remove_older(run, limit))
+
+    def _finalize_training(self, *given: Any) -> Any:
+        with self._keeping_all() as limit:
+            done = super()._finalize_training(*given)  # type: ignore[no-untyped-call]
+        best = self.state.best_model_checkpoint
+        if limit == 1 and best is not None:
+            with World.current(call="Trainer.train") as world:
+                world.from_first(lambda: folders.remove_but(Path(best)))
+        return done
+
+    @contextmanager
+    def _keeping_all(self) -> Iterator[int | None]:
+        """The Trainer removes no checkpoints meanwhile: what makes one count has to go first. The limit."""
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None
+        try:
+            yield limit
+        finally:
+            self.args.save_total_limit = limit
 
     def _remove_older(self, run: Path, limit: int | None) -> None:
         kinds = folders.checkpoints_in(run)
@@ -218,7 +236,7 @@ class ShardwiseTrainer(_Trainer):
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             facts = world.from_first(lambda: folders.facts_of(folder))
-        if facts.holds == _MODEL_ALONE:
+        if facts.holds == folders.MODEL_ALONE:
             _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
             load_trainer_checkpoint(self._trained, folder, random_numbers=LeaveRandom())
 

@@ -7,13 +7,14 @@ Checked with transformers 5.19 to 5.23 (5.17 and 5.18 have no door for a model t
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import KnownNames
+from shardwise.errors import ConfigError, KnownNames
 
 with KnownNames("transformers", "5.19 to 5.23"):
     from transformers import Trainer
@@ -27,7 +28,7 @@ with KnownNames("transformers", "5.19 to 5.23"):
         (Trainer, ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler")),
         (Trainer, ("_load_best_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state")),
         (Trainer, ("_save", "_save_scaler", "_get_output_dir", "_sync_replicated_trainable_parameters")),
-        (Trainer, ("create_accelerator_and_postprocess", "get_total_train_batch_size")),
+        (Trainer, ("_finalize_training", "create_accelerator_and_postprocess", "get_total_train_batch_size")),
         (CallbackHandler, ("call_event",)),
     ):
         for _name in _names:
@@ -85,6 +86,17 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
+def require_before_trainer(kind: type, mixin: type) -> None:
+    """Raises ConfigError for a class in which a Trainer's methods would hide the mixin's."""
+    order = kind.__mro__
+    ahead = order[: order.index(mixin)]
+    if any(issubclass(other, Trainer) and not issubclass(other, mixin) for other in ahead):
+        raise ConfigError(
+            f"{kind.__name__}: {mixin.__name__} comes before a Trainer class: "
+            f"class {kind.__name__}({mixin.__name__}, Trainer)"
+        )
+
+
 def is_of_trl(trainer_class: type) -> bool:
     """Whether a trainer is one of TRL's, which read the head's weight without calling it."""
     return any(kind.__module__.partition(".")[0] == "trl" for kind in trainer_class.__mro__)
@@ -96,8 +108,6 @@ def wants_reference(trainer_class: type) -> bool:
 
 
 def _parameters(trainer_class: type) -> set[str]:
-    import inspect
-
     found: set[str] = set()
     for kind in trainer_class.__mro__:
         if "__init__" in vars(kind) and kind.__module__.startswith("trl."):

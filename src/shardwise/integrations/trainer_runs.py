@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
+from shardwise.checkpoints.folder import newest_in
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE
@@ -31,6 +32,7 @@ STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
 _MOST_BYTES = 1 << 16
 _VERSION = 1
+MODEL_ALONE = "the model alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,22 @@ def facts_of(folder: Path) -> TrainerFacts:
     return TrainerFacts.from_bytes(file.read_bytes(), str(file))
 
 
+def whole_facts_of(folder: Path) -> TrainerFacts:
+    """Of a checkpoint that counts, whose state has all of its files.
+
+    Raises:
+        ConfigError, FormatError: it has not.
+    """
+    facts = facts_of(folder)
+    state = folder / STATE_FOLDER
+    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
+        raise FormatError(
+            f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut; remove it, to go on "
+            "from the one before"
+        )
+    return facts
+
+
 @dataclass(frozen=True, slots=True)
 class FromNothing:
     """The training begins anew."""
@@ -183,12 +201,12 @@ def beginning_of(run: Path, asked: WhereFrom) -> Beginning:
             at = facts_of(folder).step if folder.parent.resolve() == run.resolve() else -1
         case FromNothing():
             pass
-    ahead = [step for step in (*complete, *foreign) if step > at]
-    if ahead:
+    odd = [*foreign, *(step for step in complete if step > at)]
+    if odd:
         raise ConfigError(
-            f"output_dir={str(run)!r} has {_those('', sorted(ahead), '')} of another run, which this one would "
-            "overwrite; resume_from_checkpoint=True goes on from the newest of ShardwiseTrainer's, another "
-            "output_dir begins anew, or remove them"
+            f"output_dir={str(run)!r} has {_those('', sorted(odd), '')} of another run, which this one would "
+            "overwrite or remove; resume_from_checkpoint=True goes on from the newest of ShardwiseTrainer's, "
+            "another output_dir begins anew, or remove them"
         )
     return Beginning(source, tuple(step for step, kind in found.items() if kind is FolderKind.LEFT))
 
@@ -275,6 +293,17 @@ def remove_left(run: Path, beginning: Beginning) -> None:
     """
     for step in beginning.left:
         remove(folder_of(run, step))
+
+
+def remove_but(best: Path) -> None:
+    """Remove all checkpoints of a run but one.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    for step, kind in checkpoints_in(best.parent).items():
+        if kind is FolderKind.COMPLETE and folder_of(best.parent, step).name != best.name:
+            remove(folder_of(best.parent, step))
 
 
 def _sync(path: Path) -> None:
