@@ -49,8 +49,8 @@ def open_door(model: PreTrainedModel, replicas: int, *, by_fsdp: bool) -> None:
     need them.
     """
     setattr(model, _MARK, True)
-    config: Any = model.config
-    setattr(config, _CONFIG, DistributedConfig(dp_replicate_size=replicas))
+    if hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # 5.23; older ones exchange gradients each time
+        setattr(model.config, _CONFIG, DistributedConfig(dp_replicate_size=replicas))
     if by_fsdp:
         setattr(model, _MANAGED, True)
 
