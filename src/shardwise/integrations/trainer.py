@@ -214,8 +214,13 @@ class ShardwiseTrainer(_Trainer):
         for step in folders.steps_to_remove(complete, limit, kept):
             folders.remove(folders.folder_of(run, step))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Save the model by all ranks, what is beside it by the first. Collective: yes, for adapters as well."""
+        self._save(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The model by all ranks, what is beside it by the first. Collective: yes."""
         failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save(output_dir, state_dict))
         with World.current(call="Trainer.save_model") as world:
             _raise_together(world, failure)
