@@ -1,4 +1,4 @@
-"""Other libraries' ways of training and serving, with models that are sharded here. Stated here, loaded when used."""
+"""Other libraries' ways of training and serving. Stated here, loaded when used."""
 
 from shardwise.integrations.trainer import ShardwiseTrainer as ShardwiseTrainer
 from shardwise.integrations.trainer_doors import for_trainer as for_trainer
