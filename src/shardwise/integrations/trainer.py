@@ -174,14 +174,14 @@ class ShardwiseTrainer(_Trainer):
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.folder_of(run, step)
         with World.current(call="Trainer._save_checkpoint") as world:
-            world.from_first(lambda: folders.begin(folder))
+            token = world.from_first(lambda: folders.begin(folder))
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
             _raise_together(world, failure)
             holds = folders.MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.from_first(lambda: folders.complete(folder, facts))
+            world.from_first(lambda: folders.complete(folder, facts, token))
             self._saved_step = step
             world.from_first(lambda: self._remove_older(run, limit))
 
