@@ -182,3 +182,20 @@ def test_it_comes_before_the_trainer() -> None:
     assert type("Right", (ShardwiseTrainer, Trainer), {})
     with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
         type("Wrong", (Trainer, ShardwiseTrainer), {})
+
+
+def test_a_folder_that_another_training_took_does_not_count(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint-3"
+    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
+    mine = trainer_runs.begin(place)
+    (place / "model.safetensors").write_text("x")
+    beginning = trainer_runs.beginning_of(tmp_path, trainer_runs.FromNothing())
+    trainer_runs.remove_left(tmp_path, beginning)
+    with pytest.raises(trainer_runs.StorageError, match="cannot be completed"):
+        trainer_runs.complete(place, facts, mine)
+    theirs = trainer_runs.begin(place)
+    with pytest.raises(trainer_runs.StorageError, match="another training has begun to save there"):
+        trainer_runs.complete(place, facts, mine)
+    trainer_runs.complete(place, facts, theirs)
+    assert trainer_runs.facts_of(place) == facts
+    assert trainer_runs.checkpoints_in(tmp_path) == {3: trainer_runs.FolderKind.COMPLETE}

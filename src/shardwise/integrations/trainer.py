@@ -174,14 +174,14 @@ class ShardwiseTrainer(_Trainer):
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.folder_of(run, step)
         with World.current(call="Trainer._save_checkpoint") as world:
-            world.from_first(lambda: folders.begin(folder))
+            token = world.from_first(lambda: folders.begin(folder))
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
             _raise_together(world, failure)
             holds = folders.MODEL_ALONE if self.args.save_only_model else in_words(self._only())
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.from_first(lambda: folders.complete(folder, facts))
+            world.from_first(lambda: folders.complete(folder, facts, token))
             self._saved_step = step
             world.from_first(lambda: self._remove_older(run, limit))
 
@@ -214,8 +214,13 @@ class ShardwiseTrainer(_Trainer):
         for step in folders.steps_to_remove(complete, limit, kept):
             folders.remove(folders.folder_of(run, step))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Save the model by all ranks, what is beside it by the first. Collective: yes, for adapters as well."""
+        self._save(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The model by all ranks, what is beside it by the first. Collective: yes."""
         failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save(output_dir, state_dict))
         with World.current(call="Trainer.save_model") as world:
             _raise_together(world, failure)

@@ -75,7 +75,7 @@ def for_trainer(model: ModelT) -> ModelT:
     held = vars(model)
     held["save_pretrained"] = _SavesByRanks(model)
     if has_adapters(model) and mesh is not None:
-        held["get_parameter"] = lambda name: fill_reference(type(model).get_parameter(model, name), name)
+        held["get_parameter"] = _GivesParameters(model)
     return model
 
 
@@ -125,6 +125,16 @@ class _SavesByRanks:
             if name != compat.REFERENCE:
                 place = save_directory if name == "default" else os.path.join(save_directory, name)
                 save_adapter(self.model, place, adapter=name)
+
+
+class _GivesParameters:
+    """``get_parameter`` of a model with an adapter. An object, so that a copy of the model has one of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, target: str) -> Any:
+        return fill_reference(type(self.model).get_parameter(self.model, target), target)
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -225,8 +226,8 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     return others[: max(0, len(complete) - max(limit, len(kept)))]
 
 
-def begin(folder: Path) -> None:
-    """Mark a folder as one that is being written.
+def begin(folder: Path) -> str:
+    """Mark a folder as one that is being written; what tells this save from another one.
 
     Raises:
         StorageError: it cannot be written to, or something is there. (What was left was removed before.)
@@ -235,20 +236,24 @@ def begin(folder: Path) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / BEGUN_FILE).write_bytes(b"")
+        token = secrets.token_hex(8)
+        (folder / BEGUN_FILE).write_text(token)
         _sync(folder / BEGUN_FILE)
         _sync(folder)
+        return token
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to ({error.strerror or error})") from error
 
 
-def complete(folder: Path, facts: TrainerFacts) -> None:
+def complete(folder: Path, facts: TrainerFacts, token: str) -> None:
     """Have a checkpoint count: everything beside the saves, which are durable, is synced, and then the facts.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: the disk refuses; or the folder is not the one any more that ``begin`` has marked.
     """
     try:
+        if (folder / BEGUN_FILE).read_text() != token:
+            raise StorageError(f"{folder}: another training has begun to save there; have an output_dir for each")
         for place in folder.iterdir():
             if place.is_file():
                 _sync(place)
