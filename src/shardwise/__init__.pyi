@@ -1,5 +1,6 @@
 """What users of shardwise see first, stated once: ``__init__.py`` reads this file, and type checkers do."""
 
+from shardwise import integrations as integrations
 from shardwise import options as options
 from shardwise import report as report
 from shardwise import storage as storage

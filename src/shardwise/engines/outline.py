@@ -210,11 +210,24 @@ def outline(
     model_class, config = class_of(directory, config, options)
     if resize is not None:
         set_vocab_size(config, resize.size)
-    stored = stored_tensors(index)
     named = index.metadata.get("dtype") if index.layout.startswith("indexed") else None
     dtype = build.resolve_dtype(options.get("dtype", "auto"), config, _dtypes_in_order(index), named)
     model = build.build_on_meta(model_class, config, dtype, _folder(directory))
     transforms = pretrained.conversion_transforms(model, options.get("key_mapping"))
+    return outline_of(model, index, dtype, transforms, resize)
+
+
+def outline_of(
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+    transforms: list[Any],
+    resize: ResizeVocab | None = None,
+) -> Outline:
+    """Bind a checkpoint's keys to a model that has been built on meta in a dtype, nothing tied yet.
+
+    Tensors that its class keeps in another dtype get that.
+    """
     held = look_inside(model)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     kept = pretrained.kept_dtypes(model, dtype)
@@ -222,7 +235,7 @@ def outline(
     def dtype_of(name: str) -> torch.dtype:
         return kept(name) or to_torch(layout.by_name[name].dtype)
 
-    bindings = bind(model, stored, layout, transforms, dtype_of)
+    bindings = bind(model, stored_tensors(index), layout, transforms, dtype_of)
     if resize is not None:
         bindings = resized(bindings, vocabulary_tensors(model, held), resize.size)
     build.keep_dtypes(model, dtype, bindings.leaders)

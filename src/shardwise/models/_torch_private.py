@@ -255,6 +255,15 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield state._fsdp_param_group
 
 
+def computing_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which the sharded parameters of a model are computed with."""
+    return {
+        group.mp_policy.param_dtype or param.sharded_param.dtype
+        for group in _param_groups(model)
+        for param in group.fsdp_params
+    }
+
+
 def exchanges_gradients(model: nn.Module) -> Callable[[], bool]:
     """A function that tells whether FSDP2 will exchange gradients of a model in the backward pass that is going on.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardwise.models._torch_private import (
     Gather,
     adopt_sharded,
+    computing_dtypes,
     forget_pass,
     fsdp_params,
     gather_zeros,
@@ -23,6 +24,7 @@ from shardwise.models._torch_private import (
 __all__ = [
     "Gather",
     "adopt_sharded",
+    "computing_dtypes",
     "forget_pass",
     "fsdp_params",
     "gather_zeros",

@@ -32,18 +32,21 @@ with KnownNames("transformers", "5.17 to 5.23"):
         revert_weight_conversion,
     )
     from transformers.core_model_loading import rename_source_key as _rename_source_key
+    from transformers.distributed.fsdp import is_fsdp_enabled
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.modeling_utils import _get_tied_weight_keys
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.monkey_patching import patch_output_recorders
+    from transformers.utils.loading_report import LoadStateDictInfo
 
     for _owner, _names in (
         (hf_init, ("TORCH_INIT_FUNCTIONS", "guard_torch_init_functions", "no_init_weights")),
         (PreTrainedModel, ("_from_config", "_get_dtype_plan", "_no_split_modules", "get_init_context")),
         (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
         (PreTrainedModel, ("_keys_to_ignore_on_save", "initialize_weights", "is_remote_code", "tie_weights")),
+        (PreTrainedModel, ("_load_pretrained_model",)),
     ):
         for _name in _names:
             getattr(_owner, _name)
@@ -412,3 +415,46 @@ def activated(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
     """What fused experts make of the first product, (tokens, 2 * width) or (tokens, width): (tokens, width)."""
     found: torch.Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
     return found
+
+
+# Loading later
+
+
+def loading_door() -> tuple[Any, str]:
+    """The class and the name of the function by which ``from_pretrained`` fills a model that is on meta.
+
+    It is given the model, a state dict or None, the files or None, and a config of the load.
+    """
+    return PreTrainedModel, "_load_pretrained_model"
+
+
+def loads_for_fsdp() -> bool:
+    """Whether ``from_pretrained`` is to leave ranks without weights, for FSDP to bring (by the environment)."""
+    return bool(is_fsdp_enabled())
+
+
+def is_plain_load(config: Any) -> bool:
+    """Whether a load is neither quantised, nor dealt to devices by a map or a mesh."""
+    return not config.is_quantized and config.device_map is None and config.device_mesh is None
+
+
+def dtype_of_load(config: Any) -> torch.dtype:
+    """The dtype in which a model is loaded."""
+    return config.dtype or torch.get_default_dtype()
+
+
+def load_outcome(missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]) -> Any:
+    """What a load tells of itself, from which transformers goes on: ties, initialises, reports."""
+    return LoadStateDictInfo(
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        mismatched_keys=mismatched,
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def forget_tie(model: PreTrainedModel, target: str) -> None:
+    """Have a name that is declared tied stay untied."""
+    model.all_tied_weights_keys.pop(target, None)

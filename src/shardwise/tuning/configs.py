@@ -1,7 +1,14 @@
-"""Configs of adapters: made, read from a folder, and written to one, by PEFT."""
+"""Configs of adapters, made, read and written by PEFT; and what PEFT has done to a model."""
 
 from __future__ import annotations
 
-from shardwise.tuning.peft_compat import config_in, lora_config, save_config
+from shardwise.tuning.peft_compat import (
+    adapter_door,
+    config_in,
+    copied_names,
+    lora_config,
+    save_config,
+    tensors_of_layer,
+)
 
-__all__ = ["config_in", "lora_config", "save_config"]
+__all__ = ["adapter_door", "config_in", "copied_names", "lora_config", "save_config", "tensors_of_layer"]

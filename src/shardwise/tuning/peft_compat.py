@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -298,3 +299,40 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
         kind = original_class(base)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(folder, auto_mapping_dict=mapping)
+
+
+def adapter_door() -> list[tuple[Any, str]]:
+    """The class and the name of the function by which PEFT moves a new adapter to where its layer is.
+
+    None where PEFT is not installed. It is given the layer, the adapter's name, and a device or None.
+    """
+    try:
+        with KnownNames("peft", "0.20 or 0.21"):
+            from peft.tuners.tuners_utils import BaseTunerLayer
+
+            getattr(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")  # noqa: B009 - only that it is there
+    except ConfigError:
+        if importlib.util.find_spec("peft") is None:
+            return []
+        raise
+    return [(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")]
+
+
+def tensors_of_layer(layer: Any) -> list[torch.Tensor]:
+    """The parameters of the layer that an adapter is put on."""
+    return list(layer.get_base_layer().parameters())
+
+
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that PEFT has copied to train them in place of others, to the others' names."""
+    if importlib.util.find_spec("peft") is None:
+        return {}
+    from peft.utils.other import ModulesToSaveWrapper
+
+    found: dict[str, str] = {}
+    for prefix, module in walk(model):
+        if isinstance(module, ModulesToSaveWrapper):
+            for adapter, copied in module.modules_to_save.items():
+                for name, _ in [*copied.named_parameters(), *copied.named_buffers()]:
+                    found[f"{prefix}.modules_to_save.{adapter}.{name}"] = f"{prefix}.original_module.{name}"
+    return found

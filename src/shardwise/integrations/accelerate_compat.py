@@ -1,0 +1,164 @@
+"""The one file that knows accelerate's unexported names, and the doors that are replaced in it.
+
+Checked with accelerate 1.13 and 1.15. A name that is gone, or a door that takes other arguments, is one error when
+the switch is first used; what each means is asserted by ``tests/canary``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, KnownNames
+
+try:
+    import accelerate as _accelerate
+except ImportError as _absent:
+    raise ConfigError("accelerate is not installed; pip install 'shardwise[accelerate]'") from _absent
+
+_VERSIONS = "1.13 to 1.15"
+
+with KnownNames("accelerate", _VERSIONS):
+    from accelerate import Accelerator
+    from accelerate import accelerator as accelerator_module
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
+
+    for _owner, _names in (
+        (Accelerator, ("_prepare_fsdp2", "_prepare_one", "prepare", "save_state", "load_state", "get_state_dict")),
+        (Accelerator, ("clip_grad_norm_", "unscale_gradients", "is_fsdp2", "verify_device_map")),
+        (accelerator_module, ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")),
+        (accelerator_module, ("fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters")),
+        (fsdp_utils, ("fsdp2_load_full_state_dict",)),
+        (PartialState, ("_shared_state",)),
+    ):
+        for _name in _names:
+            getattr(_owner, _name)
+
+__all__ = ["Accelerator", "AcceleratorState", "accelerator_module", "fsdp_utils"]
+
+_DOORS: Sequence[tuple[Any, str, tuple[str, ...]]] = (
+    (Accelerator, "_prepare_fsdp2", ("self", "args")),
+    (Accelerator, "_prepare_one", ("self", "obj", "first_pass", "device_placement")),
+    (Accelerator, "prepare", ("self", "args", "device_placement")),
+    (Accelerator, "get_state_dict", ("self", "model", "unwrap")),
+    (Accelerator, "clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type")),
+    (Accelerator, "save_state", ("self", "output_dir", "safe_serialization")),
+    (Accelerator, "load_state", ("self", "input_dir", "load_kwargs")),
+    (accelerator_module, "save_fsdp_model", ("fsdp_plugin", "accelerator", "model", "output_dir", "model_index")),
+    (accelerator_module, "load_fsdp_model", ("fsdp_plugin", "accelerator", "model", "input_dir", "model_index")),
+    (
+        accelerator_module,
+        "save_fsdp_optimizer",
+        ("fsdp_plugin", "accelerator", "optimizer", "model", "output_dir", "optimizer_index"),
+    ),
+    (
+        accelerator_module,
+        "load_fsdp_optimizer",
+        ("fsdp_plugin", "accelerator", "optimizer", "model", "input_dir", "optimizer_index"),
+    ),
+    (fsdp_utils, "fsdp2_load_full_state_dict", ("accelerator", "model", "full_sd")),
+    (AcceleratorState, "__init__", ("self", "mixed_precision", "cpu")),
+)
+"""Functions that are replaced or called, and the arguments they begin with."""
+
+
+def check_doors() -> None:
+    """Refuse an accelerate whose functions take other arguments than those known here.
+
+    Raises:
+        ConfigError: naming the installed version, the function, and what it takes.
+    """
+    for owner, name, expected in _DOORS:
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found[: len(expected)] != expected:
+            raise ConfigError(
+                f"accelerate {_accelerate.__version__}: {name} takes ({', '.join(found)}), and "
+                f"({', '.join(expected)}) was expected; use accelerate {_VERSIONS}, or a newer shardwise"
+            )
+
+
+def is_fsdp2(accelerator: Any) -> bool:
+    """Whether an accelerator shards by FSDP2."""
+    return bool(accelerator.is_fsdp2)
+
+
+def plugin_of(accelerator: Any) -> Any:
+    """An accelerator's FSDP plugin; None where it has none."""
+    return getattr(accelerator.state, "fsdp_plugin", None)
+
+
+def become_fsdp2(state: Any, plugin: Any) -> None:
+    """Have the state that all accelerators of this process share be that of FSDP2 with this plugin."""
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def is_on_cpus(state: Any) -> bool:
+    """Whether several ranks compute on CPUs, where accelerate knows of no FSDP."""
+    return bool(state.distributed_type == DistributedType.MULTI_CPU)
+
+
+def is_one_process(accelerator: Any) -> bool:
+    """Whether there is one process, and nothing is distributed."""
+    return bool(accelerator.distributed_type == DistributedType.NO)
+
+
+def fsdp2_plugin() -> Any:
+    """A plugin for a model that is sharded already: what it says of sharding is not asked for."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+    )
+
+
+def is_begun() -> bool:
+    """Whether an accelerator has been made in this process, so that its kind of ranks is settled."""
+    return bool(PartialState._shared_state)
+
+
+def bare(optimizer: Any) -> Any:
+    """The optimizer inside of accelerate's."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def left_as_they_are(
+    accelerator: Any, objects: Sequence[Any], device_placement: Sequence[bool | None]
+) -> tuple[Any, ...]:
+    """Objects prepared as accelerate does, but for models, which are only noted, and optimizers, which stay put."""
+    first = [
+        item
+        if isinstance(item, nn.Module)
+        else accelerator._prepare_one(
+            item,
+            first_pass=True,
+            device_placement=False if isinstance(item, torch.optim.Optimizer) else placement,
+        )
+        for item, placement in zip(objects, device_placement, strict=True)
+    ]
+    result = [item if isinstance(item, nn.Module) else accelerator._prepare_one(item) for item in first]
+    for item in result:
+        if isinstance(item, nn.Module):
+            if not any(item is model for model in accelerator._models):
+                accelerator._models.append(item)
+            mark_prepared(item)
+    return tuple(result)
+
+
+def mark_prepared(model: Any) -> None:
+    """The mark by which accelerate knows what it has prepared."""
+    model._is_accelerate_prepared = True
+
+
+def models_of(accelerator: Any) -> list[nn.Module]:
+    """The models that an accelerator has prepared."""
+    return list(accelerator._models)

@@ -1,0 +1,190 @@
+"""What an accelerator saves, loads, hands out and clips of models under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.execution.ranks.world import World
+from shardwise.integrations import accelerate_compat as compat
+from shardwise.integrations.saved_folder import SavedFolder
+from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
+from shardwise.planning.states.forms import DistributedFolder, FileForm, FullState, OneFile, RankFiles
+from shardwise.training.clipping import clip_gradients
+from shardwise.verbs.accelerate_load import load_accelerate_model, load_accelerate_optimizer
+from shardwise.verbs.accelerate_save import save_accelerate_model, save_accelerate_optimizer
+from shardwise.verbs.state import model_state
+
+_NORMS = (2.0, float("inf"))
+
+
+def save_model(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002 - accelerate's own
+    **others: Any,
+) -> Any:
+    """What takes the place of ``save_fsdp_model``: the same files, written by all ranks at once."""
+    if fsdp_plugin.fsdp_version != 2:
+        return original(fsdp_plugin, accelerator, model, output_dir, model_index, adapter_only, **others)
+    only, form = _selection(model, adapter_only=adapter_only), _form(fsdp_plugin, others)
+    return save_accelerate_model(model, output_dir, form, number=model_index, only=only)
+
+
+def load_model(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    **others: Any,
+) -> Any:
+    """What takes the place of ``load_fsdp_model``: any of its forms, on any number of ranks."""
+    if fsdp_plugin.fsdp_version != 2:
+        return original(fsdp_plugin, accelerator, model, input_dir, model_index, adapter_only, **others)
+    only = _selection(model, adapter_only=adapter_only)
+    return load_accelerate_model(model, input_dir, number=model_index, only=only)
+
+
+def save_optimizer(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str,
+    optimizer_index: int = 0,
+    **others: Any,
+) -> Any:
+    """What takes the place of ``save_fsdp_optimizer``."""
+    if fsdp_plugin.fsdp_version != 2:
+        return original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, **others)
+    form = _form(fsdp_plugin, others)
+    return save_accelerate_optimizer(model, compat.bare(optimizer), output_dir, form, number=optimizer_index)
+
+
+def load_optimizer(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    **others: Any,
+) -> Any:
+    """What takes the place of ``load_fsdp_optimizer``."""
+    if fsdp_plugin.fsdp_version != 2:
+        return original(
+            fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only, **others
+        )
+    return load_accelerate_optimizer(model, compat.bare(optimizer), input_dir, number=optimizer_index)
+
+
+def get_state_dict(
+    original: Callable[..., Any],
+    accelerator: Any,
+    model: nn.Module,
+    unwrap: bool = True,  # noqa: FBT001, FBT002
+) -> Mapping[str, torch.Tensor]:
+    """What takes the place of ``Accelerator.get_state_dict``: whole tensors on the first rank."""
+    if not compat.is_fsdp2(accelerator):
+        found: Mapping[str, torch.Tensor] = original(accelerator, model, unwrap)
+        return found
+    return model_state(model, FullState())
+
+
+def clip_grad_norm(
+    original: Callable[..., Any],
+    accelerator: Any,
+    parameters: Iterable[nn.Parameter] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """What takes the place of ``Accelerator.clip_grad_norm_``: one norm of sharded and of whole parameters."""
+    if not compat.is_fsdp2(accelerator) or float(norm_type) not in _NORMS:
+        return original(accelerator, parameters, max_norm, norm_type)
+    accelerator.unscale_gradients()
+    given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = clip_gradients(given, float(max_norm), norm_type=float(norm_type))
+    return torch.tensor(norm, device=accelerator.device)
+
+
+def save_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    output_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """What takes the place of ``Accelerator.save_state``: the folder is written beside, and counts in one step.
+
+    A folder of that name, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
+    """
+    config = accelerator.project_configuration
+    if not compat.is_fsdp2(accelerator) or (output_dir is None and not config.automatic_checkpoint_naming):
+        return original(accelerator, output_dir, *others, **keywords)
+    is_named = config.automatic_checkpoint_naming
+    with World.current(call="save_state") as world:
+        folder = world.together(lambda: _place(accelerator, output_dir))
+        world.require_equal(str(folder.path), "the folder to save into")
+        world.from_first(folder.begin)
+    config.automatic_checkpoint_naming = False
+    try:
+        location = original(accelerator, str(folder.work), *others, **keywords)
+    finally:
+        config.automatic_checkpoint_naming = is_named
+    with World.current(call="save_state") as world:
+        world.together(lambda: None)  # all have written
+        world.from_first(folder.commit)
+        if is_named:
+            world.from_first(lambda: folder.keep_newest(config.total_limit))
+    return str(folder.path) if location == str(folder.work) else location
+
+
+def load_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    input_dir: str | None = None,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """What takes the place of ``Accelerator.load_state``: what a killed save left is put in order first."""
+    if compat.is_fsdp2(accelerator) and input_dir is not None:
+        folder = SavedFolder(Path(input_dir).expanduser())
+        with World.current(call="load_state") as world:
+            world.from_first(folder.recover)
+    return original(accelerator, input_dir, *others, **keywords)
+
+
+def _place(accelerator: Any, output_dir: str | None) -> SavedFolder:
+    """Where a state goes, as accelerate names it."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return SavedFolder(Path(str(output_dir)).expanduser())
+    folder = SavedFolder(
+        Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"),
+        Path(accelerator.project_dir),
+    )
+    folder.require_new()
+    return folder
+
+
+def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:
+    return AdapterOnly() if adapter_only and has_adapters(model) else Everything()
+
+
+def _form(plugin: Any, others: Mapping[str, Any]) -> FileForm:
+    if plugin.state_dict_type.name == "FULL_STATE_DICT":
+        return OneFile()
+    return DistributedFolder() if others.get("use_dcp", True) else RankFiles()

@@ -1,0 +1,206 @@
+"""Models that ``from_pretrained`` has left on meta, and the files that their values are in.
+
+[Note: Pending] Under FSDP a script calls ``from_pretrained`` on every rank, perhaps PEFT, makes an optimizer, and
+only then ``prepare``, where it is settled how the model is sharded. So nothing is read before that.
+``from_pretrained`` leaves the model on meta, ties what the files say is tied, initialises what they lack, and notes
+for each parameter which expression over the files it is. Parameters are known again by identity: what PEFT puts in
+gives them other names, and whatever replaces one (a resized vocabulary, a merge) has no values, which ``prepare``
+tells. Nothing of this is collective: a rank may come to it before the others (``with main_process_first()``).
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.conversion import Expression
+from shardwise.engines.bringing_up import decide_ties
+from shardwise.engines.load_options import LoadOptions
+from shardwise.engines.opening import OpenSource, read_index
+from shardwise.engines.outline import Outline, outline_of
+from shardwise.errors import CoverageError
+from shardwise.execution.ranks.world import World
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.models import pretrained
+from shardwise.models.modules import modules_in
+from shardwise.models.view import Held, look_inside
+from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.reading.opening import OpenStorage
+from shardwise.tuning import configs
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a model on meta is to be filled with.
+
+    Attributes:
+        folder: of the files, on this machine.
+        index: what their headers say.
+        tensors: parameters and persistent buffers as they were left, each with what it is made of; by identity.
+        transforms: the conversions of keys.
+    """
+
+    folder: Path
+    index: CheckpointIndex
+    tensors: dict[int, tuple[torch.Tensor, Expression]]
+    transforms: list[Any]
+
+    def expression_of(self, tensor: torch.Tensor) -> Expression | None:
+        """What a tensor is made of; None where it is not one of those that were left."""
+        found = self.tensors.get(id(tensor))
+        return found[1] if found is not None and found[0] is tensor and tensor.is_meta else None
+
+
+_pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Of a model, or what was made of it: the expressions of its tensors, by name, and where they are read from."""
+
+    pending: Pending
+    expressions: dict[str, Expression]
+
+
+def awaited_in(model: nn.Module) -> list[Awaited]:
+    """All that is pending in a model and the models inside of it, by the names that tensors have now."""
+    held = look_inside(model)
+    copies = configs.copied_names(model)
+    found: list[Awaited] = []
+    for module in modules_in(model):
+        pending = _pending.get(module)
+        if pending is None:
+            continue
+        by_name = {
+            name: expression
+            for item in held
+            if (expression := pending.expression_of(item.tensor)) is not None
+            for name in item.names
+        }
+        of_copies = {
+            name: by_name[original]
+            for name, original in copies.items()
+            if original in by_name and _is_on_meta(held, name)
+        }
+        found.append(Awaited(pending, {**by_name, **of_copies}))
+    return found
+
+
+def settle(model: nn.Module) -> None:
+    """Note that a model has got its values, and what saving has to know of how it got them."""
+    for module in modules_in(model):
+        pending = _pending.pop(module, None)
+        if pending is not None:
+            pretrained.record_conversions(module, pending.transforms)
+
+
+def is_awaited(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these is pending."""
+    return any(pending.expression_of(tensor) is not None for pending in _pending.values() for tensor in tensors)
+
+
+def load_later(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: list[str] | None,
+    load_config: Any,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """What takes the place of transformers' reading: under FSDP a model is left on meta, and its files noted."""
+    is_ours = (
+        pretrained.loads_for_fsdp()
+        and state_dict is None
+        and checkpoint_files
+        and len({Path(file).parent for file in checkpoint_files}) == 1
+        and pretrained.is_plain_load(load_config)
+        and pretrained.is_pretrained(model)
+        and all(tensor.is_meta for tensor in model.parameters())
+    )
+    if not is_ours:
+        return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
+    assert checkpoint_files is not None
+    folder = Path(checkpoint_files[0]).parent
+    world, options = World(0, 1), LoadOptions(progress=False)
+    names = [Path(file).name for file in checkpoint_files]
+    opened = OpenStorage(LocalReader(folder), None)
+    source = read_index(
+        world,
+        opened,
+        options.copies,
+        options.budget_bytes,
+        weights_name=_named(folder, names),
+        extra=tuple(name for name in names if len(names) > 1),
+    )
+    with source.closing():
+        transforms = list(load_config.weight_mapping or ())
+        drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
+        for sentence in drawn.bindings.faults:
+            raise CoverageError(f"{folder}: {sentence}")
+        _settle_ties(world, drawn, source, options)
+    return _left(model, folder, drawn, source.index), None
+
+
+def move_adapter(
+    original: Callable[..., Any], layer: Any, adapter_name: str, device: torch.device | None = None
+) -> Any:
+    """What takes the place of PEFT's moving of an adapter to its layer: beside one that is pending, it stays."""
+    if device is None and is_awaited(configs.tensors_of_layer(layer)):
+        device = torch.device("cpu")
+    return original(layer, adapter_name, device=device)
+
+
+def _named(folder: Path, names: Sequence[str]) -> str | None:
+    """The file by which a reader knows which of a folder's are meant; None for the usual ones."""
+    if len(names) == 1:
+        return names[0]
+    for index in sorted(folder.glob("*.index.json")):
+        named = json.loads(index.read_bytes()).get("weight_map", {})
+        if isinstance(named, dict) and set(named.values()) <= set(names):
+            return index.name
+    return None
+
+
+def _settle_ties(world: World, drawn: Outline, source: OpenSource, options: LoadOptions) -> None:
+    """Decide what transformers could not, with both names of a tie stored and their values on meta."""
+    pairs = drawn.ties_stored_twice()
+    untied, _ = decide_ties(world, drawn, pairs, source, options)
+    for name in untied:
+        pretrained.forget_tie(drawn.model, name)
+
+
+def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> Any:
+    """Note what is pending; what transformers is to go on with."""
+    offers = drawn.bindings_less_ties().offers
+    held = look_inside(model)
+    missing: set[str] = set()
+    mismatched: set[tuple[str, Any, Any]] = set()
+    tensors: dict[int, tuple[torch.Tensor, Expression]] = {}
+    for item in held:
+        if not item.kind.is_saved:
+            continue
+        for name in item.names:
+            claims = offers.get(name, ())
+            if not claims:
+                missing.add(name)
+            elif len(claims) > 1:
+                raise CoverageError(f"{folder}: {name} is stored more than once")
+            elif claims[0].shape != tuple(item.tensor.shape):
+                mismatched.add((name, torch.Size(claims[0].shape), item.tensor.shape))
+            else:
+                tensors[id(item.tensor)] = (item.tensor, claims[0])
+                pretrained.mark_initialized(item.tensor)
+    _pending[model] = Pending(folder, index, tensors, drawn.transforms)
+    return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)
+
+
+def _is_on_meta(held: Sequence[Held], name: str) -> bool:
+    return any(item.tensor.is_meta for item in held if name in item.names)
