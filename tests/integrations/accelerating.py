@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import shardwise
 from shardwise.options import EveryRank, FullState
@@ -58,21 +59,34 @@ def plugin(**settings: Any) -> FullyShardedDataParallelPlugin:
 
 def accelerator_for(strategy: str, efficient: bool = True, **settings: Any) -> Accelerator:
     chosen = plugin(cpu_ram_efficient_loading=efficient) if strategy == THEIRS else None
-    return Accelerator(cpu=True, fsdp_plugin=chosen, gradient_accumulation_steps=ACCUMULATION, **settings)
+    split = DataLoaderConfiguration(split_batches=True)
+    accumulation = {"gradient_accumulation_steps": ACCUMULATION, "dataloader_config": split}
+    return Accelerator(cpu=True, fsdp_plugin=chosen, **accumulation, **settings)
 
 
-def model_of(checkpoint: str, strategy: str, efficient: bool, lora: Any = None) -> nn.Module:
+def model_of(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> nn.Module:
     """A model as a script of this kind makes it, before ``prepare``."""
     if strategy == OURS and efficient:
-        tuning = {} if lora is None else {"tuning": shardwise.Lora(lora)}
+        places = {"lora": shardwise.options.InBlocks(), "replicated": shardwise.options.Replicated()}
+        tuning = {} if kind == "whole" else {"tuning": shardwise.Lora(lora(), adapters=places[kind])}
         return shardwise.from_pretrained(checkpoint, dtype=torch.float32, **tuning).train()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
-    if lora is not None:
-        from peft import get_peft_model
+    return scripted(checkpoint, kind)
 
+
+def scripted(checkpoint: str, kind: str = "whole") -> nn.Module:
+    """A model as transformers and PEFT alone make it; the same in one process and on the first of several ranks."""
+    if kind == "classes":
+        torch.manual_seed(5)
+        return AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if kind != "whole":
         torch.manual_seed(11)
-        model = get_peft_model(model, lora)
-    return model
+        model = get_peft_model(model, lora(["lm_head"] if kind == "saved modules" else None))
+    return model.train()
+
+
+def lora(modules_to_save: list[str] | None = None) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], modules_to_save=modules_to_save)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -101,7 +115,7 @@ def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> tup
     """Everything prepared: model, optimizer, schedule, data."""
     optimizer = optimizer_of(model)
     schedule = schedule_of(optimizer)
-    data = DataLoader(rows(steps), batch_size=ROWS // accelerator.num_processes)
+    data = DataLoader(rows(steps), batch_size=ROWS)
     if not accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.auto_wrap_policy is None:
         shardwise.shard(model, optimizers=(optimizer,))
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -135,8 +149,8 @@ def run(accelerator: Accelerator, prepared: tuple[Any, ...], first: int = 0, ste
     return seen
 
 
-def plain(model: nn.Module, ranks: int, steps: int = STEPS) -> Seen:
-    """The same in one process, by torch alone. accelerate takes as many steps of a schedule as there are ranks."""
+def plain(model: nn.Module, steps: int = STEPS) -> Seen:
+    """The same in one process, by torch alone."""
     optimizer = optimizer_of(model)
     schedule = schedule_of(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -149,8 +163,7 @@ def plain(model: nn.Module, ranks: int, steps: int = STEPS) -> Seen:
             total += float(loss.detach())
         seen.norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
         optimizer.step()
-        for _ in range(ranks):
-            schedule.step()
+        schedule.step()
         optimizer.zero_grad()
         seen.losses.append(total)
     return seen
@@ -165,25 +178,74 @@ def same_bits(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) ->
     return names + [name for name in truth if name in found and not torch.equal(found[name], truth[name])]
 
 
-def brought_up(checkpoint: str, strategy: str, efficient: bool) -> list[str]:
+@contextmanager
+def alone() -> Iterator[None]:
+    """In the environment of a process that knows nothing of FSDP."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def truth(checkpoint: str, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    with alone():
+        reference = scripted(checkpoint, kind)
+    return dict(reference.state_dict()), dict(reference.named_buffers())
+
+
+def brought_up(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> list[str]:
     """Names of tensors that are not the files', bit for bit, after ``prepare``; buffers too."""
     with launched(), shardwise.integrations.accelerate():
         accelerator = accelerator_for(strategy, efficient)
-        model = model_of(checkpoint, strategy, efficient)
-        is_meta = [parameter.is_meta for parameter in model.parameters()]
-        assert all(is_meta) is (strategy == THEIRS and efficient), is_meta
+        model = model_of(checkpoint, strategy, efficient, kind)
+        is_meta = {parameter.is_meta for name, parameter in model.named_parameters() if "embed" in name}
+        assert is_meta == {strategy == THEIRS and efficient}
         model, *_ = begin(accelerator, model)
-        truth = AutoModelForCausalLM.from_pretrained
-        accelerator.wait_for_everyone()
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
-        reference = truth(checkpoint, dtype=torch.float32)
-        faults = same_bits(whole(model), dict(reference.state_dict()))
-        buffers = dict(model.named_buffers())
-        return faults + same_bits(buffers, dict(reference.named_buffers()))
+        state, buffers = truth(checkpoint, kind)
+        return same_bits(whole(model), state) + same_bits(dict(model.named_buffers()), buffers)
 
 
-def trained(checkpoint: str, strategy: str, efficient: bool) -> tuple[Seen, dict[str, torch.Tensor]]:
+def brought_up_by_theirs(checkpoint: str, kind: str) -> tuple[list[str], list[str]]:
+    """What of accelerate's own loading differs from ours; the groups that it makes, and those under our switch."""
+    from shardwise.integrations import accelerate_compat
+
+    found, groups = [], []
+    for switch in (nullcontext(), shardwise.integrations.accelerate()):
+        with launched(), switch:
+            accelerator = accelerator_for(THEIRS)
+            if not accelerator.is_fsdp2:
+                accelerate_compat.become_fsdp2(accelerator.state, plugin(cpu_ram_efficient_loading=True))
+            model = scripted(checkpoint, kind)
+            model, _ = accelerator.prepare(model, optimizer_of(model))
+            found.append(whole(model))
+            groups.append([name for name, module in model.named_modules() if isinstance(module, FSDPModule)])
+    return same_bits(*found), sorted({*groups[0]} ^ {*groups[1]})
+
+
+def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> dict[str, Any]:
+    """The greatest relative differences to the same loop in one process, of a model that begins alike."""
     with launched(), shardwise.integrations.accelerate():
         accelerator = accelerator_for(strategy, efficient)
-        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient))
-        return run(accelerator, prepared), whole(prepared[0])
+        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind))
+        initial = whole(prepared[0])
+        seen, final = run(accelerator, prepared), whole(prepared[0])
+        handed = accelerator.get_state_dict(prepared[0])
+        assert (sorted(handed) == sorted(final)) if accelerator.is_main_process else handed == {}
+        unwrapped = accelerator.unwrap_model(prepared[0])
+        assert unwrapped is prepared[0]
+        with alone():
+            reference = scripted(checkpoint, kind)
+    reference.load_state_dict(initial)
+    expected = plain(reference)
+    return {
+        "losses": furthest(seen.losses, expected.losses),
+        "norms": furthest(seen.norms, expected.norms),
+        "weights": max(float((final[name] - value).abs().max()) for name, value in reference.state_dict().items()),
+    }
+
+
+def furthest(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected) > 0
+    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))

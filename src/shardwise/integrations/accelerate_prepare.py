@@ -18,7 +18,7 @@ from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import ram_efficient
 from shardwise.models import sharded
 from shardwise.models.modules import modules_in
-from shardwise.models.placement import is_sharded, root_of
+from shardwise.models.placement import is_sharded
 from shardwise.models.rebind import look_at
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import look_inside, without_compile
@@ -99,13 +99,7 @@ def is_left_alone(model: nn.Module) -> bool:
                 f"the model is wrapped in {type(module).__name__}; pass the model inside of it, sharded by "
                 "shardwise.shard, or by fully_shard"
             )
-    held = look_inside(plain)
-    root: Any = root_of(plain)
-    if root is not None:
-        inside = {id(parameter) for parameter in root.parameters()}
-        if all(id(parameter) in inside for parameter in plain.parameters()):
-            return True
-    return is_sharded(plain, held)
+    return is_sharded(plain, look_inside(plain))
 
 
 def _agree_on_sharded(world: World, models: Sequence[nn.Module]) -> bool:

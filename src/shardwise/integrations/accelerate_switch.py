@@ -27,7 +27,7 @@ from shardwise.integrations.accelerate_compat import (
     fsdp_utils,
 )
 from shardwise.models.pretrained import loading_door
-from shardwise.tuning.configs import adapter_door
+from shardwise.tuning.configs import adapter_doors
 
 
 def accelerate() -> AccelerateSwitch:
@@ -111,7 +111,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
         (accelerator_module, "save_fsdp_optimizer", accelerate_states.save_optimizer),
         (accelerator_module, "load_fsdp_optimizer", accelerate_states.load_optimizer),
         (*loading_door(), pending.load_later),
-        *((*door, pending.move_adapter) for door in adapter_door()),
+        *((*door, pending.keep_adapter) for door in adapter_doors()),
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shardwise.errors import CoverageError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models import pretrained
-from shardwise.models.modules import modules_in
+from shardwise.models.modules import buffers_of, modules_in, parameters_of
 from shardwise.models.view import Held, look_inside
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
@@ -149,13 +149,33 @@ def load_later(
     return _left(model, folder, drawn, source.index), None
 
 
-def move_adapter(
-    original: Callable[..., Any], layer: Any, adapter_name: str, device: torch.device | None = None
-) -> Any:
-    """What takes the place of PEFT's moving of an adapter to its layer: beside one that is pending, it stays."""
-    if device is None and is_awaited(configs.tensors_of_layer(layer)):
-        device = torch.device("cpu")
-    return original(layer, adapter_name, device=device)
+def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+    """What takes the place of PEFT's moving of a new adapter to its layer: beside one that is pending, it stays.
+
+    (Its values are the first rank's, which on meta it would lose.)
+    """
+    layer = configs.layer_among(given)
+    if layer is None or not is_awaited(configs.tensors_of_layer(layer)):
+        return original(*given, **keywords)
+    before = [(module, name, tensor) for module, name, tensor in _registered(layer) if not tensor.is_meta]
+    outcome = original(*given, **keywords)
+    now = {(module, name): tensor for module, name, tensor in _registered(layer)}
+    for module, name, tensor in before:
+        moved = now.get((module, name))
+        if moved is not None and moved.is_meta:
+            kept = tensor.detach().to(moved.dtype)
+            is_parameter = isinstance(moved, nn.Parameter)
+            value = nn.Parameter(kept, requires_grad=moved.requires_grad) if is_parameter else kept
+            (parameters_of(module) if is_parameter else buffers_of(module))[name] = value
+    return outcome
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Each module in a model with the name and the tensor of what is registered in it."""
+    for module in modules_in(model):
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            if tensor is not None:
+                yield module, name, tensor
 
 
 def _named(folder: Path, names: Sequence[str]) -> str | None:

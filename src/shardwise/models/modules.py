@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.models._torch_private import (
+    buffers_of,
     dropout_of,
     is_compiled_in_place,
     modules_in,
@@ -16,6 +17,7 @@ from shardwise.models._torch_private import (
 )
 
 __all__ = [
+    "buffers_of",
     "dropout_of",
     "is_compiled_in_place",
     "modules_in",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ _SHOWN = 8
 def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     """Whether ``fully_shard`` has been applied to all of a model (True), or to nothing of it (False).
 
-    A root that is sharded has taken what it was meant to; without one, every parameter has to be in some group.
+    A root that is sharded, or the model inside of PEFT's, has taken what it was meant to; without one that holds
+    all parameters, every parameter has to be in some group.
 
     Raises:
         PlacementError: naming the modules, when it has been applied to some of them; or the parameters, when they
@@ -31,7 +33,9 @@ def is_sharded(model: nn.Module, held: Sequence[Held]) -> bool:
     parameters = [item for item in held if item.kind is TensorKind.PARAMETER]
     distributed = [item.fqn for item in parameters if isinstance(item.tensor, DTensor)]
     outside = [item.fqn for item in parameters if not isinstance(item.tensor, DTensor)]
-    if isinstance(model, FSDPModule) or (groups and not outside):
+    root: Any = root_of(model)
+    taken = () if root is None else {id(parameter) for parameter in root.parameters()}
+    if groups and (not outside or all(id(item.tensor) in taken for item in parameters)):
         return True
     if groups:
         raise PlacementError(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from shardwise.tuning.peft_compat import (
-    adapter_door,
+    adapter_doors,
     config_in,
     copied_names,
+    layer_among,
     lora_config,
     save_config,
     tensors_of_layer,
 )
 
-__all__ = ["adapter_door", "config_in", "copied_names", "lora_config", "save_config", "tensors_of_layer"]
+__all__ = [
+    "adapter_doors",
+    "config_in",
+    "copied_names",
+    "layer_among",
+    "lora_config",
+    "save_config",
+    "tensors_of_layer",
+]

@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -301,21 +301,34 @@ def save_config(model: Any, adapter: str, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def adapter_door() -> list[tuple[Any, str]]:
-    """The class and the name of the function by which PEFT moves a new adapter to where its layer is.
+def adapter_doors() -> list[tuple[Any, str]]:
+    """The classes, and the names of the functions, by which PEFT moves a new adapter to where its layer is.
 
-    None where PEFT is not installed. It is given the layer, the adapter's name, and a device or None.
+    Such a function is given modules, among them the layer with the adapter. None where PEFT is not installed.
     """
-    try:
-        with KnownNames("peft", "0.20 or 0.21"):
-            from peft.tuners.tuners_utils import BaseTunerLayer
+    if importlib.util.find_spec("peft") is None:
+        return []
+    with KnownNames("peft", "0.20 or 0.21"):
+        from peft.tuners.lora.layer import ParamWrapper
+        from peft.tuners.lora.model import LoraModel
+        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-            getattr(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")  # noqa: B009 - only that it is there
-    except ConfigError:
-        if importlib.util.find_spec("peft") is None:
-            return []
-        raise
-    return [(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")]
+        doors = [
+            (BaseTunerLayer, "_move_adapter_to_device_of_base_layer"),
+            (ParamWrapper, "_move_adapter_to_device_of_base_layer"),
+            (BaseTuner, "_replace_module"),
+            (LoraModel, "_replace_module"),
+        ]
+        for owner, name in doors:
+            getattr(owner, name)
+    return doors
+
+
+def layer_among(given: Iterable[object]) -> nn.Module | None:
+    """The layer with adapters among what one of these functions is given."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return next((item for item in given if isinstance(item, BaseTunerLayer) and isinstance(item, nn.Module)), None)
 
 
 def tensors_of_layer(layer: Any) -> list[torch.Tensor]:
