@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,15 +89,20 @@ class TrainOutcome:
 @click.command("train", epilog=_EPILOG)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [KEY=VALUE]...")
 @click.option("--nproc-per-node", default=1, type=click.IntRange(min=1), help="Ranks to start on this machine.")
+@click.option(
+    "--accelerate-config", metavar="FILE", help="Shard as this file of accelerate's says, or of the Trainer's."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
-def train_command(arguments: Sequence[str], *, nproc_per_node: int, as_json: bool) -> None:
+def train_command(
+    arguments: Sequence[str], *, nproc_per_node: int, accelerate_config: str | None, as_json: bool
+) -> None:
     """Fine-tune a causal language model, as a YAML file and KEY=VALUE overrides say.
 
     Of chats the assistant's messages are learned, of prompts with completions the completions, of texts everything.
     Under torchrun, the ranks are those it started; with --nproc-per-node they are started here.
     """
     try:
-        request = read_request(arguments, "stderr" if as_json else "stdout")
+        request = read_request(arguments, "stderr" if as_json else "stdout", accelerate_config)
         is_of_many = isinstance(request, TenantsRequest)
         function: Callable[..., Any] = train_tenants_on_rank if is_of_many else train_on_rank
         preloaded = (*TRAINING, "shardwise.tenants.session") if is_of_many else TRAINING
@@ -118,14 +124,17 @@ def train_command(arguments: Sequence[str], *, nproc_per_node: int, as_json: boo
     sys.exit(first.exit_code)
 
 
-def read_request(arguments: Sequence[str], told: Told) -> TrainRequest | TenantsRequest:
-    """What a command line asks for.
+def read_request(
+    arguments: Sequence[str], told: Told, accelerate_config: str | None = None
+) -> TrainRequest | TenantsRequest:
+    """What a command line asks for; what accelerate's file says, and does not apply, is told by the first rank.
 
     Raises:
         ConfigError: its configuration cannot be read, or names what is wrong.
     """
     try:
         from shardwise.tenants.config import is_of_many, tenants_of
+        from shardwise.training.accelerate_section import with_accelerate
         from shardwise.training.config import config_of, read_values
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -133,6 +142,10 @@ def read_request(arguments: Sequence[str], told: Told) -> TrainRequest | Tenants
         ) from error
     files = [argument for argument in arguments[:1] if "=" not in argument]
     values, where = read_values(files[0] if files else None, arguments[len(files) :])
+    if accelerate_config is not None:
+        values, notes = with_accelerate(values, accelerate_config)
+        for note in notes if os.environ.get("RANK", "0") == "0" else ():
+            click.echo(f"{accelerate_config}: {note}", err=True)
     if is_of_many(values):
         return TenantsRequest(tenants_of(values, where), told)
     return TrainRequest(config_of(values, where), told)

@@ -7,7 +7,7 @@ needs torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -166,15 +166,11 @@ class _Meaning:
             value = self.fsdp.get(key)
             if value is None or value == "":
                 continue
-            parts: Sequence[Any] = value.split(",") if isinstance(value, str) else value
+            parts: Any = value.split(",") if isinstance(value, str) else value
             if not isinstance(parts, (list, tuple, set)) or not all(isinstance(part, str) for part in parts):
                 self.faults.append(f"{key}={value!r}: it must be names of classes, with commas or in a list")
                 continue
-            found += (
-                [part.strip() for part in sorted(parts) if part.strip()]
-                if isinstance(parts, set)
-                else [part.strip() for part in parts if part.strip()]
-            )
+            found += [part.strip() for part in (sorted(parts) if isinstance(parts, set) else parts) if part.strip()]
         return tuple(dict.fromkeys(found))
 
     def _reshards(self, strategy: str | None) -> bool:

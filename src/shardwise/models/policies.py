@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -66,11 +67,24 @@ class WholeModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Matching:
+    """The modules for which a function answers True: of the module alone, or as FSDP1 asks its policies.
+
+    That is ``function(module=, recurse=, nonwrapped_numel=)``: whether to look inside of a module, and then whether
+    to wrap it, with the elements that no group inside of it has.
+    """
+
+    function: Callable[..., bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Automatic:
     """The first of :class:`ModelPlan`, :class:`NoSplitModules` and :class:`ModuleListBlocks` that names blocks."""
 
 
-WrapPolicy: TypeAlias = Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | MinSize | WholeModel
+WrapPolicy: TypeAlias = (
+    Automatic | ModelPlan | NoSplitModules | ModuleListBlocks | Classes | MinSize | Matching | WholeModel
+)
 
 
 def select_blocks(model: nn.Module, policy: WrapPolicy) -> list[str]:
@@ -159,6 +173,8 @@ def _matching(model: nn.Module, policy: WrapPolicy) -> list[str]:
             return listed_blocks(model)
         case MinSize(numel):
             return _large_enough(model, numel)
+        case Matching(function):
+            return _answering(model, function)
         case Automatic() | WholeModel():
             return []
 
@@ -198,6 +214,36 @@ def listed_blocks(model: nn.Module) -> list[str]:
                 members = {id(member): index for index, member in reversed(list(enumerate(module)))}
                 found += [f"{name}.{index}" if name else str(index) for index in sorted(members.values())]
     return found
+
+
+def _answering(model: nn.Module, function: Callable[..., bool]) -> list[str]:
+    """What a function chooses, containers aside: these have no forward to gather for."""
+    if "recurse" in inspect.signature(function).parameters:
+        chosen = _asked_inside_out(model, function)
+    else:
+        chosen = {name for name, module in walk(model) if name and function(module)}
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return [name for name, module in walk(model) if name in chosen and not isinstance(module, containers)]
+
+
+def _asked_inside_out(model: nn.Module, function: Callable[..., bool]) -> set[str]:
+    """As of torch's ``_recursive_wrap``."""
+    chosen: set[str] = set()
+
+    def wrapped_in(name: str, module: nn.Module) -> int:
+        """Elements that groups have, of the module or inside of it."""
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if not function(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        inside = [(f"{name}.{child}" if name else child, part) for child, part in module.named_children()]
+        total = sum(wrapped_in(child, part) for child, part in inside)
+        if name and function(module=module, recurse=False, nonwrapped_numel=numel - total):
+            chosen.add(name)
+            return numel
+        return total
+
+    wrapped_in("", model)
+    return chosen
 
 
 def _large_enough(model: nn.Module, numel: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
@@ -18,8 +20,11 @@ from shardwise.errors import PlacementError
 from shardwise.models import blocks
 from shardwise.models import transformers_compat as compat
 from shardwise.models._torch_private import parameters_in, walk
+from shardwise.models.accelerate_config import read_accelerate_config
+from shardwise.models.accelerate_sharding import fields_of
 from shardwise.models.accelerators import accelerator, has_collectives
 from shardwise.models.blocks import ActivationCheckpointing, Compiling, Off
+from shardwise.models.foreign_policies import as_policy
 from shardwise.models.groups import Grouping, group_parameters, shard_dim
 from shardwise.models.policies import Automatic, WrapPolicy, repeated_blocks
 from shardwise.models.view import canonical
@@ -34,6 +39,9 @@ class Sharding:
     the root group stays gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` and
     ``compiling`` are for the blocks as :func:`~shardwise.models.policies.repeated_blocks` finds them, whatever the
     groups are, and without a mesh too.
+
+    ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
+    function of a module: see :func:`~shardwise.models.foreign_policies.as_policy`.
     """
 
     mesh: DeviceMesh | None = None
@@ -43,6 +51,28 @@ class Sharding:
     reshard_after_forward: bool | int = True
     activation_checkpointing: ActivationCheckpointing = field(default_factory=Off)
     compiling: Compiling = field(default_factory=Off)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wrap", as_policy(self.wrap))
+
+    @classmethod
+    def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
+        """What a configuration of accelerate's, or the Trainer's, says of sharding; what it does not, in a warning.
+
+        Collective: yes, over the default process group, where it asks for replicas.
+
+        Args:
+            source: the YAML file of ``accelerate config`` or its values; or the Trainer's, with ``fsdp`` and
+                ``fsdp_config``; or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
+
+        Raises:
+            ConfigError: it cannot be read; or naming every key that is unknown, contradicts another, or cannot be
+                honoured.
+        """
+        said = read_accelerate_config(source)
+        for note in said.notes:
+            warnings.warn(note, stacklevel=2)
+        return cls(**fields_of(said))
 
 
 def in_words(sharding: Sharding) -> dict[str, str]:

@@ -44,6 +44,7 @@ from shardwise.models.optimizer_state import ByName as ByName
 from shardwise.models.optimizer_state import ByPosition as ByPosition
 from shardwise.models.policies import Automatic as Automatic
 from shardwise.models.policies import Classes as Classes
+from shardwise.models.policies import Matching as Matching
 from shardwise.models.policies import MinSize as MinSize
 from shardwise.models.policies import ModelPlan as ModelPlan
 from shardwise.models.policies import ModuleListBlocks as ModuleListBlocks

@@ -1,0 +1,327 @@
+"""Configurations of accelerate's and of the Trainer's, and wrap policies of others, as shardings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from tests.models.small import qwen3
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+import shardwise
+from shardwise import ConfigError, Sharding
+from shardwise.models.policies import select_blocks
+from shardwise.options import Classes, MinSize, NoSplitModules, Off, PerBlock, WholeModel
+
+YAML = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer, Qwen3Attention
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""As ``accelerate config`` writes it."""
+
+
+def read(source) -> tuple[Sharding, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharding = Sharding.from_accelerate(source)
+    return sharding, [str(item.message) for item in caught]
+
+
+def test_what_accelerate_config_writes(tmp_path):
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(YAML)
+    sharding, told = read(file)
+    bf16 = torch.bfloat16
+    assert sharding == Sharding(
+        wrap=Classes(("Qwen3DecoderLayer", "Qwen3Attention")),
+        mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, output_dtype=bf16),
+        offload_policy=CPUOffloadPolicy(),
+        reshard_after_forward=False,
+        activation_checkpointing=PerBlock(),
+    )
+    assert len(told) == 1
+    assert "state_dict_type=SHARDED_STATE_DICT" in told[0], "what does not carry over is told"
+    assert "DistributedFolder()" in told[0]
+    named = ["model.layers.0", "model.layers.0.self_attn", "model.layers.1", "model.layers.1.self_attn"]
+    assert select_blocks(qwen3(), sharding.wrap) == named
+
+
+@pytest.mark.parametrize(
+    ("settings", "plugin"),
+    [
+        ({"fsdp_offload_params": True}, {"cpu_offload": True}),
+        ({"fsdp_reshard_after_forward": "false"}, {"reshard_after_forward": False}),
+        ({"fsdp_activation_checkpointing": "true"}, {"activation_checkpointing": True}),
+        ({"reshard_after_forward": True}, {}),
+    ],
+)
+def test_settings_are_those_of_accelerates_plugin(settings, plugin):
+    """accelerate's own reading of the same is asked."""
+    sharding, _ = read({"fsdp_config": {"fsdp_version": 2, **settings}, "mixed_precision": "bf16"})
+    theirs = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+    theirs.set_mixed_precision("bf16")
+    assert sharding.mp_policy == theirs.mixed_precision_policy
+    assert sharding.reshard_after_forward is theirs.reshard_after_forward
+    assert type(sharding.offload_policy) is type(theirs.cpu_offload)
+    assert isinstance(sharding.activation_checkpointing, PerBlock) is theirs.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({}, Sharding(wrap=WholeModel())),
+        ({"fsdp": True}, Sharding(wrap=NoSplitModules())),
+        ({"fsdp": "full_shard auto_wrap"}, Sharding(wrap=NoSplitModules())),
+        (
+            {"fsdp": "shard_grad_op auto_wrap offload", "fsdp_config": {"min_num_params": 2000}, "output_dir": "x"},
+            Sharding(wrap=MinSize(2000), reshard_after_forward=False, offload_policy=CPUOffloadPolicy()),
+        ),
+        (
+            {"fsdp": True, "bf16": False, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A", "B"]}},
+            Sharding(wrap=Classes(("A", "B"))),
+        ),
+        (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"},
+            Sharding(wrap=MinSize(1_000_000)),
+        ),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0}, Sharding(wrap=WholeModel())),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, Sharding(wrap=WholeModel(), reshard_after_forward=False)),
+        (
+            {
+                "distributed_type": "FSDP",
+                "mixed_precision": "no",
+                "fsdp_config": {"activation_checkpointing": "no"},
+            },
+            Sharding(wrap=WholeModel(), offload_policy=OffloadPolicy(), activation_checkpointing=Off()),
+        ),
+    ],
+)
+def test_each_of_the_ways_to_write_it(source, expected, tmp_path):
+    sharding, _ = read(source)
+    assert sharding == expected
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    assert read(tmp_path / "config.json")[0] == expected
+
+
+def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
+    sharding, told = read(
+        {
+            "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_backward_prefetch": "BACKWARD_PRE",
+            "fsdp_forward_prefetch": False,
+            "fsdp_use_orig_params": True,
+            "fsdp_sync_module_states": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        }
+    )
+    assert sharding.reshard_after_forward is True
+    assert "written for FSDP1" in told[0]
+    for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states"):
+        assert any(note.startswith(f"{name}: ") and "means nothing" in note for note in told), name
+    assert any("OneFile()" in note for note in told)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"fsdp_config": {"fsdp_ofload_params": True}}, r"fsdp_ofload_params: no such key; did you mean offload_params"),
+        ({"fsdp_configs": {}}, "fsdp_configs: no such key; did you mean fsdp_config"),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, "NO_SHARD: nothing would be sharded"),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD: it does not say how many replicas"),
+        ({"fsdp_sharding_strategy": "FULLSHARD"}, "must be one of FULL_SHARD.*did you mean FULL_SHARD"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "FSDP2 has none"),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "=False contradicts sharding_strategy"),
+        ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "A contradicts auto_wrap"),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 5}, "min_num_params=5 contradicts"),
+        ({"fsdp_offload_params": True, "offload_params": False}, "are one key"),
+        ({"offload_params": True, "cpu_offload": False}, "contradict each other"),
+        ({"activation_checkpointing_offload": True}, "wants activation_checkpointing=true"),
+        ({"fsdp_config": {"version": 3}}, "fsdp_version=3: there are 1 and 2"),
+        ({"fsdp": "full_shard no_shard"}, "contradict each other"),
+        ({"fsdp": "fullshard"}, "fullshard is none of"),
+        ({"fsdp_config": {"offload_params": "maybe"}}, "must be true or false"),
+        ({"mixed_precision": "bf16", "fp16": True, "fsdp": True}, "contradict each other"),
+        ({"mixed_precision": "fp8", "fsdp_config": {"version": 2}}, "must be one of no, fp32, bf16, fp16"),
+        ({"distributed_type": "DEEPSPEED"}, "this is not FSDP"),
+        ({"distributed_type": "MULTI_GPU"}, "nothing in it says how the model is sharded"),
+        ({"fsdp_config": {"ignored_modules": "lm_head"}}, "ignored_modules: modules cannot be left out"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size=2: only shards and replicas"),
+        ({"parallelism_config": {"dp_replicate_size": 0}}, "must be 1 or more"),
+        (
+            {"num_processes": 6, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}},
+            "num_processes=6 contradicts",
+        ),
+        ({"parallelism_config": {"dp_replicate_size": 2}}, "2 replicas: 1 ranks cannot be dealt"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "FSDP on TPUs is another one"),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_contradicts_or_cannot_be_is_refused_by_name(source, said):
+    with pytest.raises(ConfigError, match=said):
+        read(source)
+
+
+def test_every_fault_is_named_at_once(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("fsdp_config: {fsdp_verion: 2, fsdp_state_dict_type: NONE, offload_params: 7}\n")
+    with pytest.raises(ConfigError) as caught:
+        read(file)
+    for word in (
+        str(file),
+        "fsdp_verion: no such key; did you mean version?",
+        "state_dict_type='NONE'",
+        "offload_params=7",
+    ):
+        assert word in str(caught.value), word
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "\x00", "!!python/object/apply:os.system ['false']"])
+def test_a_file_that_is_none_is_refused(content, tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.yaml: the configuration"):
+        read(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "absent.yaml")
+
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+ATTENTION = [f"{layer}.self_attn" for layer in LAYERS]
+
+
+def is_attention(module):
+    return isinstance(module, Qwen3Attention)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [
+        (Qwen3DecoderLayer, LAYERS),
+        ({Qwen3Attention}, ATTENTION),
+        ([Qwen3DecoderLayer, Qwen3Attention], sorted(LAYERS + ATTENTION)),
+        (transformer_auto_wrap_policy, LAYERS),
+        (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Qwen3DecoderLayer}), LAYERS),
+        (functools.partial(size_based_auto_wrap_policy, min_num_params=1000), None),
+        (is_attention, ATTENTION),
+        (functools.partial(lambda_auto_wrap_policy, lambda_fn=is_attention), ATTENTION),
+        (ModuleWrapPolicy({Qwen3DecoderLayer}), LAYERS),
+        (always_wrap_policy, None),
+    ],
+)
+def test_policies_of_others(wrap, named):
+    model = qwen3()
+    found = select_blocks(model, Sharding(wrap=wrap).wrap)
+    if named is None:
+        named = _wrapped_by_torch(model, wrap)
+    assert sorted(found) == sorted(named)
+
+
+def _wrapped_by_torch(model: nn.Module, policy) -> list[str]:
+    """What torch's own recursion wraps, with a wrapper that is told from others."""
+    from torch.distributed.fsdp.wrap import _recursive_wrap
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.inner = module
+
+    containers = {nn.ModuleList, nn.ModuleDict}
+    other = qwen3()
+    names = {id(module): name for name, module in other.named_modules()}
+    _recursive_wrap(other, policy, Wrapper, set(), set(), only_wrap_children=True)
+    inner = [module.inner for module in other.modules() if isinstance(module, Wrapper)]
+    assert type(other) is type(model)
+    return [names[id(module)] for module in inner if type(module) not in containers]
+
+
+def test_a_misspelt_class_among_several_is_refused_by_name():
+    class Qwen3DecoderLayr(nn.Module):
+        pass
+
+    sharding = Sharding(wrap={Qwen3DecoderLayer, Qwen3DecoderLayr})
+    with pytest.raises(shardwise.PlacementError, match="Qwen3DecoderLayr matches nothing in Qwen3ForCausalLM"):
+        select_blocks(qwen3(), sharding.wrap)
+    sharding, _ = read({"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Qwen3Attn"})
+    with pytest.raises(shardwise.PlacementError, match="Qwen3Attn matches nothing in Qwen3ForCausalLM"):
+        select_blocks(qwen3(), sharding.wrap)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (functools.partial(transformer_auto_wrap_policy), "must be a set of classes"),
+        (
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}),
+            "must be a set of classes",
+        ),
+        (functools.partial(size_based_auto_wrap_policy, force_leaf_modules={nn.Linear}), "force_leaf_modules"),
+        (functools.partial(is_attention, 3), "1 positional arguments; name them"),
+        (functools.partial(lambda_auto_wrap_policy, lambda_fn=3), "lambda_fn=3 must be a function"),
+    ],
+)
+def test_partials_that_cannot_be_honoured(wrap, said):
+    with pytest.raises(ConfigError, match=said):
+        Sharding(wrap=wrap)
+
+
+def test_a_function_that_chooses_nothing_is_refused():
+    with pytest.raises(shardwise.PlacementError, match="matches nothing in Qwen3ForCausalLM"):
+        select_blocks(qwen3(), Sharding(wrap=lambda module: False).wrap)
+
+
+def test_ranks_compare_functions_by_their_names():
+    from shardwise.models.wrap import in_words
+
+    assert in_words(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
+
+
+def test_training_takes_accelerates_file(tmp_path):
+    from shardwise.cli.train import read_request
+
+    accelerates, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
+    accelerates.write_text(YAML)
+    ours.write_text("{model: m, data: d, output: o}\n")
+    request = read_request([str(ours), "training.seed=3"], "stdout", str(accelerates))
+    section = request.config.sharding
+    assert section.wrap.classes == ["Qwen3DecoderLayer", "Qwen3Attention"]
+    assert (section.precision, section.reduce_dtype, section.offload) == ("bfloat16", "bfloat16", "cpu")
+    assert (section.reshard_after_forward, section.activation_checkpointing, section.replicas) == (False, True, 1)
+    with pytest.raises(ConfigError, match=r"sharding.precision='float32', and 'bfloat16' by .*fsdp.yaml"):
+        read_request([str(ours), "sharding.precision=float32"], "stdout", str(accelerates))
+    same = read_request([str(ours), "sharding.precision=bfloat16"], "stdout", str(accelerates))
+    assert same.config.sharding == section
