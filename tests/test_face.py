@@ -11,7 +11,7 @@ import pytest
 
 import shardwise
 
-ROOMS = [shardwise, shardwise.options, shardwise.report, shardwise.storage]
+ROOMS = [shardwise, shardwise.integrations, shardwise.options, shardwise.report, shardwise.storage]
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
@@ -47,6 +47,6 @@ def test_every_stub_is_installed_with_its_package():
     project = tomllib.loads((root.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]
     stubs = {path.parent.relative_to(root).as_posix().replace("/", ".") for path in root.rglob("*.pyi")}
-    assert stubs == {"shardwise", "shardwise.options", "shardwise.report", "shardwise.storage"}
+    assert stubs == {room.__name__ for room in ROOMS}
     for package in stubs:
         assert any("*.pyi" in patterns.get(name, ()) for name in (package, "*")), package

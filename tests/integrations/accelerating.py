@@ -249,3 +249,25 @@ def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole"
 def furthest(found: list[float], expected: list[float]) -> float:
     assert len(found) == len(expected) > 0
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+
+
+def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str], list[str]]:
+    """The dtypes of a model of 16 bits after accelerate has sharded it, and what differs from the files."""
+    with launched(), shardwise.integrations.accelerate():
+        chosen = plugin(cpu_ram_efficient_loading=efficient)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision=precision)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        model, _ = accelerator.prepare(model, optimizer_of(model))
+        with alone():
+            expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
+        found = whole(model)
+    dtypes = sorted({str(value.dtype) for name, value in found.items() if "embed" not in name})
+    return dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
+
+
+def hybrid(values: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    """The mesh of a configuration with replicas."""
+    mesh = shardwise.Sharding.from_accelerate(values).mesh
+    assert mesh is not None
+    return mesh.shape, mesh.mesh_dim_names

@@ -160,13 +160,13 @@ def test_keys_of_fsdp1_are_taken_for_what_they_come_to_or_told():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({"fsdp_config": {"fsdp_ofload_params": True}}, r"fsdp_ofload_params: no such key; did you mean offload_params"),
+        ({"fsdp_config": {"fsdp_ofload_params": True}}, "fsdp_ofload_params: no such key; did you mean offload_"),
         ({"fsdp_configs": {}}, "fsdp_configs: no such key; did you mean fsdp_config"),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, "NO_SHARD: nothing would be sharded"),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD: it does not say how many replicas"),
         ({"fsdp_sharding_strategy": "FULLSHARD"}, "must be one of FULL_SHARD.*did you mean FULL_SHARD"),
         ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "FSDP2 has none"),
-        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "=False contradicts sharding_strategy"),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "=False contradicts sharding"),
         ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "A contradicts auto_wrap"),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 5}, "min_num_params=5 contradicts"),
         ({"fsdp_offload_params": True, "offload_params": False}, "are one key"),
@@ -325,3 +325,15 @@ def test_training_takes_accelerates_file(tmp_path):
         read_request([str(ours), "sharding.precision=float32"], "stdout", str(accelerates))
     same = read_request([str(ours), "sharding.precision=bfloat16"], "stdout", str(accelerates))
     assert same.config.sharding == section
+
+
+@pytest.mark.distributed
+def test_replicas_are_a_mesh_of_two_axes(worlds):
+    from tests.integrations import accelerating
+
+    names = ("replicate", "shard")
+    for values in (
+        {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 2}, "num_processes": 4},
+        {"fsdp_config": {"sharding_strategy": "HYBRID_SHARD", "version": 2}, "num_machines": 2},
+    ):
+        assert worlds(4).run(accelerating.hybrid, values) == [((2, 2), names)] * 4

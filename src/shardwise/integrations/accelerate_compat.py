@@ -7,7 +7,8 @@ the switch is first used; what each means is asserted by ``tests/canary``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -162,3 +163,14 @@ def mark_prepared(model: Any) -> None:
 def models_of(accelerator: Any) -> list[nn.Module]:
     """The models that an accelerator has prepared."""
     return list(accelerator._models)
+
+
+@contextmanager
+def without_models(accelerator: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
+    """For the time of the block an accelerator has no models and optimizers; they are given."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    accelerator._models, accelerator._optimizers = [], []
+    try:
+        yield models, optimizers
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers

@@ -139,9 +139,9 @@ def _refuse_lost(full_sd: Mapping[str, torch.Tensor], live: Mapping[str, torch.T
     if lost:
         raise PlacementError(
             f"{', '.join(lost[:5])}{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}: on meta, in no file, "
-            "made of weights that from_pretrained had not read yet (a vocabulary that was resized, an adapter "
-            "that begins with the base's weights, a copy of the model). Do that by shardwise.from_pretrained "
-            "(resize_vocab=, tuning=), or set cpu_ram_efficient_loading=False"
+            "made or changed from weights that from_pretrained had not read yet (a vocabulary that was resized, "
+            "an adapter that begins with the base's weights, a copy of the model). Do that by "
+            "shardwise.from_pretrained(resize_vocab=, tuning=), or set cpu_ram_efficient_loading=False"
         )
     return bool(live)
 

@@ -156,7 +156,7 @@ def _leave_alone(
         warnings.warn(
             "the model is sharded already, so that this does not apply to it: " + "; ".join(told), stacklevel=4
         )
-    if not compat.is_fsdp2(accelerator) and world.size > 1:
+    if not compat.is_fsdp2(accelerator):
         compat.become_fsdp2(accelerator.state, compat.plugin_of(accelerator) or compat.fsdp2_plugin())
     placement = list(device_placement) if device_placement is not None else [None] * len(objects)
     result = compat.left_as_they_are(accelerator, objects, placement)

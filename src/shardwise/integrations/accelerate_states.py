@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.execution.ranks.world import World
+from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.saved_folder import SavedFolder
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
@@ -161,11 +162,19 @@ def load_state(
     **keywords: Any,
 ) -> Any:
     """What takes the place of ``Accelerator.load_state``: what a killed save left is put in order first."""
-    if compat.is_fsdp2(accelerator) and input_dir is not None:
-        folder = SavedFolder(Path(input_dir).expanduser())
-        with World.current(call="load_state") as world:
-            world.from_first(folder.recover)
-    return original(accelerator, input_dir, *others, **keywords)
+    if input_dir is None or not (compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)):
+        return original(accelerator, input_dir, *others, **keywords)
+    folder = SavedFolder(Path(input_dir).expanduser())
+    with World.current(call="load_state") as world:
+        world.from_first(folder.recover)
+    if compat.is_fsdp2(accelerator) or not any(folder.path.glob(f"{MODEL.stem}*")):
+        return original(accelerator, input_dir, *others, **keywords)
+    with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
+        for number, model in enumerate(models):
+            load_accelerate_model(model, folder.path, number=number)
+        for number, optimizer in enumerate(optimizers):
+            load_accelerate_optimizer(models[number], compat.bare(optimizer), folder.path, number=number)
+        return original(accelerator, input_dir, *others, **keywords)
 
 
 def _place(accelerator: Any, output_dir: str | None) -> SavedFolder:

@@ -29,7 +29,7 @@ from shardwise.errors import CoverageError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.models import pretrained
-from shardwise.models.modules import buffers_of, modules_in, parameters_of
+from shardwise.models.modules import buffers_of, modules_in, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
@@ -43,19 +43,23 @@ class Pending:
     Attributes:
         folder: of the files, on this machine.
         index: what their headers say.
-        tensors: parameters and persistent buffers as they were left, each with what it is made of; by identity.
+        tensors: parameters and persistent buffers as they were left, by identity: each with what it is made of, and
+            how often it had been written to.
         transforms: the conversions of keys.
     """
 
     folder: Path
     index: CheckpointIndex
-    tensors: dict[int, tuple[torch.Tensor, Expression]]
+    tensors: dict[int, tuple[torch.Tensor, Expression, int]]
     transforms: list[Any]
 
     def expression_of(self, tensor: torch.Tensor) -> Expression | None:
-        """What a tensor is made of; None where it is not one of those that were left."""
-        found = self.tensors.get(id(tensor))
-        return found[1] if found is not None and found[0] is tensor and tensor.is_meta else None
+        """What a tensor is made of; None where it is not one of those that were left, as it was left."""
+        left, expression, writes = self.tensors.get(id(tensor), (None, None, 0))
+        if left is not tensor or expression is None or not tensor.is_meta:
+            return None
+        is_as_left = expression.shape == tuple(tensor.shape) and writes == writes_to(tensor)
+        return expression if is_as_left else None
 
 
 _pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
@@ -203,7 +207,7 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
     held = look_inside(model)
     missing: set[str] = set()
     mismatched: set[tuple[str, Any, Any]] = set()
-    tensors: dict[int, tuple[torch.Tensor, Expression]] = {}
+    tensors: dict[int, tuple[torch.Tensor, Expression, int]] = {}
     for item in held:
         if not item.kind.is_saved:
             continue
@@ -216,7 +220,7 @@ def _left(model: Any, folder: Path, drawn: Outline, index: CheckpointIndex) -> A
             elif claims[0].shape != tuple(item.tensor.shape):
                 mismatched.add((name, torch.Size(claims[0].shape), item.tensor.shape))
             else:
-                tensors[id(item.tensor)] = (item.tensor, claims[0])
+                tensors[id(item.tensor)] = (item.tensor, claims[0], writes_to(item.tensor))
                 pretrained.mark_initialized(item.tensor)
     _pending[model] = Pending(folder, index, tensors, drawn.transforms)
     return pretrained.load_outcome(missing, set(drawn.bindings.unmatched.values()), mismatched)

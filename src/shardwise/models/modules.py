@@ -14,6 +14,7 @@ from shardwise.models._torch_private import (
     sets_grad_dtype,
     take_after,
     walk,
+    writes_to,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "sets_grad_dtype",
     "take_after",
     "walk",
+    "writes_to",
 ]

@@ -1,0 +1,130 @@
+"""What the unexported names of accelerate mean, and those of others by which a load is put off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+
+from shardwise.integrations import accelerate_compat as compat
+from shardwise.models import pretrained
+from shardwise.tuning import configs
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not compat.is_begun()
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def llama(folder: Path) -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_doors_take_what_is_known() -> None:
+    compat.check_doors()
+
+
+def test_one_process_is_no_fsdp_and_a_state_may_become_one(accelerator) -> None:
+    assert compat.is_begun()
+    assert compat.is_one_process(accelerator)
+    assert not compat.is_fsdp2(accelerator)
+    assert not compat.is_on_cpus(accelerator.state)
+    assert compat.plugin_of(accelerator) is None
+    chosen = FullyShardedDataParallelPlugin(fsdp_version=2)
+    compat.become_fsdp2(accelerator.state, chosen)
+    assert compat.is_fsdp2(accelerator)
+    assert accelerator.distributed_type == "FSDP"
+    assert compat.plugin_of(accelerator) is chosen
+    assert compat.fsdp2_plugin().auto_wrap_policy is None
+
+
+def test_what_is_prepared_beside_a_model(accelerator) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    found = compat.left_as_they_are(accelerator, (model, optimizer, schedule), (None, None, None))
+    assert found[0] is model
+    assert compat.bare(found[1]) is optimizer
+    assert type(found[2]).__name__ == "AcceleratedScheduler"
+    assert compat.models_of(accelerator) == [model]
+    assert accelerator._optimizers == [found[1]]
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_a_plugin_says_what_is_asked_of_it() -> None:
+    chosen = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, state_dict_type="FULL_STATE_DICT")
+    assert (chosen.fsdp_version, chosen.activation_checkpointing) == (2, False)
+    assert isinstance(chosen.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy)
+    assert chosen.state_dict_type.name == "FULL_STATE_DICT"
+    assert chosen.cpu_ram_efficient_loading is False
+
+
+def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypatch) -> None:
+    """The model is on meta, with nothing tied; what the outcome says is missing is tied, or initialised."""
+    saved = llama(tmp_path)
+    owner, name = pretrained.loading_door()
+    original, seen = getattr(owner, name), []
+
+    def door(model, state_dict, files, config, *others):
+        seen.append((state_dict, [Path(file).name for file in files], pretrained.is_plain_load(config)))
+        assert all(tensor.is_meta for tensor in model.parameters())
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        assert pretrained.dtype_of_load(config) is torch.bfloat16
+        outcome, rest = original(model, state_dict, files, config, *others)
+        assert outcome.missing_keys == {"lm_head.weight"}
+        same = pretrained.load_outcome({"lm_head.weight"}, set(), set())
+        assert vars(same).keys() == vars(outcome).keys()
+        return same, rest
+
+    monkeypatch.setattr(owner, name, staticmethod(door))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert seen == [(None, ["model.safetensors"], True)]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight.bfloat16())
+    assert not pretrained.loads_for_fsdp()
+
+
+def test_a_tie_that_is_forgotten_stays_untied(tmp_path: Path) -> None:
+    model = llama(tmp_path)
+    pretrained.forget_tie(model, "lm_head.weight")
+    assert pretrained.declared_ties(model) == {}
+
+
+def test_peft_moves_adapters_through_doors_and_copies_modules(tmp_path: Path, monkeypatch) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    seen: list[nn.Module] = []
+    for owner, name in configs.adapter_doors():
+        original = vars(owner)[name]
+
+        def door(*given, original=original, **keywords):
+            layer = configs.layer_among(given)
+            if layer is not None:
+                seen.append(layer)
+                assert [tensor.shape for tensor in configs.tensors_of_layer(layer)] == [(8, 8)]
+            return original(*given, **keywords)
+
+        monkeypatch.setattr(owner, name, door)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["model.norm"])
+    model = get_peft_model(llama(tmp_path), config)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert len(seen) >= 2
+    assert {id(item) for item in seen} == {id(layer)}
+    prefix = "base_model.model.model.norm"
+    assert configs.copied_names(model) == {
+        f"{prefix}.modules_to_save.default.weight": f"{prefix}.original_module.weight"
+    }

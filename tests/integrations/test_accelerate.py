@@ -1,0 +1,468 @@
+"""Models through ``Accelerator.prepare``, its loop, its saves and its launcher: ours, and those it shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from tests import zoo
+from tests.integrations import accelerate_refusals, accelerate_states, accelerating
+from tests.integrations.accelerating import OURS, THEIRS, WAYS
+from tests.quiet import quieten
+from tests.verbs.conftest import small_qwen3
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import shardwise
+from shardwise import ConfigError
+from shardwise.execution.processes.local_ranks import RankError
+from shardwise.integrations.saved_folder import SavedFolder
+from shardwise.testing.world import run_world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    quieten()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("qwen3")
+    zoo.save_original(small_qwen3(), directory, max_shard_size="30KB")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("tied")
+    zoo.save_original(small_qwen3(tie_word_embeddings=True), directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> str:
+    """Four experts, so that on five ranks one holds none of any."""
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, intermediate_size=8))
+    zoo.fill(model)
+    directory = tmp_path_factory.mktemp("mixture")
+    zoo.save_original(model, directory)
+    return str(directory)
+
+
+ALL_SAME = {"losses": 1e-6, "norms": 1e-6, "weights": 2e-5}
+
+
+def close(found: dict[str, float]) -> bool:
+    return all(found[name] <= limit for name, limit in ALL_SAME.items())
+
+
+@pytest.mark.distributed
+def test_a_model_is_as_in_the_files_in_both_strategies(worlds, qwen3, tied):
+    """With memory-efficient loading and without; bit for bit, buffers too."""
+    world = worlds(2)
+    for way in WAYS:
+        assert world.run(accelerating.brought_up, qwen3, *way) == [[], []], way
+    assert world.run(accelerating.brought_up, tied, THEIRS, True) == [[], []]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["whole", "lora", "classes", "saved modules"])
+def test_what_accelerate_loads_is_bitwise_the_same_under_the_switch(worlds, qwen3, tied, kind):
+    """Adapters, heads that the files lack, and modules that PEFT copies; in the same groups."""
+    assert worlds(2).run(accelerating.brought_up_by_theirs, qwen3, kind) == [([], [])] * 2
+    assert worlds(2).run(accelerating.brought_up, qwen3, THEIRS, True, kind) == [[], []]
+    if kind != "saved modules":  # of a tied head accelerate itself can make nothing then
+        assert worlds(2).run(accelerating.brought_up_by_theirs, tied, kind) == [([], [])] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
+    """Losses, gradient norms and weights; accumulation, clipping and a schedule; whole, and with LoRAs."""
+    kinds = ["whole", "lora", *(["replicated"] if way == (OURS, True) else [])]
+    for kind in kinds:
+        for found in worlds(2).run(accelerating.trained, qwen3, *way, kind):
+            assert close(found), (kind, found)
+
+
+@pytest.mark.distributed
+def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worlds, qwen3):
+    """As accelerate does; with memory-efficient loading and without, and exactly."""
+    for efficient in (True, False):
+        assert worlds(2).run(accelerating.widened, qwen3, "bf16", efficient) == [(["torch.float32"], [])] * 2
+        assert worlds(2).run(accelerating.widened, qwen3, "no", efficient) == [(["torch.bfloat16"], [])] * 2
+
+
+@pytest.mark.distributed
+def test_a_mixture_on_more_ranks_than_experts(worlds, mixture):
+    """Empty shards have one address, and are parameters of their own nevertheless."""
+    for found in worlds(5).run(accelerating.trained, mixture, OURS, True):
+        assert close(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_mixture_that_accelerate_shards(worlds, mixture):
+    assert worlds(5).run(accelerating.brought_up, mixture, THEIRS, True) == [[]] * 5
+    for found in worlds(5).run(accelerating.trained, mixture, THEIRS, True):
+        assert close(found), found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("way", "kind", "form", "sizes"),
+    [
+        ((OURS, True), "whole", "SHARDED_STATE_DICT", (2, 1)),
+        ((OURS, True), "lora", "FULL_STATE_DICT", (2,)),
+        ((THEIRS, True), "whole", "FULL_STATE_DICT", (2, 5)),
+        pytest.param((THEIRS, True), "lora", "SHARDED_STATE_DICT", (2, 5), marks=pytest.mark.slow),
+        pytest.param((OURS, True), "replicated", "SHARDED_STATE_DICT", (5, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_goes_on_on_other_ranks(worlds, qwen3, tmp_path, way, kind, form, sizes):
+    folder = tmp_path / "state"
+    losses = worlds(2).run(accelerate_states.saved, qwen3, str(folder), way, kind, form)[0]
+    for size in sizes:
+        for differing, rest in worlds(size).run(accelerate_states.resumed, qwen3, str(folder), way, kind):
+            assert differing == []
+            assert accelerating.furthest(rest, losses[1:]) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_save_leaves_the_one_before(worlds, qwen3, tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RankError):
+        run_world(2, accelerate_states.killed, qwen3, str(folder))
+    assert (folder / "notes.txt").read_text() == "mine"
+    for differing, _ in worlds(1).run(accelerate_states.resumed, qwen3, str(folder), (OURS, True), "whole"):
+        assert differing == []
+
+
+@pytest.mark.distributed
+def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
+    (tmp_path / "both").mkdir()
+    assert worlds(2).run(accelerate_states.by_accelerate_alone, qwen3, str(tmp_path / "both")) == [[], []]
+    expected = (["checkpoint_1", "checkpoint_2", "checkpoints"], 3)
+    assert worlds(2).run(accelerate_states.numbered, qwen3, str(tmp_path / "numbered")) == [expected] * 2
+
+
+@pytest.mark.parametrize("had_one", [True, False])
+def test_whoever_is_killed_at_any_effect_leaves_one_whole_folder(tmp_path, had_one):
+    """Every rename, removal and sync of a commit is the last one; then somebody else looks."""
+    outcomes = set()
+    for last in range(40):
+        folder = SavedFolder(tmp_path / str(last) / "state")
+        folder.begin()
+        if had_one:
+            _write(folder.work, "old")
+            folder.commit()
+            (folder.path / "log.txt").write_text("mine")
+            (folder.path / "scaler.pt").write_text("old")
+            folder.begin()
+        _write(folder.work, "new")
+        effects = _Effects(last)
+        with effects.counted(), suppress(_Killed):
+            folder.commit()
+        other = SavedFolder(folder.path)
+        other.recover()
+        other.recover()
+        outcomes.add(_read(folder.path))
+        if had_one:
+            assert (folder.path / "log.txt").read_text() == "mine"
+            assert (folder.path / "scaler.pt").exists() is (_read(folder.path) == "old")
+            assert not folder.older.exists()
+        if effects.count <= last:
+            assert _read(folder.path) == "new"
+            break
+    assert outcomes == {"old" if had_one else "", "new"}
+
+
+def _write(folder: Path, what: str) -> None:
+    for name in ("random_states_0.pkl", "scheduler.bin", "optimizer_0/part"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(what)
+
+
+def _read(folder: Path) -> str:
+    if not folder.exists():
+        return ""
+    found = {
+        path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("log.txt", "scaler.pt")
+    }
+    (one,) = found
+    return one
+
+
+class _Killed(BaseException):
+    pass
+
+
+class _Effects:
+    """Ends a process, as it were, once it has had so many effects."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.count = last, 0
+
+    def counted(self):
+        def of(original):
+            def counting(*args, **keywords):
+                self.count += 1
+                if self.count > self.last:
+                    raise _Killed
+                return original(*args, **keywords)
+
+            return counting
+
+        stack = ExitStack()
+        for owner, name in ((os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
+            stack.enter_context(mock.patch.object(owner, name, of(getattr(owner, name))))
+        return stack
+
+
+SAID = {
+    "not sharded": ("PlacementError", "Sequential is not sharded, and accelerate would wrap it in DDP; load it by"),
+    "sharded in part": (
+        "PlacementError",
+        "sharded in part: fully_shard was applied to 0, and not to what holds 1.",
+    ),
+    "in DDP": ("PlacementError", "wrapped in DistributedDataParallel; pass the model inside"),
+    "sharded by others": ("PlacementError", "parameters are distributed, but not by fully_shard: 0.weight"),
+    "sharded on one rank": ("DisagreementError", "the state of the model (sharded already, or not)"),
+    "an optimizer of other parameters": ("PlacementError", "is not the model's; make the optimizer of"),
+    "on meta": ("PlacementError", "tensors are on meta; call shardwise.load before prepare"),
+    "two models": ("ConfigError", "2 models in one call"),
+    "placements": ("ConfigError", "device_placement has 2 values, and there are 1 objects"),
+    "a plugin of FSDP1": ("ConfigError", "fsdp_version=1"),
+    "an optimizer that has stepped": ("PlacementError", "optimizer 0 (AdamW) has stepped already"),
+    "a vocabulary resized on meta": ("PlacementError", "model.embed_tokens.weight, lm_head.weight: on meta, in no"),
+    "a head initialised on meta": ("PlacementError", "lm_head.weight: on meta, in no file"),
+    "a copy of what is on meta": ("PlacementError", "on meta, in no file"),
+    "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False; set both, or neither"),
+    "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),
+}
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_taken_is_refused_on_all_ranks(worlds, qwen3):
+    first, second = worlds(2).run(accelerate_refusals.not_taken, qwen3)
+    assert first.keys() == SAID.keys()
+    assert first == second, "every error is the same on every rank"
+    for name, (kind, words) in SAID.items():
+        assert (first[name][0], words in first[name][1]) == (kind, True), (name, first[name])
+
+
+@pytest.mark.distributed
+def test_models_sharded_by_anybody_are_left_alone(worlds, qwen3):
+    assert worlds(2).run(accelerate_refusals.taken, qwen3) == [[], []]
+    first, second = worlds(2).run(accelerate_refusals.warned)
+    assert second == []
+    (told,) = first
+    for words in ("mixed_precision='bf16' (it computes in float32", "cpu_offload", "activation_checkpointing"):
+        assert words in told, words
+
+
+def doors() -> dict[str, object]:
+    from shardwise.integrations.accelerate_switch import _doors
+
+    return {f"{owner.__name__}.{name}": vars(owner)[name] for owner, name, _ in _doors()}
+
+
+def test_the_switch_puts_everything_back_nested_and_raising():
+    before = doors()
+    with shardwise.integrations.accelerate() as outer:
+        installed = doors()
+        assert all(installed[name] is not before[name] for name in before)
+        outer.install()
+        with suppress(KeyError), shardwise.integrations.accelerate():
+            assert doors() == installed
+            raise KeyError
+        assert doors() == installed, "it stays on until the last one is off"
+    assert doors() == before
+    outer.remove()
+    assert doors() == before
+    shardwise.integrations.prepare  # noqa: B018 - importing it turns nothing on
+    assert doors() == before
+
+
+def test_a_door_that_somebody_else_has_wrapped_stays_theirs_and_passes_on():
+    from accelerate import Accelerator
+
+    before = vars(Accelerator)["prepare"]
+    with shardwise.integrations.accelerate():
+        inside = Accelerator.prepare
+        Accelerator.prepare = theirs = lambda self, *args: inside(self, *args)
+    try:
+        assert vars(Accelerator)["prepare"] is theirs
+        with accelerating.launched():
+            assert Accelerator(cpu=True).prepare("one", "two") == ("one", "two")
+    finally:
+        Accelerator.prepare = before
+
+
+@pytest.mark.parametrize("name", ["_prepare_fsdp2", "clip_grad_norm_", "save_state"])
+def test_an_accelerate_whose_doors_moved_is_one_clear_error(name):
+    from accelerate import Accelerator
+
+    def moved(self, somewhat):
+        raise AssertionError
+
+    told = rf"accelerate \S+: {name} takes \(self, somewhat\), and .*use accelerate 1.13"
+    with mock.patch.object(Accelerator, name, moved), pytest.raises(ConfigError, match=told):
+        shardwise.integrations.accelerate()
+
+
+def test_an_accelerate_that_lacks_a_name_or_is_not_there_is_one_clear_error():
+    module = "shardwise.integrations.accelerate_compat"
+    for told, change in {
+        "lacks a private name that shardwise needs .*use accelerate 1.13 to 1.15": (
+            "from accelerate.utils import fsdp_utils; del fsdp_utils.fsdp2_load_full_state_dict"
+        ),
+        "pip install 'shardwise\\[accelerate\\]'": "import sys; sys.modules['accelerate'] = None",
+    }.items():
+        code = f"{change}\nimport {module}"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert "ConfigError" in found.stderr.splitlines()[-1], found.stderr
+        assert re.search(told, found.stderr), found.stderr
+
+
+NAMES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def setting() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in NAMES)
+
+
+@pytest.mark.parametrize("mine", [{}, {NAMES[0]: "yes"}, {NAMES[0]: "false", NAMES[1]: "False"}])
+def test_the_environment_for_loading_is_restored_nested_and_raising(mine):
+    from shardwise.integrations import fsdp_ram_efficient_loading
+
+    with mock.patch.dict(os.environ, mine):
+        before = setting()
+        with fsdp_ram_efficient_loading():
+            assert setting() == ("True", "True")
+            with suppress(KeyError), fsdp_ram_efficient_loading():
+                os.environ[NAMES[1]] = "no"
+                raise KeyError
+            assert setting() == ("True", "True")
+            shardwise.integrations.disable_fsdp_ram_efficient_loading()
+        assert setting() == before
+
+
+@pytest.mark.parametrize("mine", [None, "yes", "false"])
+def test_the_plain_switches_keep_the_users_own_value(mine):
+    from shardwise.integrations import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+
+    with mock.patch.dict(os.environ, {} if mine is None else {NAMES[0]: mine}):
+        enable_fsdp_ram_efficient_loading()
+        enable_fsdp_ram_efficient_loading()
+        assert setting() == (mine or "True", "True")
+        disable_fsdp_ram_efficient_loading()
+        assert setting() == (mine, "False")
+        disable_fsdp_ram_efficient_loading()
+        assert setting() == (mine, "False")
+
+
+SCRIPT = """\
+import json, sys, torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+def main(checkpoint, rows, out):
+    accelerator = Accelerator()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
+    is_meta = model.lm_head.weight.is_meta
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = DataLoader(torch.load(rows), batch_size=5)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for batch in data:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.gather(loss.detach()).mean()))
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        found = {"losses": losses, "meta": is_meta, "kind": str(accelerator.distributed_type), "names": len(state)}
+        json.dump(found, open(out, "w"))
+
+main(*sys.argv[1:])
+"""
+"""A script that knows nothing of shardwise."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("efficient", [True, False])
+def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "fsdp.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_machines: 1\n"
+        "num_processes: 2\nuse_cpu: false\nmain_training_function: main\nmachine_rank: 0\nrdzv_backend: static\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
+        "fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer, fsdp_state_dict_type: SHARDED_STATE_DICT, "
+        f"fsdp_cpu_ram_efficient_loading: {str(efficient).lower()}, fsdp_reshard_after_forward: true}}\n"
+    )
+    rows = accelerating.rows()[:30]
+    torch.save(rows, tmp_path / "rows.pt")
+    out = tmp_path / "out.json"
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(tmp_path / "fsdp.yaml"), "--main_process_port", "0"),
+        *("-m", "shardwise.integrations.accelerated", str(tmp_path / "script.py"), qwen3),
+        *(str(tmp_path / "rows.pt"), str(out)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["meta"] is efficient
+    assert found["kind"].endswith("FSDP")
+    model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).train()
+    assert found["names"] == len(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for batch in rows.split(10):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+    assert accelerating.furthest(found["losses"], expected) <= 1e-6
+
+
+def test_the_runner_runs_a_script_and_a_module_under_the_switch(tmp_path, monkeypatch, capsys):
+    from shardwise.integrations import accelerated
+
+    words = "print(sys.argv, hasattr(accelerate.Accelerator.prepare, '__wrapped__'))"
+    words = f"import sys, accelerate\n{words}"
+    (tmp_path / "script.py").write_text(words)
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    accelerated.main([str(tmp_path / "script.py"), "--lr", "1"])
+    assert capsys.readouterr().out == f"['{tmp_path / 'script.py'}', '--lr', '1'] True\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    accelerated.main(["-m", "script", "x"])
+    assert capsys.readouterr().out.endswith("'x'] True\n")
+    with pytest.raises(SystemExit, match="usage"):
+        accelerated.main(["-m"])
