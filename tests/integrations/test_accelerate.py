@@ -447,7 +447,7 @@ def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(float(loss))
+        expected.append(float(loss.detach()))
     assert accelerating.furthest(found["losses"], expected) <= 1e-6
 
 
