@@ -10,7 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from tests.integrations.accelerating import OURS, THEIRS, accelerator_for, launched, optimizer_of, plugin, scripted
+from accelerate.state import PartialState
+from tests.integrations.accelerating import (
+    OURS,
+    THEIRS,
+    accelerator_for,
+    alone,
+    launched,
+    optimizer_of,
+    plugin,
+    scripted,
+)
 from tests.verbs.on_ranks import attempt
 from tests.verbs.wrapping import Compiled
 from torch import nn
@@ -150,6 +160,21 @@ def _no_such_class(checkpoint: str) -> None:
     accelerator.prepare(model, optimizer_of(model))
 
 
+def _each_alone(checkpoint: str) -> None:
+    PartialState()  # which on a machine without GPUs knows of no ranks
+    Accelerator(fsdp_plugin=plugin())
+
+
+def _left_on_one_rank(checkpoint: str) -> None:
+    accelerator = accelerator_for(THEIRS)
+    if dist.get_rank():
+        with alone():
+            model = scripted(checkpoint)
+    else:
+        model = scripted(checkpoint)
+    accelerator.prepare(model, optimizer_of(model))
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "not sharded": _unsharded,
     "sharded in part": _in_part,
@@ -167,6 +192,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "a copy of what is on meta": _copied,
     "two minds about loading": _two_minds,
     "a class that is not there": _no_such_class,
+    "each rank alone": _each_alone,
+    "left on meta on one rank": _left_on_one_rank,
 }
 
 

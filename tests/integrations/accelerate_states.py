@@ -107,7 +107,7 @@ def by_accelerate_alone(checkpoint: str, folder: str) -> list[str]:
         switch.install()
         accelerator, prepared = _prepared(checkpoint, (OURS, True), "whole")
         run(accelerator, prepared, 0, 1)
-        accelerator.save_state(f"{folder}/ours")
+        assert Path(accelerator.save_state(f"{folder}/ours")) == Path(folder, "ours")
         expected = {**whole(prepared[0]), **_moments(prepared)}
         switch.remove()
         run(accelerator, prepared, 1, 2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -271,3 +272,50 @@ def hybrid(values: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | N
     mesh = shardwise.Sharding.from_accelerate(values).mesh
     assert mesh is not None
     return mesh.shape, mesh.mesh_dim_names
+
+
+def as_stored(checkpoints: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """By checkpoint, what differs from transformers' own after ``prepare``; nobody may broadcast or read whole."""
+
+    def whole_is_read(*args: Any, **keywords: Any) -> Any:
+        raise AssertionError("a tensor was read or sent whole")
+
+    found = {}
+    for checkpoint, keywords in checkpoints.items():
+        with launched(), shardwise.integrations.accelerate():
+            accelerator = accelerator_for(THEIRS)
+            with mock.patch("transformers.modeling_utils.safe_open", whole_is_read):
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **keywords)
+                assert all(parameter.is_meta for parameter in model.parameters())
+                with mock.patch.object(dist, "broadcast", whole_is_read):
+                    model, _ = accelerator.prepare(model, optimizer_of(model))
+            with alone():
+                expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **keywords)
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == (
+                expected.lm_head.weight is expected.model.embed_tokens.weight
+            )
+            found[checkpoint] = same_bits(whole(model), expected.state_dict())
+    return found
+
+
+def compiled(checkpoint: str) -> dict[str, float]:
+    """A model that torch has compiled, through prepare and the loop."""
+    with launched(), shardwise.integrations.accelerate():
+        accelerator = accelerator_for(OURS)
+        model = torch.compile(model_of(checkpoint, OURS, True), backend="eager")
+        optimizer = optimizer_of(model)
+        data = DataLoader(rows(), batch_size=ROWS)
+        prepared = accelerator.prepare(model, optimizer, schedule_of(optimizer), data)
+        assert prepared[0] is model
+        initial = whole(model)
+        assert not any("_orig_mod" in name for name in initial)
+        seen, final = run(accelerator, prepared), whole(model)
+        unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+        assert type(unwrapped).__name__ == "FSDPQwen3ForCausalLM"
+        with alone():
+            reference = scripted(checkpoint)
+    reference.load_state_dict(initial)
+    expected = plain(reference)
+    weights = max(float((final[name] - value).abs().max()) for name, value in reference.state_dict().items())
+    losses, norms = furthest(seen.losses, expected.losses), furthest(seen.norms, expected.norms)
+    return {"losses": losses, "norms": norms, "weights": weights}

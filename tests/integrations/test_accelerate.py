@@ -13,6 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.integrations import accelerate_refusals, accelerate_states, accelerating
 from tests.integrations.accelerating import OURS, THEIRS, WAYS
@@ -92,6 +94,33 @@ def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
     for kind in kinds:
         for found in worlds(2).run(accelerating.trained, qwen3, *way, kind):
             assert close(found), (kind, found)
+
+
+@pytest.mark.distributed
+def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp_path):
+    """Several files, a variant of them, a file of torch's, and ties that are stored twice."""
+    kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}, "torch": {}, "twice": {}}
+    for name, keywords in kinds.items():
+        model = small_qwen3(tie_word_embeddings=name == "twice")
+        model.save_pretrained(tmp_path / name, max_shard_size="30KB" if name != "torch" else "1GB", **keywords)
+    file = tmp_path / "torch" / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "torch" / "pytorch_model.bin")
+    file.unlink()
+    for file in (tmp_path / "twice").glob("*.safetensors*"):
+        file.unlink()
+    model = small_qwen3(tie_word_embeddings=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert "lm_head.weight" in state
+    save_file(state, tmp_path / "twice" / "model.safetensors", {"format": "pt"})
+    given = {str(tmp_path / name): keywords for name, keywords in kinds.items()}
+    assert worlds(2).run(accelerating.as_stored, given) == [{name: [] for name in given}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_compiled_model_is_taken(worlds, qwen3):
+    for found in worlds(2).run(accelerating.compiled, qwen3):
+        assert close(found), found
 
 
 @pytest.mark.distributed
@@ -253,6 +282,8 @@ SAID = {
     "a copy of what is on meta": ("PlacementError", "on meta, in no file"),
     "two minds about loading": ("ConfigError", "cpu_ram_efficient_loading=False; set both, or neither"),
     "a class that is not there": ("ValueError", "Could not find the transformer layer class Qwen3DecoderLayr"),
+    "each rank alone": ("ConfigError", "takes each of the 2 ranks for a process alone"),
+    "left on meta on one rank": ("DisagreementError", "the list of tensors that from_pretrained has left on meta"),
 }
 
 
@@ -412,7 +443,6 @@ main(*sys.argv[1:])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("efficient", [True, False])
 def test_accelerate_launch_runs_a_script_as_it_is(qwen3, tmp_path, efficient):
-    import torch
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "script.py").write_text(SCRIPT)

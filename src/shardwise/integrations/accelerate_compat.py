@@ -109,7 +109,7 @@ def is_on_cpus(state: Any) -> bool:
 
 
 def is_one_process(accelerator: Any) -> bool:
-    """Whether there is one process, and nothing is distributed."""
+    """Whether there is one process, and nothing is distributed; of an accelerator, or of its state."""
     return bool(accelerator.distributed_type == DistributedType.NO)
 
 

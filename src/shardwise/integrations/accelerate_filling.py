@@ -48,6 +48,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     Raises:
         PlacementError: an optimizer holds what are no parameters of the model, or has stepped already.
         ConfigError: the model is on meta, and the plugin does not load it.
+        DisagreementError: it is so on some ranks only.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
@@ -56,6 +57,8 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *objects: Any)
     optimizers = [compat.bare(item) for item in objects if isinstance(item, Optimizer)]
     with World.current(call="prepare") as world:
         bounds, found = world.together(lambda: _look(accelerator, model, optimizers))
+        left = [sorted(item.expressions) for item in found]
+        world.require_equal(left, "the list of tensors that from_pretrained has left on meta")
     if found:
         _awaited[model] = found
     try:

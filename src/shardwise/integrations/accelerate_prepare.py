@@ -79,11 +79,17 @@ def begin_state(original: Callable[..., Any], state: Any, *args: Any, **keywords
     """What takes the place of the initialiser of accelerate's state: FSDP2 is known on CPUs, too."""
     plugin = keywords.get("fsdp_plugin")
     wanted = plugin is not None and plugin.fsdp_version == 2
-    if wanted and ram_efficient.is_launched() and not compat.is_begun() and not torch.accelerator.is_available():
+    if wanted and ram_efficient.launched_ranks() and not compat.is_begun() and not torch.accelerator.is_available():
         keywords["cpu"] = True  # else accelerate takes each of the ranks for a process alone
     original(state, *args, **keywords)
     if wanted and compat.is_on_cpus(state):
         compat.become_fsdp2(state, plugin)
+    ranks = ram_efficient.launched_ranks()
+    if wanted and compat.is_one_process(state) and ranks > 1:
+        raise ConfigError(
+            f"accelerate takes each of the {ranks} ranks for a process alone, and would train as many models; make "
+            "its first object, Accelerator or PartialState, with cpu=True"
+        )
 
 
 def is_left_alone(model: nn.Module) -> bool:

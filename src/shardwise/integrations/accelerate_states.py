@@ -139,7 +139,7 @@ def save_state(
     is_named = config.automatic_checkpoint_naming
     with World.current(call="save_state") as world:
         folder = world.together(lambda: _place(accelerator, output_dir))
-        world.require_equal(str(folder.path), "the folder to save into")
+        world.require_equal(str(output_dir), "the folder to save into")
         world.from_first(folder.begin)
     config.automatic_checkpoint_naming = False
     try:
@@ -151,7 +151,7 @@ def save_state(
         world.from_first(folder.commit)
         if is_named:
             world.from_first(lambda: folder.keep_newest(config.total_limit))
-    return str(folder.path) if location == str(folder.work) else location
+    return type(location)(output_dir or folder.path) if str(location) == str(folder.work) else location
 
 
 def load_state(
@@ -164,7 +164,7 @@ def load_state(
     """What takes the place of ``Accelerator.load_state``: what a killed save left is put in order first."""
     if input_dir is None or not (compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)):
         return original(accelerator, input_dir, *others, **keywords)
-    folder = SavedFolder(Path(input_dir).expanduser())
+    folder = SavedFolder(Path(input_dir).expanduser().resolve())
     with World.current(call="load_state") as world:
         world.from_first(folder.recover)
     if compat.is_fsdp2(accelerator) or not any(folder.path.glob(f"{MODEL.stem}*")):
@@ -180,7 +180,7 @@ def load_state(
 def _place(accelerator: Any, output_dir: str | None) -> SavedFolder:
     """Where a state goes, as accelerate names it."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return SavedFolder(Path(str(output_dir)).expanduser())
+        return SavedFolder(Path(str(output_dir)).expanduser().resolve())
     folder = SavedFolder(
         Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"),
         Path(accelerator.project_dir),

@@ -186,7 +186,7 @@ def _named(folder: Path, names: Sequence[str]) -> str | None:
     """The file by which a reader knows which of a folder's are meant; None for the usual ones."""
     if len(names) == 1:
         return names[0]
-    for index in sorted(folder.glob("*.index.json")):
+    for index in sorted(folder.glob("*.index*.json")):
         named = json.loads(index.read_bytes()).get("weight_map", {})
         if isinstance(named, dict) and set(named.values()) <= set(names):
             return index.name

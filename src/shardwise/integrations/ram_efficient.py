@@ -48,11 +48,6 @@ def fsdp_ram_efficient_loading() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def is_launched() -> bool:
-    """Whether a launcher started this process as one of several ranks."""
-    return "LOCAL_RANK" in os.environ
-
-
-def asks_for_fsdp() -> bool:
-    """Whether a launcher, or a user, has asked accelerate for FSDP."""
-    return os.environ.get(USE, "false").lower() == "true"
+def launched_ranks() -> int:
+    """How many ranks a launcher has started, of which this process is one; 0 where it was started by none."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 0

@@ -18,9 +18,13 @@ from pathlib import Path
 from shardwise.errors import StorageError
 
 _OF_A_STATE = re.compile(
-    r"(pytorch_model|model|optimizer|scheduler|sampler|dl_state_dict|random_states|scaler|custom_checkpoint)"
-    r"([-_.0-9a-z]*)(\.(bin|pt|pkl|safetensors|json))?",
+    r"(pytorch_model|model)(_[0-9]+)?(-[0-9]+-of-[0-9]+)?\.(bin|safetensors)(\.index\.json)?"
+    r"|(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?(\.bin)?"
+    r"|(scheduler|sampler|dl_state_dict)(_[0-9]+)?\.bin"
+    r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
 )
+"""Names of files and folders that accelerate gives, and nobody else."""
+
 _NUMBER = re.compile(r"checkpoint_([0-9]+)")
 
 
@@ -68,6 +72,10 @@ class SavedFolder:
             StorageError: it cannot be written to.
         """
         try:
+            if os.path.ismount(self.path):
+                raise StorageError(
+                    f"{self.path}: is a mount point, which takes no other name; save to a folder in it"
+                )
             self.recover()
             if self.work.exists():
                 shutil.rmtree(self.work)
