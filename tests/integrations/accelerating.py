@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -252,19 +253,26 @@ def furthest(found: list[float], expected: list[float]) -> float:
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
 
 
-def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str], list[str]]:
-    """The dtypes of a model of 16 bits after accelerate has sharded it, and what differs from the files."""
-    with launched(), shardwise.integrations.accelerate():
-        chosen = plugin(cpu_ram_efficient_loading=efficient)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision=precision)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        model.model.embed_tokens.weight.requires_grad_(False)
-        model, _ = accelerator.prepare(model, optimizer_of(model))
-        with alone():
-            expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
-        found = whole(model)
-    dtypes = sorted({str(value.dtype) for name, value in found.items() if "embed" not in name})
-    return dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
+def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str], list[str], list[str]]:
+    """The dtypes of a model of 16 bits that accelerate shards, alone and under our switch; names that differ."""
+    from shardwise.integrations import accelerate_compat
+
+    dtypes: list[list[str]] = []
+    for switch in (nullcontext(), shardwise.integrations.accelerate()):
+        with launched(), switch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # accelerate 1.13 warns of what it then does not do
+            chosen = plugin(cpu_ram_efficient_loading=efficient)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision=precision)
+            if not accelerator.is_fsdp2:
+                accelerate_compat.become_fsdp2(accelerator.state, chosen)
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+            model.model.embed_tokens.weight.requires_grad_(False)
+            model, _ = accelerator.prepare(model, optimizer_of(model))
+            with alone():
+                expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
+            found = whole(model)
+        dtypes.append([f"{name}: {value.dtype}" for name, value in found.items()])
+    return *dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
 
 
 def hybrid(values: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
