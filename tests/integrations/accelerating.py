@@ -113,7 +113,7 @@ class Seen:
     norms: list[float] = field(default_factory=list)
 
 
-def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> tuple[Any, ...]:
+def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS, *, plainly: bool = False) -> Any:
     """Everything prepared: model, optimizer, schedule, data."""
     optimizer = optimizer_of(model)
     schedule = schedule_of(optimizer)
@@ -122,7 +122,8 @@ def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> tup
         shardwise.shard(model, optimizers=(optimizer,))
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     was_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
-    prepared = accelerator.prepare(model, optimizer, schedule, data)
+    given = (model, optimizer, schedule, data)
+    prepared = shardwise.integrations.prepare(accelerator, *given) if plainly else accelerator.prepare(*given)
     after = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert not was_sharded or before == after, "optimizers keep their very parameters"
     return prepared
@@ -226,11 +227,16 @@ def brought_up_by_theirs(checkpoint: str, kind: str) -> tuple[list[str], list[st
     return same_bits(*found), sorted({*groups[0]} ^ {*groups[1]})
 
 
-def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> dict[str, Any]:
-    """The greatest relative differences to the same loop in one process, of a model that begins alike."""
-    with launched(), shardwise.integrations.accelerate():
+def trained(
+    checkpoint: str, strategy: str, efficient: bool, kind: str = "whole", plainly: bool = False
+) -> dict[str, Any]:
+    """The greatest relative differences to the same loop in one process, of a model that begins alike.
+
+    ``plainly``: by our ``prepare``, without the switch.
+    """
+    with launched(), nullcontext() if plainly else shardwise.integrations.accelerate():
         accelerator = accelerator_for(strategy, efficient)
-        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind))
+        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind), plainly=plainly)
         initial = whole(prepared[0])
         seen, final = run(accelerator, prepared), whole(prepared[0])
         handed = accelerator.get_state_dict(prepared[0])
