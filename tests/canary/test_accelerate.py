@@ -91,7 +91,17 @@ def test_from_pretrained_fills_a_model_through_one_door(tmp_path: Path, monkeypa
         return same, rest
 
     monkeypatch.setattr(owner, name, staticmethod(door))
+    owner, name = pretrained.placing_door()
+    placing = vars(owner)[name]
+
+    def place(model, missing, *others):
+        placed.append((type(model).__name__, missing))
+        return placing(model, missing, *others)
+
+    placed: list[tuple[str, object]] = []
+    monkeypatch.setattr(owner, name, place)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert placed == [("LlamaForCausalLM", set())] or placed == [("LlamaForCausalLM", {"lm_head.weight"})]
     assert seen == [(None, ["model.safetensors"], True)]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight.bfloat16())

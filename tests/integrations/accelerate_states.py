@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from accelerate import accelerator as accelerator_module
 from tests.integrations.accelerating import (
     OURS,
@@ -21,6 +23,7 @@ from tests.integrations.accelerating import (
     same_bits,
     whole,
 )
+from tests.verbs.on_ranks import attempt
 
 import shardwise
 from shardwise.options import EveryRank, FullState
@@ -118,3 +121,25 @@ def by_accelerate_alone(checkpoint: str, folder: str) -> list[str]:
             run(accelerator, prepared, 1, 2)
             accelerator.load_state(f"{folder}/theirs")
         return faults + same_bits({**whole(prepared[0]), **_moments(prepared)}, expected)
+
+
+def failing_on_one(checkpoint: str, folder: str) -> list[tuple[str, str]]:
+    """A rank on which accelerate's own files cannot be written, and one on which they cannot be read."""
+
+    def fails(*args: Any, **keywords: Any) -> None:
+        raise OSError("no room")
+
+    told = []
+    with launched(), shardwise.integrations.accelerate():
+        accelerator, prepared = _prepared(checkpoint, (OURS, True), "whole")
+        run(accelerator, prepared, 0, 1)
+        accelerator.save_state(folder)
+        expected = whole(prepared[0])
+        for name in ("save_accelerator_state", "load_accelerator_state"):
+            broken = mock.patch.object(accelerator_module, name, fails) if dist.get_rank() else nullcontext()
+            with broken:
+                told.append(attempt(getattr(accelerator, name.replace("accelerator_", "")), folder))
+        run(accelerator, prepared, 1, 2)
+        accelerator.load_state(folder)
+        assert same_bits(whole(prepared[0]), expected) == []
+    return told

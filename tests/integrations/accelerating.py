@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class Seen:
     norms: list[float] = field(default_factory=list)
 
 
-def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> tuple[Any, ...]:
+def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS, *, plainly: bool = False) -> Any:
     """Everything prepared: model, optimizer, schedule, data."""
     optimizer = optimizer_of(model)
     schedule = schedule_of(optimizer)
@@ -121,7 +122,8 @@ def begin(accelerator: Accelerator, model: nn.Module, steps: int = STEPS) -> tup
         shardwise.shard(model, optimizers=(optimizer,))
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     was_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
-    prepared = accelerator.prepare(model, optimizer, schedule, data)
+    given = (model, optimizer, schedule, data)
+    prepared = shardwise.integrations.prepare(accelerator, *given) if plainly else accelerator.prepare(*given)
     after = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert not was_sharded or before == after, "optimizers keep their very parameters"
     return prepared
@@ -225,11 +227,16 @@ def brought_up_by_theirs(checkpoint: str, kind: str) -> tuple[list[str], list[st
     return same_bits(*found), sorted({*groups[0]} ^ {*groups[1]})
 
 
-def trained(checkpoint: str, strategy: str, efficient: bool, kind: str = "whole") -> dict[str, Any]:
-    """The greatest relative differences to the same loop in one process, of a model that begins alike."""
-    with launched(), shardwise.integrations.accelerate():
+def trained(
+    checkpoint: str, strategy: str, efficient: bool, kind: str = "whole", plainly: bool = False
+) -> dict[str, Any]:
+    """The greatest relative differences to the same loop in one process, of a model that begins alike.
+
+    ``plainly``: by our ``prepare``, without the switch.
+    """
+    with launched(), nullcontext() if plainly else shardwise.integrations.accelerate():
         accelerator = accelerator_for(strategy, efficient)
-        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind))
+        prepared = begin(accelerator, model_of(checkpoint, strategy, efficient, kind), plainly=plainly)
         initial = whole(prepared[0])
         seen, final = run(accelerator, prepared), whole(prepared[0])
         handed = accelerator.get_state_dict(prepared[0])
@@ -252,19 +259,26 @@ def furthest(found: list[float], expected: list[float]) -> float:
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
 
 
-def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str], list[str]]:
-    """The dtypes of a model of 16 bits after accelerate has sharded it, and what differs from the files."""
-    with launched(), shardwise.integrations.accelerate():
-        chosen = plugin(cpu_ram_efficient_loading=efficient)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision=precision)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        model.model.embed_tokens.weight.requires_grad_(False)
-        model, _ = accelerator.prepare(model, optimizer_of(model))
-        with alone():
-            expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
-        found = whole(model)
-    dtypes = sorted({str(value.dtype) for name, value in found.items() if "embed" not in name})
-    return dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
+def widened(checkpoint: str, precision: str, efficient: bool) -> tuple[list[str], list[str], list[str]]:
+    """The dtypes of a model of 16 bits that accelerate shards, alone and under our switch; names that differ."""
+    from shardwise.integrations import accelerate_compat
+
+    dtypes: list[list[str]] = []
+    for switch in (nullcontext(), shardwise.integrations.accelerate()):
+        with launched(), switch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # accelerate 1.13 warns of what it then does not do
+            chosen = plugin(cpu_ram_efficient_loading=efficient)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=chosen, mixed_precision=precision)
+            if not accelerator.is_fsdp2:
+                accelerate_compat.become_fsdp2(accelerator.state, chosen)
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+            model.model.embed_tokens.weight.requires_grad_(False)
+            model, _ = accelerator.prepare(model, optimizer_of(model))
+            with alone():
+                expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
+            found = whole(model)
+        dtypes.append([f"{name}: {value.dtype}" for name, value in found.items()])
+    return *dtypes, same_bits({name: value.bfloat16() for name, value in found.items()}, expected)
 
 
 def hybrid(values: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | None]:

@@ -97,6 +97,12 @@ def test_the_loop_is_that_of_one_process(worlds, qwen3, way):
 
 
 @pytest.mark.distributed
+def test_prepare_does_without_the_switch(worlds, qwen3):
+    for found in worlds(2).run(accelerating.trained, qwen3, OURS, True, "lora", True):
+        assert close(found), found
+
+
+@pytest.mark.distributed
 def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp_path):
     """Several files, a variant of them, a file of torch's, and ties that are stored twice."""
     kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}, "torch": {}, "twice": {}}
@@ -126,9 +132,11 @@ def test_a_compiled_model_is_taken(worlds, qwen3):
 @pytest.mark.distributed
 def test_trained_parameters_are_widened_under_mixed_precision_and_only_then(worlds, qwen3):
     """As accelerate does; with memory-efficient loading and without, and exactly."""
-    for efficient in (True, False):
-        assert worlds(2).run(accelerating.widened, qwen3, "bf16", efficient) == [(["torch.float32"], [])] * 2
-        assert worlds(2).run(accelerating.widened, qwen3, "no", efficient) == [(["torch.bfloat16"], [])] * 2
+    for efficient, precision in ((True, "bf16"), (False, "bf16"), (True, "no")):
+        for alone, ours, differing in worlds(2).run(accelerating.widened, qwen3, precision, efficient):
+            assert (ours, differing) == (alone, [])
+            assert "model.embed_tokens.weight: torch.bfloat16" in ours
+            assert precision == "bf16" or all("bfloat16" in told for told in ours)
 
 
 @pytest.mark.distributed
@@ -185,6 +193,13 @@ def test_states_are_accelerates_own_and_numbered(worlds, qwen3, tmp_path):
     assert worlds(2).run(accelerate_states.by_accelerate_alone, qwen3, str(tmp_path / "both")) == [[], []]
     expected = (["checkpoint_1", "checkpoint_2", "checkpoints"], 3)
     assert worlds(2).run(accelerate_states.numbered, qwen3, str(tmp_path / "numbered")) == [expected] * 2
+
+
+@pytest.mark.distributed
+def test_a_rank_that_cannot_write_or_read_is_told_on_all_and_the_older_state_stays(worlds, qwen3, tmp_path):
+    first, second = worlds(2).run(accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
+    assert first == second
+    assert all("rank 1" in words and "no room" in words for _, words in first), first
 
 
 @pytest.mark.parametrize("had_one", [True, False])

@@ -327,6 +327,25 @@ def test_training_takes_accelerates_file(tmp_path):
     assert same.config.sharding == section
 
 
+def test_the_command_refuses_and_tells(tmp_path):
+    """What cannot be is an exit code of 2; what does not apply is told on stderr, and the training goes on."""
+    from click.testing import CliRunner
+    from tests.cli.test_train import RUNNER
+
+    from shardwise.cli.train import train_command
+
+    assert isinstance(RUNNER, CliRunner)
+    accelerates, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
+    ours.write_text(f"{{model: {tmp_path / 'none'}, data: d, output: {tmp_path / 'o'}}}\n")
+    accelerates.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_vershun: 2}\n")
+    found = RUNNER.invoke(train_command, [str(ours), "--accelerate-config", str(accelerates)])
+    assert (found.exit_code, "fsdp_vershun: no such key" in found.stderr) == (2, True), found.output
+    accelerates.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_use_orig_params: true}\n")
+    found = RUNNER.invoke(train_command, [str(ours), "--accelerate-config", str(accelerates)])
+    assert f"{accelerates}: use_orig_params: FSDP2 always has the original parameters" in found.stderr
+    assert (found.exit_code, "none" in found.stderr) == (2, True), "there is no such model"
+
+
 @pytest.mark.distributed
 def test_replicas_are_a_mesh_of_two_axes(worlds):
     from tests.integrations import accelerating

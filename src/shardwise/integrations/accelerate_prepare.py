@@ -55,10 +55,10 @@ def prepare(accelerator: Any, *objects: Any, device_placement: list[bool] | None
     compat.check_doors()
     models = [item for item in objects if isinstance(item, nn.Module)]
     with World.current(call="prepare") as world:
-        if not _agree_on_sharded(world, models):
-            world.together(lambda: _refuse_unsharded(accelerator, models))
-            return accelerator.prepare(*objects, device_placement=device_placement)
-        return _leave_alone(world, accelerator, objects, models, device_placement)
+        if _agree_on_sharded(world, models):
+            return _leave_alone(world, accelerator, objects, models, device_placement)
+        world.together(lambda: _refuse_unsharded(accelerator, models))
+    return accelerator.prepare(*objects, device_placement=device_placement)
 
 
 def prepare_objects(

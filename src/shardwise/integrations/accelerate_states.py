@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from shardwise.training.clipping import clip_gradients
 from shardwise.verbs.accelerate_load import load_accelerate_model, load_accelerate_optimizer
 from shardwise.verbs.accelerate_save import save_accelerate_model, save_accelerate_optimizer
 from shardwise.verbs.state import model_state
+
+T = TypeVar("T")
 
 _NORMS = (2.0, float("inf"))
 
@@ -143,11 +145,10 @@ def save_state(
         world.from_first(folder.begin)
     config.automatic_checkpoint_naming = False
     try:
-        location = original(accelerator, str(folder.work), *others, **keywords)
+        location = _all_done("save_state", lambda: original(accelerator, str(folder.work), *others, **keywords))
     finally:
         config.automatic_checkpoint_naming = is_named
     with World.current(call="save_state") as world:
-        world.together(lambda: None)  # all have written
         world.from_first(folder.commit)
         if is_named:
             world.from_first(lambda: folder.keep_newest(config.total_limit))
@@ -168,13 +169,31 @@ def load_state(
     with World.current(call="load_state") as world:
         world.from_first(folder.recover)
     if compat.is_fsdp2(accelerator) or not any(folder.path.glob(f"{MODEL.stem}*")):
-        return original(accelerator, input_dir, *others, **keywords)
+        return _all_done("load_state", lambda: original(accelerator, input_dir, *others, **keywords))
     with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
         for number, model in enumerate(models):
             load_accelerate_model(model, folder.path, number=number)
         for number, optimizer in enumerate(optimizers):
             load_accelerate_optimizer(models[number], compat.bare(optimizer), folder.path, number=number)
         return original(accelerator, input_dir, *others, **keywords)
+
+
+def _all_done(call: str, function: Callable[[], T]) -> T:
+    """What accelerate does on each rank; where one of them fails, all do. Collective: yes."""
+    done: list[T] = []
+    failure: Exception | None = None
+    try:
+        done.append(function())
+    except Exception as error:
+        failure = error
+
+    def settle() -> T:
+        if failure is not None:
+            raise failure
+        return done[0]
+
+    with World.current(call=call) as world:
+        return world.together(settle)
 
 
 def _place(accelerator: Any, output_dir: str | None) -> SavedFolder:

@@ -26,7 +26,7 @@ from shardwise.integrations.accelerate_compat import (
     check_doors,
     fsdp_utils,
 )
-from shardwise.models.pretrained import loading_door
+from shardwise.models.pretrained import loading_door, placing_door
 from shardwise.tuning.configs import adapter_doors
 
 
@@ -111,6 +111,7 @@ def _doors() -> list[tuple[Any, str, Replacing]]:
         (accelerator_module, "save_fsdp_optimizer", accelerate_states.save_optimizer),
         (accelerator_module, "load_fsdp_optimizer", accelerate_states.load_optimizer),
         (*loading_door(), pending.load_later),
+        (*placing_door(), pending.place_missing),
         *((*door, pending.keep_adapter) for door in adapter_doors()),
     ]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shardwise.engines.outline import Outline, outline_of
 from shardwise.errors import CoverageError
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.integrations.ram_efficient import without_ram_efficient_loading
 from shardwise.models import pretrained
 from shardwise.models.modules import buffers_of, modules_in, parameters_of, writes_to
 from shardwise.models.view import Held, look_inside
@@ -151,6 +153,12 @@ def load_later(
             raise CoverageError(f"{folder}: {sentence}")
         _settle_ties(world, drawn, source, options)
     return _left(model, folder, drawn, source.index), None
+
+
+def place_missing(original: Callable[..., Any], model: nn.Module, *given: Any, **keywords: Any) -> Any:
+    """What takes the place of giving memory to what no file has: for what is pending the same on every rank."""
+    with without_ram_efficient_loading() if model in _pending else nullcontext():
+        return original(model, *given, **keywords)
 
 
 def keep_adapter(original: Callable[..., Any], *given: Any, **keywords: Any) -> Any:

@@ -6,8 +6,8 @@ shardwise itself needs none of it: these are for scripts that hand models to acc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 USE = "ACCELERATE_USE_FSDP"
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -33,14 +33,27 @@ def disable_fsdp_ram_efficient_loading() -> None:
 @contextmanager
 def fsdp_ram_efficient_loading() -> Iterator[None]:
     """For the time of the block both are on; afterwards both are as they were, also when it raises or is nested."""
-    before = {name: os.environ.get(name) for name in (USE, EFFICIENT)}
     was_set_here = set(_set_here)
-    os.environ.update({USE: "True", EFFICIENT: "True"})
+    with _set_to({USE: "True", EFFICIENT: "True"}):
+        try:
+            yield
+        finally:
+            _set_here.clear()
+            _set_here.update(was_set_here)
+
+
+def without_ram_efficient_loading() -> AbstractContextManager[None]:
+    """For the time of a block it is off."""
+    return _set_to({EFFICIENT: "False"})
+
+
+@contextmanager
+def _set_to(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        _set_here.clear()
-        _set_here.update(was_set_here)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -46,7 +46,7 @@ with KnownNames("transformers", "5.17 to 5.23"):
         (PreTrainedModel, ("_from_config", "_get_dtype_plan", "_no_split_modules", "get_init_context")),
         (PreTrainedModel, ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")),
         (PreTrainedModel, ("_keys_to_ignore_on_save", "initialize_weights", "is_remote_code", "tie_weights")),
-        (PreTrainedModel, ("_load_pretrained_model",)),
+        (PreTrainedModel, ("_load_pretrained_model", "_move_missing_keys_from_meta_to_device")),
     ):
         for _name in _names:
             getattr(_owner, _name)
@@ -426,6 +426,15 @@ def loading_door() -> tuple[Any, str]:
     It is given the model, a state dict or None, the files or None, and a config of the load.
     """
     return PreTrainedModel, "_load_pretrained_model"
+
+
+def placing_door() -> tuple[Any, str]:
+    """The class and the name of the function by which what no file has gets memory, to be initialised.
+
+    It is given the model, the names of what is missing, and more. Under FSDP it treats the first rank and others
+    apart, and in transformers 5.17 gives all of a model memory on the others.
+    """
+    return PreTrainedModel, "_move_missing_keys_from_meta_to_device"
 
 
 def loads_for_fsdp() -> bool:
