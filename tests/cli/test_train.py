@@ -483,7 +483,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "1
         (
             TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
             1,
-            Launched(rank=3, size=8, local_rank=1, has_rounds=True),
+            Launched(rank=3, size=8, local_rank=1, has_generations=True),
         ),
     ],
 )

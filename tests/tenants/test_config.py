@@ -176,10 +176,7 @@ def test_names_tell_values(sweep, names):
             [
                 "optimizer.allow_import: tenants take optimizers that are known to step each element for itself",
                 "output.push_to_hub: tenants would be pushed over each other; push their last/ folders afterwards",
-                (
-                    "tenants[1].optimizer.lora_plus_ratio: a tenant's matrices are stepped as one, at one rate; "
-                    "leave it out"
-                ),
+                "tenants[1].optimizer.lora_plus_ratio: a tenant's matrices are stepped at one rate; leave it out",
             ],
         ),
     ],

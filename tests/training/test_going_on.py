@@ -251,7 +251,8 @@ def test_a_training_of_which_no_evaluation_is_better_ends_and_knows_so_when_it_g
     assert (ended.is_stopped, ended.last_step, [found.step for found in ended.evaluations]) == (False, 6, [6])
     assert [remark for remark in ended.remarks if "the last 2 evaluations have not been better" in remark]
     assert list(keeper.kept) == [3, 5, 6]
-    assert going(2).steps == ()
+    again = going(2)
+    assert (again.steps, again.remarks) == ((), ended.remarks)
     more = going(3)
     assert (more.last_step, len(more.steps)) == (8, 2)
     with pytest.raises(ConfigError, match="patience=0"):

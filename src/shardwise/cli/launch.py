@@ -47,7 +47,7 @@ class Launched:
     rank: int
     size: int
     local_rank: int
-    has_rounds: bool = False
+    has_generations: bool = False
     """Whether ranks are started again over the same store (torchrun's)."""
 
 
@@ -69,8 +69,8 @@ def read_launch(environment: Mapping[str, str], nproc_per_node: int = 1) -> Laun
             f"RANK is in the environment, but {', '.join(missing)} is not; set what torchrun sets, or unset RANK"
         )
     rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    has_rounds = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    launched = Launched(rank, size, local_rank, has_rounds)
+    has_generations = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launched = Launched(rank, size, local_rank, has_generations)
     if launched.rank >= launched.size:
         raise ConfigError(f"RANK={launched.rank} in the environment is not below WORLD_SIZE={launched.size}")
     if nproc_per_node > 1:
@@ -123,11 +123,11 @@ def run_ranks(
                 ending = AskFirst() if asks_first else EndAtOnce()
                 with _defaults(_CUDA_FROM_AFAR):
                     return run_spawned(size, function, *args, ending=ending, preloaded=preloaded)
-            case Launched(rank, size, local_rank, has_rounds):
+            case Launched(rank, size, local_rank, has_generations):
                 import_all(preloaded)
                 from shardwise.execution.processes.launched import Seat, run_seated
 
-                return run_seated(Seat(rank, size, local_rank, has_rounds), function, *args)
+                return run_seated(Seat(rank, size, local_rank, has_generations), function, *args)
             case _:
                 assert_never(launch)
 

@@ -183,7 +183,7 @@ def _beyond_a_bank(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if training.accumulate != default.accumulate:
         yield "training.accumulate", "adapters are whole on every rank, and so are their gradients; leave it out"
     if config.optimizer.lora_plus_ratio is not None:
-        yield "optimizer.lora_plus_ratio", "a tenant's matrices are stepped as one, at one rate; leave it out"
+        yield "optimizer.lora_plus_ratio", "a tenant's matrices are stepped at one rate; leave it out"
     if config.optimizer.allow_import:
         yield "optimizer.allow_import", "tenants take optimizers that are known to step each element for itself"
     if training.loss_chunk_tokens not in (default.loss_chunk_tokens, None):

@@ -196,6 +196,8 @@ class _Training:
     def go(self) -> None:
         """All steps that are left, or those until somebody asks to stop. Collective: yes."""
         checkpoints, evaluation = self.settings.checkpoints, self.settings.evaluation
+        if self._is_over(evaluation):
+            self._remark(ended_early(self.progress, self.total))
         if (
             self._is_due(evaluation) and self.progress.evaluated_step < self.step
         ):  # it was stopped before it was done

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.execution.processes.rounds import store_of_round
+from shardwise.execution.processes.generations import store_of_generation
 from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import accelerator, both_backends, has_collectives, module_of
 
@@ -20,13 +20,13 @@ from shardwise.models.accelerators import accelerator, both_backends, has_collec
 class Seat:
     """The place of a rank that a launcher started: among all ranks, and among those of its machine.
 
-    ``has_rounds``: the launcher starts ranks again, and keeps its store.
+    ``has_generations``: the launcher starts ranks again, and keeps its store.
     """
 
     rank: int
     size: int
     local_rank: int
-    has_rounds: bool = False
+    has_generations: bool = False
 
 
 def run_alone(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -49,8 +49,8 @@ def run_seated(seat: Seat, function: Callable[..., Any], *args: Any) -> list[Any
         module_of(kind).set_device(seat.local_rank)
         backend = both_backends(kind)
     store, _, _ = next(rendezvous("env://", seat.rank, seat.size))
-    if seat.has_rounds:
-        store = store_of_round(store, seat.rank, seat.size)
+    if seat.has_generations:
+        store = store_of_generation(store, seat.rank, seat.size)
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size)
     values = World.current().gather(function(*args))
     dist.barrier()

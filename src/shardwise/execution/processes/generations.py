@@ -1,9 +1,8 @@
-"""Agrees on which round of a launcher this is, where rounds of ranks share a store.
+"""Gives the ranks that a launcher has started together a part of its store that no others have.
 
-torchrun keeps one store for all rounds of ranks that it starts: what ranks of an earlier round have left there
-(addresses, messages) is found by those of the next. Numbers of restarts do not tell rounds apart, as each machine
-counts its own. So the first rank of a round draws a name, and hands it to whoever asks, by a word that the asking
-rank has drawn.
+torchrun keeps one store for all generations of ranks that it starts: what an earlier one has left there (addresses,
+messages) is found by the next. Numbers of restarts do not tell them apart, as each machine counts its own. So the
+first rank of a generation draws a name, and hands it to whoever asks, by a word that the asking rank has drawn.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from shardwise.errors import RankLostError
 _BETWEEN_LOOKS_S = 0.05
 
 
-def store_of_round(store: Store, rank: int, size: int, *, patience_s: float = 600.0) -> Store:
-    """The part of a store that ranks of this round have for themselves.
+def store_of_generation(store: Store, rank: int, size: int, *, patience_s: float = 600.0) -> Store:
+    """The part of a store that ranks of this generation have for themselves.
 
     Collective: yes, over all ranks; nothing else is there yet by which they could meet.
 
@@ -36,19 +35,19 @@ def store_of_round(store: Store, rank: int, size: int, *, patience_s: float = 60
             store.wait([f"{_NAMED}/{word}"], timedelta(seconds=patience_s))
         except RuntimeError as error:  # of the store, whose class of errors is torch's own
             raise RankLostError(
-                f"rank {rank} has waited {patience_s:.0f} s for the first rank of this round, which did not come"
+                f"rank {rank} has waited {patience_s:.0f} s for the first of this generation, which did not come"
             ) from error
         name = store.get(f"{_NAMED}/{word}").decode()
         store.add(f"{_COME}/{name}", 1)
-    return PrefixStore(f"{_ROUND}/{name}", store)
+    return PrefixStore(f"{_GENERATION}/{name}", store)
 
 
-_ROUND = "shardwise round"
-_ASKED, _NAMED, _COME = (f"{_ROUND}/{word}" for word in ("asked", "named", "come"))
+_GENERATION = "shardwise generation"
+_ASKED, _NAMED, _COME = (f"{_GENERATION}/{word}" for word in ("asked", "named", "come"))
 
 
 def _named_by_first(store: Store, size: int, patience_s: float) -> str:
-    """Draw a name, and tell it to all; words that ranks of earlier rounds have left are answered as well."""
+    """Draw a name, and tell it to all; words that ranks of earlier generations have left are answered as well."""
     name = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
     end = time.monotonic() + patience_s
@@ -59,6 +58,8 @@ def _named_by_first(store: Store, size: int, patience_s: float) -> str:
                 store.set(f"{_NAMED}/{word.decode()}", name)
                 answered[rank] = word
         if time.monotonic() > end:
-            raise RankLostError(f"not all of the {size} ranks of this round have come within {patience_s:.0f} s")
+            raise RankLostError(
+                f"not all of the {size} ranks of this generation have come within {patience_s:.0f} s"
+            )
         time.sleep(_BETWEEN_LOOKS_S)
     return name

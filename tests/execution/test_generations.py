@@ -1,4 +1,4 @@
-"""Rounds of ranks over one store: each has a part of it for itself, whatever others have left."""
+"""Generations of ranks over one store: each has a part of it for itself, whatever others have left."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from shardwise.errors import RankLostError
-from shardwise.execution.processes.rounds import store_of_round
+from shardwise.execution.processes.generations import store_of_generation
 
 
-def test_a_round_finds_nothing_of_those_before_it() -> None:
+def test_a_generation_finds_nothing_of_those_before_it() -> None:
     store = HashStore()
-    for number, size in enumerate((3, 3, 2, 4)):  # elastic: rounds may have other sizes
+    for number, size in enumerate((3, 3, 2, 4)):  # elastic: generations may have other sizes
 
         def come(rank: int, number: int = number, size: int = size) -> tuple[bool, list[str]]:
-            own: Store = store_of_round(store, rank, size, patience_s=20.0)
+            own: Store = store_of_generation(store, rank, size, patience_s=20.0)
             is_clean = not own.check([f"met/{rank}"])
             own.set(f"met/{rank}", str(number))
             own.wait([f"met/{other}" for other in range(size)])
@@ -29,9 +29,9 @@ def test_a_round_finds_nothing_of_those_before_it() -> None:
 
 def test_a_rank_that_has_left_its_word_and_gone_holds_nobody_up() -> None:
     store = HashStore()
-    store.set("shardwise round/asked/1", "of a round before")
+    store.set("shardwise generation/asked/1", "of a generation before")
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: store_of_round(store, rank, 2, patience_s=20.0), (0, 1)))
+        found = list(pool.map(lambda rank: store_of_generation(store, rank, 2, patience_s=20.0), (0, 1)))
     found[0].set("key", "value")
     assert found[1].get("key") == b"value"
 
@@ -39,4 +39,4 @@ def test_a_rank_that_has_left_its_word_and_gone_holds_nobody_up() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_waited_for_no_longer_than_said(rank: int) -> None:
     with pytest.raises(RankLostError):
-        store_of_round(HashStore(), rank, 2, patience_s=0.2)
+        store_of_generation(HashStore(), rank, 2, patience_s=0.2)
