@@ -17,7 +17,7 @@ from peft import PeftModel
 from tests.tenants import on_ranks, trying
 from tests.tenants.trying import alone, halved, losses, metrics, run, values, write
 from tests.training import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.tenants import SOME_FAILED
 from shardwise.cli.training_log import STOPPED, StepLog
@@ -278,6 +278,7 @@ def test_tenants_have_optimizers_and_ends_of_their_own(folder: Path, tmp_path: P
     assert "there is no such optimizer" in told["dan"]["cause"]
     found = losses(result)
     assert told["bob"]["cause"] == ""
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "bob" / "last")) == len(tiny.tokenizer())
     for name in ("ada", "bob"):
         assert alone(tmp_path / "out" / name, tmp_path / name) == pytest.approx(found[name], rel=1e-3)
     # Two steps an epoch; of the evaluation after the third, two have not been better.

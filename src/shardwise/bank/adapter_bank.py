@@ -280,6 +280,7 @@ class AdapterBank:
         directory: str | os.PathLike[str],
         *,
         state: SavedState = WithTraining(),  # noqa: B008 - frozen
+        tokenizer: Any = None,
         dtype: torch.dtype | str | None = None,
         verify: Verification = Trust(),  # noqa: B008
         options: SaveOptions = SaveOptions(),  # noqa: B008
@@ -295,6 +296,7 @@ class AdapterBank:
             name: of the tenant.
             directory: a folder that all ranks see, which need not be there yet.
             state: ``MatricesOnly()`` leaves out what only a training needs.
+            tokenizer: saved with it, if given.
             dtype: matrices are cast to it; what is trained stays beside them as it is.
             verify: ``CompareWithMemory()`` reads tensors and headers back before the save counts.
             options: memory budget, progress, process group, patience.
@@ -305,7 +307,15 @@ class AdapterBank:
         """
         tenant = self._world.together(lambda: self._tenant(name))
         return save_tenant(
-            self._world, self._model, tenant, directory, state=state, dtype=dtype, verify=verify, options=options
+            self._world,
+            self._model,
+            tenant,
+            directory,
+            state=state,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            verify=verify,
+            options=options,
         )
 
     def load(

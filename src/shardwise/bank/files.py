@@ -117,6 +117,7 @@ def save_tenant(
     directory: str | os.PathLike[str],
     *,
     state: SavedState,
+    tokenizer: Any,
     dtype: torch.dtype | str | None,
     verify: Verification,
     options: SaveOptions,
@@ -145,6 +146,7 @@ def save_tenant(
             names=PeftNames(),
             dtype=dtype,
             max_shard_size=sys.maxsize,
+            tokenizer=tokenizer,
             training=training,
         )
 

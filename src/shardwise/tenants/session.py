@@ -108,6 +108,7 @@ class TenantsSession:
             computing_device(next(model.parameters())),
             PassBudget(config.bank.tokens_per_pass, config.bank.pad_to, bank.longest),
             ShardedMoments() if config.bank.optimizer_state == "sharded" else WholeMoments(),
+            tokenizer,
         )
         trainees = []
         for name, each in rows.items():

@@ -68,12 +68,14 @@ class CommonGround:
         device: of the base.
         budget: of a pass.
         moments: on which ranks is what optimizers keep.
+        tokenizer: saved with each.
     """
 
     world: World
     device: torch.device
     budget: PassBudget
     moments: Moments
+    tokenizer: Any
 
 
 class Trainee:
@@ -329,6 +331,7 @@ class Trainee:
             self.name,
             self.output / name,
             state=MatricesOnly(),
+            tokenizer=self.ground.tokenizer,
             dtype=self.config.output.dtype,
             verify=CompareWithMemory(),
             options=SaveOptions(progress=False),
