@@ -25,7 +25,7 @@ from shardwise.models.selection import has_adapters
 from shardwise.models.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
-from shardwise.storage.hub import HubOptions
+from shardwise.storage.hub import HubOptions, commit_of, is_local
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
@@ -46,11 +46,17 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a model; ``revision`` and ``trust_remote_code`` as for the model itself.
 
+    The first rank asks the hub once which commit is meant, before transformers asks again and again for each file.
+
     Collective: yes, over the default process group.
 
     Raises:
         ConfigError: there is none; the same on every rank.
+        StorageError: the hub knows no such repository, or is not to be reached, and the cache has none.
     """
+    if not (is_local(name_or_path) or is_url(name_or_path)):
+        named = HubOptions(revision=revision)
+        revision = World.current().from_first(lambda: commit_of(name_or_path, named))
 
     def load() -> PreTrainedTokenizerBase:
         try:
