@@ -105,13 +105,23 @@ def test_prepare_does_without_the_switch(worlds, qwen3):
 @pytest.mark.distributed
 def test_files_of_every_kind_are_read_by_all_ranks_and_by_none_whole(worlds, tmp_path):
     """Several files, a variant of them, a file of torch's, and ties that are stored twice."""
-    kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}, "torch": {}, "twice": {}}
+    kinds: dict[str, dict[str, str]] = {"several": {}, "variant": {"variant": "fp16"}}
+    kinds |= {"torch": {}, "torch's": {}, "twice": {}}
     for name, keywords in kinds.items():
         model = small_qwen3(tie_word_embeddings=name == "twice")
         model.save_pretrained(tmp_path / name, max_shard_size="30KB" if name != "torch" else "1GB", **keywords)
     file = tmp_path / "torch" / "model.safetensors"
     torch.save(load_file(file), tmp_path / "torch" / "pytorch_model.bin")
     file.unlink()
+    halves = tmp_path / "torch's"
+    weight_map = {}
+    for number, file in enumerate(sorted(halves.glob("*.safetensors"))):
+        state = load_file(file)
+        torch.save(state, halves / f"pytorch_model-{number}.bin")
+        weight_map |= dict.fromkeys(state, f"pytorch_model-{number}.bin")
+        file.unlink()
+    (halves / "model.safetensors.index.json").unlink()
+    (halves / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map, "metadata": {}}))
     for file in (tmp_path / "twice").glob("*.safetensors*"):
         file.unlink()
     model = small_qwen3(tie_word_embeddings=True)

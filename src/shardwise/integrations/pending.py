@@ -10,7 +10,6 @@ tells. Nothing of this is collective: a rank may come to it before the others (`
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -137,16 +136,19 @@ def load_later(
     folder = Path(checkpoint_files[0]).parent
     world, options = World(0, 1), LoadOptions(progress=False)
     names = [Path(file).name for file in checkpoint_files]
-    opened = OpenStorage(LocalReader(folder), None)
+    # Files of torch's are known by their index alone, which has its usual name.
+    is_named = len(names) == 1 or names[0].endswith(".safetensors")
     source = read_index(
         world,
-        opened,
+        OpenStorage(LocalReader(folder), None),
         options.copies,
         options.budget_bytes,
-        weights_name=_named(folder, names),
-        extra=tuple(name for name in names if len(names) > 1),
+        weights_name=names[0] if is_named else None,
+        extra=names[1:] if is_named else (),
     )
     with source.closing():
+        if {*source.index.files} != {*names}:
+            return original(model, state_dict, checkpoint_files, load_config, *others, **keywords)
         transforms = list(load_config.weight_mapping or ())
         drawn = outline_of(model, source.index, pretrained.dtype_of_load(load_config), transforms)
         for sentence in drawn.bindings.faults:
@@ -188,17 +190,6 @@ def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is not None:
                 yield module, name, tensor
-
-
-def _named(folder: Path, names: Sequence[str]) -> str | None:
-    """The file by which a reader knows which of a folder's are meant; None for the usual ones."""
-    if len(names) == 1:
-        return names[0]
-    for index in sorted(folder.glob("*.index*.json")):
-        named = json.loads(index.read_bytes()).get("weight_map", {})
-        if isinstance(named, dict) and set(named.values()) <= set(names):
-            return index.name
-    return None
 
 
 def _settle_ties(world: World, drawn: Outline, source: OpenSource, options: LoadOptions) -> None:
