@@ -110,16 +110,19 @@ def _how(section: ShardingSection) -> str:
 
 def describe_data(data: TrainData, what: str = "data") -> str:
     """The rows and tokens of a training set, and the rows that are not there whole."""
+    rows, examples = data.rows, len(data.examples)
+    as_examples = "" if rows == examples else f" as {count_of(examples, 'example')}"
     lines = [
         f"{what} {data.path}",
-        f"  {count_of(len(data.examples), 'row')}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
+        f"  {count_of(rows, 'row')}{as_examples}, {data.tokens:,} tokens, {data.supervised_tokens:,} learned",
     ]
     if data.layouts:
         shown = ", ".join(f"{name} ({count_of(count, 'row')})" for name, count in data.layouts.items())
         lines.append(f"  layout: {shown if len(data.layouts) > 1 else next(iter(data.layouts))}")
     if shares := data.shares():
         lines += [
-            f"  {count_of(share, 'row')} of {name} in an epoch, which has {rows:,}" for name, share, rows in shares
+            f"  {count_of(share, 'row')} of {name} in an epoch, which has {rows_of_set:,}"
+            for name, share, rows_of_set in shares
         ]
     for places, why in (
         (data.cut_lines, "cut off at the end"),

@@ -49,6 +49,11 @@ class TrainData:
     """What is worth knowing of how they were read, on this machine."""
 
     @property
+    def rows(self) -> int:
+        """From which the examples are: a chat may make several."""
+        return len(np.unique(self.examples.lines))
+
+    @property
     def tokens(self) -> int:
         return self.examples.token_count
 
