@@ -53,6 +53,7 @@ def test_a_model_with_other_values_is_not_the_same(worlds: Worlds, tmp_path: Pat
     assert verdict.startswith("1 of ")
 
 
+@pytest.mark.slow
 def test_a_row_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "RANKS", 2)
     shape = SHAPES["qwen3-0.6b"].tiny()

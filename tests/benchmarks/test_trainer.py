@@ -16,6 +16,7 @@ from shardwise.testing.world import run_world
 require_doors()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_both_loops_do_the_same(tmp_path: Path) -> None:
     shape = SMALL.tiny()

@@ -131,6 +131,7 @@ def assert_nothing_befell(outcome, size):
     assert outcome.errors() == dict.fromkeys(range(size), ("", ""))
 
 
+@pytest.mark.slow
 def test_a_storage_that_stalls_costs_nobody_s_life(qwen3):
     """The rank's beats go on while it waits, however long."""
     with Doomed(3) as world:
@@ -147,6 +148,7 @@ def test_a_rank_that_comes_late_is_waited_for(busy, plain):
     assert_nothing_befell(outcome, 3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_said(plain):
     patience = Patience(beat_s=0.1, silence_s=3.0, join_s=3.0)
     with Doomed(3) as world:

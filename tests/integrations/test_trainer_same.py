@@ -78,6 +78,7 @@ def test_one_that_classifies(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     compared(two, two, Run(str(folder), model="classes", arguments=EVALUATED), tmp_path)
 
 
+@pytest.mark.slow
 def test_on_replicas(one: LocalRanks, folder: Path, tmp_path: Path) -> None:
     """Two of two shards each; gradients of micro-batches are put off between replicas only."""
     with LocalRanks(4, timeout_s=200, preloaded=PRELOADED) as four:

@@ -63,7 +63,15 @@ def test_one_process(quantised, kind, budget, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("mesh", "size"), [("flat", 2), ("flat", 3), ("shard1", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "size"),
+    [
+        pytest.param("flat", 2, marks=pytest.mark.slow),
+        ("flat", 3),
+        ("shard1", 2),
+        pytest.param("hsdp", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks(worlds, quantised, tmp_path, mesh, size):
     for kind in quantising.KINDS:
         folder, numbers = quantised(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,4 +186,8 @@ def test_a_library_of_8_bits_that_is_there_is_taken(monkeypatch: pytest.MonkeyPa
     (tmp_path / "bitsandbytes" / "__init__.py").touch()
     (tmp_path / "bitsandbytes" / "optim.py").write_text("from torch.optim import AdamW as AdamW8bit\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("bitsandbytes", "bitsandbytes.optim"):  # what is imported now is gone afterwards
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     assert stepped.said("adamw_8bit") == ""
+    assert "bitsandbytes" in sys.modules

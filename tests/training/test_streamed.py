@@ -204,6 +204,7 @@ def _taken(path: str, done: int, state: Any) -> tuple[Any, list[list[str]], str]
     return stream.state_dict(), steps, ""
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_any_number_of_ranks_takes_the_same_rows(file: Path) -> None:
     Path(f"{file}.bad").write_text("{")

@@ -289,6 +289,7 @@ def _read_on_rank(path: str, cache: str) -> tuple[Any, ...]:
     return mapped, refused, [same(found, other) for other in several], found.examples.digest
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_machine_map_one_file(file: Path, tmp_path: Path) -> None:
     Path(f"{file}.bad").write_text("{")

@@ -132,6 +132,7 @@ def _unknown() -> None:
     raise ModuleNotFoundError("No module named 'of_the_user'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [OnlyHere(), lambda: None])
 def test_a_tokenizer_that_other_processes_cannot_have(tmp_path: Path, part: Any) -> None:
     file = tiny.write_chats(tmp_path / "a.jsonl", 9)
