@@ -132,9 +132,10 @@ class Session:
         if config.data.streaming:
             held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root)[1])
         else:
-            data, held_out = known = read_rows(config, tokenizer, cache_root)
+            rows = read_rows(config, tokenizer, cache_root)
             if before is not None:
-                world.together(lambda: require_same_data(before, config, known[0]))
+                world.together(lambda: require_same_data(before, config, rows[0]))
+            data, held_out = rows
         request = ModelRequest(
             config.model.name,
             options,
