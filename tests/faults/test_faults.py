@@ -140,7 +140,7 @@ def test_a_storage_that_stalls_costs_nobody_s_life(qwen3):
     assert max(end.at_s for end in outcome.ends.values()) - outcome.started_at_s > 2 * QUICK.silence_s
 
 
-@pytest.mark.parametrize("busy", [0, 2])
+@pytest.mark.parametrize("busy", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_late_is_waited_for(busy, plain):
     """It may be busy with something else for longer than a silence."""
     with Doomed(3) as world:
@@ -159,7 +159,9 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_said(plain):
     assert "rank 2 has not come to this call" in outcome.ends[0].text
 
 
-@pytest.mark.parametrize(("kind", "told"), [("kill", "is gone"), ("stop", "has not answered")])
+@pytest.mark.parametrize(
+    ("kind", "told"), [("kill", "is gone"), pytest.param("stop", "has not answered", marks=pytest.mark.slow)]
+)
 def test_the_store_may_die_with_rank_0(kind, told, qwen3):
     """Without a launcher that holds it, the store is in the process of rank 0."""
     blow = Blow(kind, "plan", 0)

@@ -71,6 +71,7 @@ def test_every_row_comes_once_an_epoch_in_another_order(file: Path) -> None:
     assert all(abs(place - int(text[4:6])) < 7 + 5 for place, text in enumerate(epochs[0]))
 
 
+@pytest.mark.slow
 def test_several_processes_read_what_one_reads(file: Path) -> None:
     one = texts(loader(file, batch=5, steps=8))
     assert texts(loader(file, batch=5, steps=8, options=ReadOptions(effort=TWO))) == one

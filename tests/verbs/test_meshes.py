@@ -15,17 +15,17 @@ NAMES = {"llama", "gpt2", "hrm_text", "qwen3_5_moe_text", "bailing_hybrid", "zam
 
 # Every mesh, every storage, and every way to share reads; the rest of their combinations is slow.
 WAYS = [
-    Way("hsdp"),
     Way("hsdp", shared_reads=OncePerGroup()),
     Way("flat", shared_reads=InIntervals()),
     Way("ep", shared_reads=InIntervals()),
     Way("tp"),
-    Way("ep"),
     Way("shard1", "http"),
     Way("flat", "fsspec"),
     Way("flat", "memory"),
 ]
 FURTHER = [
+    Way("hsdp"),
+    Way("ep"),
     Way("hsdp", shared_reads=InIntervals()),
     Way("shard1", "http", shared_reads=InIntervals()),
     Way("hsdp", "memory"),
