@@ -62,7 +62,7 @@ def test_lora_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp
     compared(two, one, run, tmp_path)
 
 
-@pytest.mark.parametrize("model", ["frozen", "replicated lora", "vision"])
+@pytest.mark.parametrize("model", ["frozen", pytest.param("replicated lora", marks=pytest.mark.slow), "vision"])
 def test_others_in_the_trainer(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     given = {"gradient_checkpointing": True} if model == "frozen" else {}
     compared(two, one, Run(str(folder), model=model, arguments=EVALUATED | given), tmp_path)

@@ -47,14 +47,15 @@ def compared(ours: LocalRanks, theirs: LocalRanks, run: Run, place: Path, by: st
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+REPLICATED = pytest.param("replicated lora", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("model", ["whole", "lora", "replicated lora"])
+@pytest.mark.parametrize("model", ["whole", "lora", REPLICATED])
 def test_sft(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     compared(two, one, Run(str(folder), "sft", model, arguments=EVALUATED), tmp_path)
 
 
-@pytest.mark.parametrize("model", ["whole", "lora", "replicated lora"])
+@pytest.mark.parametrize("model", ["whole", "lora", REPLICATED])
 def test_dpo(two: LocalRanks, one: LocalRanks, folder: Path, tmp_path: Path, model: str) -> None:
     """The reference of a LoRA is a copy of it as it was, which is not nothing here."""
     compared(two, one, Run(str(folder), "dpo", model), tmp_path)
@@ -66,7 +67,7 @@ def test_dpo_of_trl_itself(two: LocalRanks, one: LocalRanks, folder: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("model", "beta"),
-    [("whole", 0.0), ("lora", 0.1), ("replicated lora", 0.1)],
+    [("whole", 0.0), ("lora", 0.1), pytest.param("replicated lora", 0.1, marks=pytest.mark.slow)],
 )
 def test_grpo(two: LocalRanks, folder: Path, tmp_path: Path, model: str, beta: float) -> None:
     """Against DDP on as many ranks, since what is sampled depends on the rank."""

@@ -68,7 +68,7 @@ def test_one_process(quantised, kind, budget, tmp_path):
     [
         pytest.param("flat", 2, marks=pytest.mark.slow),
         ("flat", 3),
-        ("shard1", 2),
+        pytest.param("shard1", 2, marks=pytest.mark.slow),
         pytest.param("hsdp", 4, marks=pytest.mark.slow),
     ],
 )
