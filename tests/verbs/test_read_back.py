@@ -70,10 +70,12 @@ def tensors(seed: int) -> nn.Module:
 
 def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tuple[str, str]:
     model = tensors(seed=1)
-    rank = 0
+    rank, writer = 0, 0
     if dist.is_initialized():
         fully_shard(model)
         rank = dist.get_rank()
+        if damage.startswith("second") and by is Damaging:
+            writer = dist.get_world_size() - 1  # of the last bytes: what is flipped before it writes is not damaged
     shardwise.save(model, folder, options=OPTIONS)
     with torch.no_grad():
         model.first.add_(1)
@@ -82,7 +84,7 @@ def save_damaged(folder: str, damage: str, verify: Verification, by: type) -> tu
         shardwise.execution.writing.write._READ_BACK_BYTES,
         5000,
     )
-    Damaging.damage = damage if rank == 0 else ""
+    Damaging.damage = damage if rank == writer else ""
     try:
         return attempt(lambda: shardwise.save(model, folder, verify=verify, options=OPTIONS))
     finally:
