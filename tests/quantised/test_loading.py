@@ -192,3 +192,26 @@ def test_a_half_of_a_pair(quantised, tmp_path, lost, told):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(shardwise.FormatError, match=told):
         shardwise.from_pretrained(str(tmp_path))
+
+
+def test_scales_of_a_models_own_are_tensors_like_others(quantised, tmp_path):
+    folder, _ = quantised("fp8 blocks")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.logit_scale"] = "more.safetensors"
+    save_file({"model.logit_scale": torch.ones(())}, tmp_path / "more.safetensors", metadata={"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(shardwise.CoverageError, match=r"model\.logit_scale"):
+        shardwise.from_pretrained(str(tmp_path))
+
+
+def test_one_scale_where_the_config_says_blocks(quantised, tmp_path):
+    folder, _ = quantised("fp8 of a tensor")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
+    content = json.loads((tmp_path / "config.json").read_text()) | told
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(shardwise.FormatError, match="in blocks of 16 x 24, wants"):
+        shardwise.from_pretrained(str(tmp_path))

@@ -154,6 +154,11 @@ _OF_ACTIVATIONS = re.compile(
 )
 """What is said of inputs while a model runs, or what the shapes tell."""
 
+_OF_WEIGHTS = re.compile(
+    r".+(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|qscale_weight|_proj_scales?)"
+)
+"""Scales that belong to elements of weights by their very names."""
+
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _SCALES_OF_WEIGHTS = ("scale", "qscale_weight")
 
@@ -284,7 +289,7 @@ class _Pairing:
                 shape = (*stored[:-1], stored[-1] * 8 // bits) if stored else ()
             case Integers(block):
                 shape = stored
-            case Float8((rows, columns)) if len(stored) > 1 and numel(scales.shape) > 1:
+            case Float8((rows, columns)) if len(stored) > 1:
                 return stored, (*(1 for _ in stored[:-2]), rows, columns)
             case _:
                 shape, block = stored, None
@@ -307,7 +312,8 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _is_scale(key: str) -> bool:
     if _OF_ACTIVATIONS.fullmatch(key):
         return False
-    return re.fullmatch(r".+(_scale_inv|_scale|_scales|_scale_2|\.qscale_weight|_global_scale)", key) is not None
+    # Models have scales of their own, such as ``logit_scale``: those are theirs to find missing, or too much.
+    return _OF_WEIGHTS.fullmatch(key) is not None
 
 
 def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
