@@ -162,5 +162,11 @@ $(FUZZ)/made:
 	@$(FUZZ)/bin/python -m pip install $(QUIET) "atheris>=3"
 	@touch $@
 
-$(VENV)/project $(OLDEST)/project: %/project: %/pinned pyproject.toml
+# Packages that others import as soon as they are there, which costs each process of the tests a second. They lie
+# apart, and a test that wants them says so (tests/peers.py).
+$(VENV)/peers/made $(OLDEST)/peers/made: %/peers/made: %/pinned requirements/peers.txt
+	@$*/bin/python -m pip install $(QUIET) --no-deps --upgrade --target $(@D) --requirement requirements/peers.txt
+	@touch $@
+
+$(VENV)/project $(OLDEST)/project: %/project: %/pinned %/peers/made pyproject.toml
 	$(project)
