@@ -19,7 +19,7 @@ from shardwise.execution.states.agreed import BroughtValues, StateOptions, Value
 from shardwise.execution.states.replicas import as_bytes, equal_on_all
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizer_state import Given, copied, read, written_out
-from shardwise.models.rebind import Bound, Scalar, look_at
+from shardwise.models.rebind import Bound, Scalar, ToBeKept, look_at
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.consent import Refuse
 from shardwise.planning.states.forms import FullState, StateForm
@@ -27,7 +27,7 @@ from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.sources import digest
 from shardwise.report.state_report import StateReport
 
-_KEEP_IT_APART = "keep what the optimizer's own state_dict() has, rank by rank"
+_KEEP_IT_APART = ToBeKept("keep what the optimizer's own state_dict() has, rank by rank")
 
 
 @dataclass(frozen=True)

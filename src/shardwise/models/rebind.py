@@ -15,6 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.models.block_codec import counts_of_shards
+from shardwise.models.blockwise import (
+    BLOCKS,
+    SCALE,
+    Blocks,
+    BlockwiseOptimizer,
+    LocalMoment,
+    blockwise,
+    codes_of,
+    halves,
+    moment_of,
+    numbers_of,
+    own_blocks,
+    scale_of,
+    text_of,
+)
+from shardwise.models.factors import factor_shape, has_unknown_shards, kind_of
 from shardwise.models.view import Held, local_tensor
 
 Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
@@ -50,7 +67,8 @@ class Bound:
 
     Attributes:
         groups: FQNs, by parameter group.
-        tensors: state of a parameter's shape, and DTensors of any.
+        tensors: state of a parameter's shape, DTensors of any, factors, and moments in blocks ([Note: Moments in
+            blocks] in :mod:`~shardwise.models.blockwise`).
         scalars: the rest of the state.
         unused: parameters whose state is an empty dict.
     """
@@ -64,7 +82,7 @@ class Bound:
 
     def description(self) -> list[str]:
         """What must be the same on every rank: the class, and each group's parameters and settings."""
-        lines = [type(self.optimizer).__name__]
+        lines = [kind_of(self.optimizer).__name__]
         for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
             lines += [f"{settings}", *names]
@@ -94,12 +112,18 @@ class Bound:
             group["params"] = [parameters[name] for name in names]
         for name in self.unused:
             self.optimizer.state[parameters[name]] = {}
+        in_blocks = blockwise(self.optimizer)
         for key, value in [*tensors.items(), *scalars.items()]:
             if key.optimizer == self.index:
                 parameter = parameters[key.parameter]
+                state = self.optimizer.state.setdefault(parameter, {})
+                if in_blocks is not None and in_blocks.is_moment(moment_of(key.entry)):
+                    if key.entry == moment_of(key.entry) and key in tensors:
+                        state.update(_together(in_blocks, parameter, key, tensors))
+                    continue
                 if isinstance(value, torch.Tensor) and key in scalars:
                     value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
-                self.optimizer.state.setdefault(parameter, {})[key.entry] = value
+                state[key.entry] = value
 
     def count(self) -> tuple[int, int]:
         """How many parameters it holds, and values of state."""
@@ -121,15 +145,32 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-BEFORE_ITS_FIRST_STEP = "make the optimizer after sharding, or before its first step"
+@dataclass(frozen=True, slots=True)
+class ToBeSharded:
+    """Looked at so that the model can be sharded, or put into other memory: only state of its shapes follows."""
+
+    way_out = "make the optimizer after sharding, or before its first step"
+
+
+@dataclass(frozen=True, slots=True)
+class ToBeKept:
+    """Looked at so that its state can be kept, and set again: factors and moments in blocks are known, too.
+
+    ``way_out`` is what to do about state of which nobody knows how it is sharded.
+    """
+
+    way_out: str
+
+
+Purpose: TypeAlias = ToBeSharded | ToBeKept
 
 
 def look_at(
-    optimizers: Sequence[Optimizer], held: Sequence[Held], way_out: str = BEFORE_ITS_FIRST_STEP
+    optimizers: Sequence[Optimizer],
+    held: Sequence[Held],
+    purpose: Purpose = ToBeSharded(),
 ) -> list[Bound]:
     """What optimizers hold of a model, in which this is held.
-
-    ``way_out`` is what to do about state of which nobody knows how it is sharded, for the error.
 
     Raises:
         ConfigError: for what is no optimizer.
@@ -144,9 +185,10 @@ def look_at(
     seen: dict[str, str] = {}
     strange: list[str] = []
     bounds = [
-        _look_at(optimizer, index, names, seen, faults, strange) for index, optimizer in enumerate(optimizers)
+        _look_at(optimizer, index, names, seen, faults, strange, purpose)
+        for index, optimizer in enumerate(optimizers)
     ]
-    faults += [f"{sentence}; {way_out}" for sentence in strange]
+    faults += [f"{sentence}; {purpose.way_out}" for sentence in strange]
     if faults:
         raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
@@ -159,6 +201,7 @@ def _look_at(
     seen: dict[str, str],
     faults: list[str],
     strange: list[str],
+    purpose: Purpose,
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
     for number, group in enumerate(optimizer.param_groups):
@@ -178,6 +221,7 @@ def _look_at(
                 seen[name] = place
                 members.append(name)
         bound.groups.append(members)
+    in_blocks = blockwise(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if name is None:
@@ -186,26 +230,98 @@ def _look_at(
             continue
         if not state:
             bound.unused.append(name)
-        for entry, value in state.items():
-            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange)
+        entries: Mapping[Any, Any] = state
+        if in_blocks is not None:
+            moments, entries = in_blocks.apart(state)
+            for moment, local in moments.items():
+                key = Key(index, name, moment)
+                if isinstance(purpose, ToBeKept):
+                    _sort_in_moment(bound, key, local, parameter, in_blocks, strange)
+                elif isinstance(local, Blocks):
+                    strange.append(f"{key} is kept in blocks of the tensor that it was made for")
+                else:
+                    _sort_in(bound, key, state[moment], parameter, strange, purpose)
+        for entry, value in entries.items():
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange, purpose)
     return bound
 
 
-def _sort_in(bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str]) -> None:
+def _sort_in_moment(
+    bound: Bound,
+    key: Key,
+    local: LocalMoment,
+    parameter: torch.Tensor,
+    in_blocks: BlockwiseOptimizer,
+    strange: list[str],
+) -> None:
+    """A moment in the form that all ranks have it in: an empty shard has no blocks, and those of others count."""
+    own = local_tensor(parameter)
+    is_in_blocks = isinstance(local, Blocks)
+    counts = counts_of_shards(parameter)
+    if own.numel() and isinstance(parameter, DTensor) and is_in_blocks != in_blocks.keeps_blocks(counts):
+        strange.append(
+            f"{key} is {'in blocks' if is_in_blocks else 'not in blocks'} on this rank, whose shard has "
+            f"{own.numel()} elements, and not so on others: call step_shards(optimizer), of "
+            "shardwise.training.shard_steps, before the first step"
+        )
+        return
+    if not own.numel() and not is_in_blocks and in_blocks.keeps_blocks(counts):
+        local = Blocks(own, torch.zeros(0, device=own.device))
+    if not isinstance(local, Blocks):
+        if local.shape != own.shape:
+            strange.append(_no_shards(key, local, parameter))
+        else:
+            bound.tensors[key] = numbers_of(parameter, local)
+        return
+    codec = in_blocks.codec(key.entry)
+    if not halves(parameter, codec.per_byte):
+        strange.append(
+            f"{key} has {codec.per_byte} codes in a byte, and the parameter's last dimension, of "
+            f"{parameter.shape[-1]}, is odd or sharded"
+        )
+        return
+    bound.tensors[key] = codes_of(parameter, local.codes, codec.per_byte)
+    bound.tensors[Key(key.optimizer, key.parameter, key.entry + SCALE)] = scale_of(parameter, codec, local.scale)
+    bound.scalars[Key(key.optimizer, key.parameter, key.entry + BLOCKS)] = text_of(parameter, codec)
+
+
+def _together(
+    in_blocks: BlockwiseOptimizer, parameter: torch.Tensor, key: Key, tensors: Mapping[Key, torch.Tensor]
+) -> dict[str, Any]:
+    scale = tensors.get(Key(key.optimizer, key.parameter, key.entry + SCALE))
+    if scale is None:
+        return in_blocks.together(parameter, key.entry, local_tensor(tensors[key]))
+    own = own_blocks(parameter, in_blocks.codec(key.entry), tensors[key], scale)
+    return in_blocks.together(parameter, key.entry, own)
+
+
+def _no_shards(key: Key, value: torch.Tensor, parameter: torch.Tensor) -> str:
+    return (
+        f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards that "
+        "follow the parameter's"
+    )
+
+
+def _sort_in(
+    bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str], purpose: Purpose
+) -> None:
     if isinstance(value, torch.Tensor):
-        if (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+        is_factor = isinstance(purpose, ToBeKept) and _is_factor(bound.optimizer, key.entry, value, parameter)
+        if is_factor or (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value
         else:
-            strange.append(
-                f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards "
-                "that follow the parameter's"
-            )
+            strange.append(_no_shards(key, value, parameter))
     elif value is None or isinstance(value, (int, float, str)):
         bound.scalars[key] = value
     else:
         strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
+
+
+def _is_factor(optimizer: Optimizer, entry: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    shape = factor_shape(optimizer, entry, tuple(parameter.shape))
+    return tuple(value.shape) == shape and not has_unknown_shards(parameter, value)
 
 
 def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
