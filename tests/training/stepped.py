@@ -35,6 +35,7 @@ NAMED = {
     "sgd": {"momentum": 0.9, "nesterov": True},
     "nadam": {},
     "torch.optim.Adagrad": {"lr_decay": 0.01},
+    "Adafactor": {"d": 1.5},
     "muon": {"ns_steps": 4},
 }
 """Those that are trained with, and further arguments of each."""
@@ -49,6 +50,16 @@ class Blind(SGD):
                 own = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
                 own.div_(own.norm())
         super().step(closure)
+
+
+class Hoarding(SGD):
+    """An optimizer that keeps what has no shards."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = torch.zeros(3)
 
 
 NO_OPTIMIZER = nn.Linear
@@ -112,7 +123,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
         "said": {name: said(name) for name in (*SHORT_NAMES, "torch.optim.LBFGS", "torch.optim.SparseAdam")},
         "blind": said("tests.training.stepped.Blind", may_import=True),
         "losses": {name: trained(file, options(name)).losses for name in NAMED},
-        "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon")},
+        "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon", "Adafactor")},
         "ended": ended(file),
         "accumulation": fitting_accumulation(model, accumulating, torch.float32),
         "for want of memory": with_little_memory(model, accumulating),

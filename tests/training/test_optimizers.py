@@ -15,17 +15,20 @@ from tests.training import stepped, tiny
 from shardwise.errors import ConfigError
 from shardwise.training.accumulation import ShardedGradients, WholeGradients, fits_whole
 from shardwise.training.config import read_config
+from shardwise.training.optimizers import SHORT_NAMES
 from shardwise.training.options import NamedOptimizer, TrainOptions
 from shardwise.training.recipe import parts_of
 from shardwise.training.session import Session
 
 REFUSED_ON_SHARDS = {
-    "adafactor": "it cannot take a step with a sharded matrix",
     "rprop": "it cannot take a step with a sharded matrix",
     "torch.optim.LBFGS": "it cannot take a step with a matrix (TypeError",
     "torch.optim.SparseAdam": "it cannot take a step with a matrix (RuntimeError",
-    "adam_8bit": "it is of bitsandbytes, which cannot be imported here",
-    "adamw_8bit": "it is of bitsandbytes, which cannot be imported here",
+    **{
+        name: f"it is of {library}, which cannot be imported here"
+        for name, path in SHORT_NAMES.items()
+        if (library := path.partition(".")[0]) in ("bitsandbytes", "torchao")
+    },
 }
 
 
@@ -49,8 +52,6 @@ def test_what_cannot_step_shards_is_refused_by_name_and_the_same_by_all(world: l
     assert world[0]["said"] == world[1]["said"]
     for name, text in world[0]["said"].items():
         start = REFUSED_ON_SHARDS.get(name)
-        if name == "adafactor" and "which checkpoints cannot hold" in text:
-            continue  # where torch's steps shards, its state has other shapes
         assert text == "" if start is None else start in text, (name, text)
 
 
@@ -71,7 +72,7 @@ def test_named_optimizers_train_on_two_ranks_as_on_one(world: list[dict[str, Any
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["sgd", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "muon", "Adafactor"])
 def test_a_named_optimizer_goes_on_on_one_rank(
     name: str, world: list[dict[str, Any]], chats: str, kept: str
 ) -> None:
@@ -114,8 +115,14 @@ def test_whole_gradients_are_kept_where_there_is_memory_for_them(world: list[dic
         ("tests.training.stepped.Blind", {}, "importing it runs the code of tests.training.stepped"),
         ("tests.training.stepped.NO_OPTIMIZER", {"may_import": True}, "is no class of optimizers"),
         ("no_such_library.Best", {"may_import": True}, "it is of no_such_library, which cannot be imported here"),
-        ("adamw_8bit", {}, "it is of bitsandbytes, which cannot be imported here .* pip install bitsandbytes"),
-        ("adafactor", {}, "it keeps .* which checkpoints cannot hold"),
+        ("adamw_8bit", {}, "it is of bitsandbytes, which cannot be imported here .* pip install bitsandbytes; or"),
+        ("PagedAdamW8bit", {}, "it is of bitsandbytes, .* or take torchao.optim.AdamW8bit .pip install torchao."),
+        ("torchao.optim.AdamW8bit", {}, "it is of torchao, .* pip install torchao; or take adamw8bit"),
+        (
+            "tests.training.stepped.Hoarding",
+            {"may_import": True},
+            "keeps what checkpoints cannot hold: .*a matrix: seen",
+        ),
         ("torch.optim.LBFGS", {}, "it cannot take a step with a matrix"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CoverageError
-from shardwise.models.block_codec import Cuts, counts_of_shards, decoded
+from shardwise.models.block_codec import Cuts, counts_of_shards, decoded, scales_kept
 from shardwise.models.blockwise import (
     BLOCKS,
     SCALE,
@@ -34,7 +34,6 @@ from shardwise.models.blockwise import (
 from shardwise.models.rebind import Bound, Scalar, label, state_like
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.states.matching import few
-from shardwise.tensors import Box
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,14 @@ class GivenMoment:
             return values, scale
         codec = self.keeper.codec(self.name)
         own = local_tensor(values)
-        if scale is not None and self.given is not None:
-            boxes = local_boxes(self.parameter, self.name)
-            box = boxes[0].box if boxes else Box.whole((0,) * self.parameter.ndim)
-            before = Cuts.parse(_cut(self.given))
-            shape = tuple(self.parameter.shape)
-            numbers = decoded(codec, own, box, local_tensor(scale), shape, before) if box.numel else own.float()
+        boxes = [part.box for part in local_boxes(self.parameter, self.name) if part.box.numel]
+        if scale is not None and self.given is not None and boxes:
+            before, shape = Cuts.parse(_cut(self.given)), tuple(self.parameter.shape)
+            scales = local_tensor(scale)
+            kept = None if self.wanted is None else scales_kept(codec, boxes[0], scales, shape, before)
+            if kept is not None:
+                return values, scale_of(self.parameter, codec, kept)
+            numbers = decoded(codec, own, boxes[0], scales, shape, before)
         else:
             numbers = own.float()
         if self.wanted is None:
@@ -190,8 +191,12 @@ def _faults_of(found: GivenMoment, told: str, scale: tuple[int, ...] | None) -> 
     if told == text_of(found.parameter, codec):
         return []
     before = Cuts.parse(_cut(told))
-    if before.cuts is None:
-        return [f"saved of shards {before.text}, which blocks are not made anew of; go on with as many ranks"]
+    here = Cuts.of(found.parameter)
+    if before.cuts is None or here.cuts is None:
+        before = here if here.cuts is None else before
+        return [
+            f"blocks are not made anew of, or for, shards {before.text}; go on with the mesh that it was saved on"
+        ]
     largest = _largest(before, tuple(found.parameter.shape))
     if largest is None or scale != (*before.sizes, codec.blocks(largest)):
         return [f"saved of shards {before.text}, and its scales are {scale}; it is damaged"]

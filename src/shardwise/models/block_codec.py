@@ -194,6 +194,33 @@ def decoded(
     return out
 
 
+def scales_kept(
+    codec: BlockCodec, box: Box, scale: torch.Tensor, shape: tuple[int, ...], before: Cuts
+) -> torch.Tensor | None:
+    """The scales of a box whose blocks are those there were, so that codes mean the same; None where others are.
+
+    So they are where rows are dealt, and each old and new shard begins with a block of the whole.
+    """
+    if any(dim for dim, _ in before.cuts or ()) or box.sizes[1:] != shape[1:]:
+        return None
+    row = math.prod(shape[1:])
+    first, last = box.offsets[0] * row, (box.offsets[0] + box.sizes[0]) * row
+    if first % codec.block:
+        return None
+    found = torch.empty(codec.blocks(last - first), dtype=scale.dtype, device=scale.device)
+    for place, held in before.boxes(shape):
+        start, stop = held.offsets[0] * row, (held.offsets[0] + held.sizes[0]) * row
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            continue
+        if start % codec.block:
+            return None
+        own, to = (low - start) // codec.block, (low - first) // codec.block
+        count = codec.blocks(high - low)
+        found[to : to + count] = (scale[place] if place else scale)[own : own + count]
+    return found
+
+
 def _position(shared: Box, held: Box, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Where elements are in a shard, counted from its first; of so many lines of what is shared with it."""
     found = torch.zeros((), dtype=torch.int64, device=device)

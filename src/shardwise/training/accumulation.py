@@ -15,6 +15,8 @@ from shardwise.execution.memory.free import available_memory
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
 from shardwise.models.view import local_tensor
+from shardwise.training.optimizer_bytes import StateBytes
+from shardwise.training.optimizers import optimizers_of, parameters_by_part
 from shardwise.training.options import TrainOptions
 
 
@@ -59,8 +61,7 @@ _SHARE = 0.8
 def fitting_accumulation(model: nn.Module, options: TrainOptions, summed_in: torch.dtype) -> Accumulation:
     """Whole gradients where steps have one micro-batch, or there is memory for them; else sharded ones.
 
-    Free memory is what there is before an optimizer has its state: two values of four bytes for each element that a
-    rank has, and its gradient.
+    Free memory is what there is before an optimizer has its state, and each element that a rank has its gradient.
 
     Collective: yes, over the default process group. Ranks of one machine share its memory.
     """
@@ -69,7 +70,7 @@ def fitting_accumulation(model: nn.Module, options: TrainOptions, summed_in: tor
         return WholeGradients()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole_bytes = sum(parameter.numel() * summed_in.itemsize for parameter in trained)
-    own_bytes = sum(12 * local_tensor(parameter).numel() for parameter in trained)
+    own_bytes = sum(4 * local_tensor(parameter).numel() for parameter in trained) + _state_bytes(model, options)
     device = this_device()
     free = available_memory(device)
 
@@ -85,6 +86,13 @@ def fitting_accumulation(model: nn.Module, options: TrainOptions, summed_in: tor
         )
 
     return WholeGradients() if world.all_reduce(tell, conclude) else ShardedGradients()
+
+
+def _state_bytes(model: nn.Module, options: TrainOptions) -> int:
+    """Of the state that optimizers of this name will have on this rank."""
+    recipes = optimizers_of(options)
+    dealt = parameters_by_part(model, recipes)
+    return sum(StateBytes(recipes[name]).of(parameters.values()) for name, parameters in dealt.items())
 
 
 def fits_whole(whole_bytes: int, own_bytes: int, free_bytes: int) -> bool:

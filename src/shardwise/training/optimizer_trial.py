@@ -13,14 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
+from shardwise.layout import TensorKind
+from shardwise.models.blockwise import blockwise
+from shardwise.models.rebind import ToBeKept, look_at
+from shardwise.models.view import Held, Slot
 from shardwise.training.optimizers import OptimizerRecipe, optimizers_of
 from shardwise.training.options import TrainOptions
 
 _WIDTH = 64
 _STEPS = 2
+_IN_BLOCKS = 128
+"""Rows of each rank, for an optimizer that keeps moments in blocks."""
 
 _TOLERANCE = 0.1
 """Of what the steps change: Muon computes in bfloat16, and in another order on shards."""
@@ -29,8 +35,8 @@ _TOLERANCE = 0.1
 def require_optimizer(options: TrainOptions) -> None:
     """Refuse an optimizer that there is none of, or that cannot step, or that does something else to shards.
 
-    Or that keeps what no checkpoint can hold: state is restored on any number of ranks where it has the shape of
-    its parameter, or is one number.
+    Or that keeps what no checkpoint can hold: state that is neither of the shape of its parameter, nor one number,
+    nor a factor, nor a moment in blocks that are known.
 
     Collective: yes, over the default process group; two steps of a matrix of two rows for each rank.
 
@@ -48,7 +54,10 @@ def require_optimizer(options: TrainOptions) -> None:
 def _try(recipe: OptimizerRecipe, world: World, mesh: DeviceMesh | None, device: torch.device) -> None:
     told = f"optimizer.name={recipe.name!r}"
     # Of several ranks the last one has a shard of another size; of one rank it is a matrix that is worth packing.
+    # What keeps moments in blocks does so of thousands of elements.
     rows = 2 * world.size - 1 if world.size > 1 else _WIDTH + 1
+    if blockwise(recipe.of({"matrix": nn.Parameter(torch.zeros(1, 1))})) is not None:
+        rows = _IN_BLOCKS * world.size - (_WIDTH // 16 if world.size > 1 else 0)
     draw = torch.Generator().manual_seed(0)
     before = torch.randn(rows, _WIDTH, generator=draw)
     gradients = [torch.randn(rows, _WIDTH, generator=draw) for _ in range(_STEPS)]
@@ -75,9 +84,10 @@ def _step(
 ) -> None:
     optimizer = recipe.of({"matrix": parameter})
     try:
-        for gradient in gradients:
-            parameter.grad = gradient
-            optimizer.step()
+        with torch.compiler.set_stance("force_eager"):  # some compile their steps, shape by shape
+            for gradient in gradients:
+                parameter.grad = gradient
+                optimizer.step()
     except Exception as error:  # whatever an optimizer raises: there is one step that it cannot take
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
@@ -88,13 +98,12 @@ def _step(
 
 
 def _require_kept(told: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    for name, value in optimizer.state[parameter].items():
-        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            raise ConfigError(
-                f"{told}: it keeps {name} of shape {tuple(value.shape)} for a parameter of "
-                f"{tuple(parameter.shape)}, which checkpoints cannot hold: their state follows the shards of "
-                "parameters; take another optimizer, such as adamw"
-            )
+    held = [Held(parameter, TensorKind.PARAMETER, [Slot(nn.Module(), "matrix", "a matrix")])]
+    try:
+        look_at([optimizer], held, ToBeKept("take another optimizer, such as adamw"))
+    except PlacementError as error:
+        why = str(error).partition("\n")[2].strip()
+        raise ConfigError(f"{told}: it keeps what checkpoints cannot hold: {why}") from error
 
 
 def _sharded(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:

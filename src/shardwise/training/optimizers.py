@@ -22,27 +22,49 @@ from torch.optim import Optimizer
 from shardwise.errors import ConfigError
 from shardwise.models.view import canonical
 from shardwise.training.options import NamedOptimizer, TrainOptions
+from shardwise.training.shard_steps import step_shards
 
-_TORCH = "torch.optim"
+_TORCH, _BITSANDBYTES, _TORCHAO = "torch.optim", "bitsandbytes.optim", "torchao.optim"
+_KNOWN = (_TORCH, _BITSANDBYTES, _TORCHAO, "transformers.optimization")
+"""Classes of these are imported by their paths as by their names, without further consent."""
 
+_OF_BITSANDBYTES = (
+    *("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "PagedLion8bit"),
+    *("RMSprop8bit", "Adagrad8bit", "PagedAdam32bit", "PagedAdamW32bit", "PagedLion32bit"),
+)
+_OF_TORCHAO = ("Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
 _OURS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop")
 SHORT_NAMES: Mapping[str, str] = {
     **{name.lower(): f"{_TORCH}.{name}" for name in (*_OURS, "Rprop", "SGD")},
-    "adam_8bit": "bitsandbytes.optim.Adam8bit",
-    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    **{name.lower(): f"{_BITSANDBYTES}.{name}" for name in _OF_BITSANDBYTES},
+    **{name.lower(): f"{_TORCHAO}.{name}" for name in _OF_TORCHAO},
 }
-"""The paths of classes, by their short names."""
+"""The paths of classes, by their short names; these may also be written as the classes are (AdamW8bit)."""
 
 _OTHERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "paged_adamw_32bit": "adamw",
+    "adam_8bit": "adam8bit",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "paged_adamw_8bit": "pagedadamw8bit",
+    "paged_adamw_32bit": "pagedadamw32bit",
+    "lion_8bit": "lion8bit",
+    "paged_lion_8bit": "pagedlion8bit",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_torch_4bit": "adamw4bit",
 }
-"""What other trainers call them."""
+"""What other trainers call them. Those of other libraries are taken by these names, too."""
+
+_SAME = {name: path for name, path in _OTHERS.items() if path not in ("adam", "adamw")}
+
+_TO_INSTALL = {
+    "bitsandbytes": "pip install bitsandbytes; or take torchao.optim.AdamW8bit (pip install torchao), or",
+    "torchao": "pip install torchao; or take adamw8bit (pip install bitsandbytes), or",
+}
+"""What to do for a library that is not there."""
 
 _OWN_KEYS = {
     "lr": "optimizer.learning_rate",
@@ -88,7 +110,7 @@ class OptimizerRecipe:
             made: Optimizer = self.kind([dict(group) for group in groups], lr=self.learning_rate, **self.settings)  # type: ignore[call-arg]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"optimizer.name={self.name!r}: it cannot be made ({error})") from error
-        return made
+        return step_shards(made)
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         """One of these parameters, by their names, in groups.
@@ -152,6 +174,12 @@ def optimizers_of(options: TrainOptions) -> OptimizerParts:
     return {MATRICES: matrices, OTHERS: _recipe(torch.optim.AdamW, options, {}, ratio)}
 
 
+def path_of(name: str) -> str:
+    """The path of a class, by any of its names; what is none, as it is."""
+    plain = _SAME.get(name, name)
+    return plain if "." in plain else SHORT_NAMES.get(plain.lower(), plain)
+
+
 def class_named(named: NamedOptimizer) -> type[Optimizer]:
     """The class that a name means.
 
@@ -159,14 +187,14 @@ def class_named(named: NamedOptimizer) -> type[Optimizer]:
         ConfigError: there is none, or its library is not installed, or it is not to be imported.
     """
     told = f"optimizer.name={named.name!r}"
-    path = SHORT_NAMES.get(named.name, named.name)
+    path = path_of(named.name)
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         names = [*SHORT_NAMES, *_OTHERS]
         near = difflib.get_close_matches(named.name, names, 1)
         meant = f"; did you mean {_OTHERS.get(near[0], near[0])}?" if near else ""
         raise ConfigError(f"{told}: there is no such optimizer{meant} There are {', '.join(sorted(SHORT_NAMES))}")
-    if module_name != _TORCH and named.name not in SHORT_NAMES and not named.may_import:
+    if module_name not in _KNOWN and not named.may_import:
         raise ConfigError(
             f"{told}: importing it runs the code of {module_name}; say optimizer.allow_import=true if that is to "
             f"be, or take a class of {_TORCH}"
@@ -175,9 +203,10 @@ def class_named(named: NamedOptimizer) -> type[Optimizer]:
         found: object = getattr(importlib.import_module(module_name), class_name, None)
     except ImportError as error:
         library = module_name.partition(".")[0]
+        way = _TO_INSTALL.get(library, f"pip install {library}; or take")
         raise ConfigError(
-            f"{told}: it is of {library}, which cannot be imported here ({error}); pip install {library}, or take "
-            "adamw, whose moments are sharded over the ranks"
+            f"{told}: it is of {library}, which cannot be imported here ({error}); {way} adamw, whose moments are "
+            "sharded over the ranks"
         ) from error
     if not (inspect.isclass(found) and issubclass(found, Optimizer)) or found is Optimizer:
         raise ConfigError(f"{told}: {path} is no class of optimizers (torch.optim.Optimizer)")
