@@ -26,14 +26,14 @@ SCALE, BLOCKS = ".scale", ".blocks"
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class CodedMoment:
     """A rank's own part of a moment: codes (bytes), and the scale of each block."""
 
     codes: torch.Tensor
     scale: torch.Tensor
 
 
-LocalMoment: TypeAlias = torch.Tensor | Blocks
+LocalMoment: TypeAlias = torch.Tensor | CodedMoment
 """Numbers, or blocks of them."""
 
 
@@ -104,7 +104,7 @@ class OfTorchao:
             local: Any = local_tensor(value)
             if hasattr(local, "codes"):
                 codes = local.codes.view(torch.uint8)
-                moments[entry] = Blocks(
+                moments[entry] = CodedMoment(
                     codes.view(packed(local.shape, local.numel() // codes.numel())), local.scale
                 )
             else:
@@ -167,7 +167,7 @@ class OfBitsandbytes32:
                 if not entry.startswith(("qmap", "absmax")):
                     rest[entry] = value
             elif value.dtype is torch.uint8:
-                moments[entry] = Blocks(local_tensor(value), entries[f"absmax{entry[-1]}"])
+                moments[entry] = CodedMoment(local_tensor(value), entries[f"absmax{entry[-1]}"])
             else:
                 moments[entry] = local_tensor(value)
         return moments, rest
@@ -259,10 +259,10 @@ def scale_of(parameter: torch.Tensor, codec: BlockCodec, scale: torch.Tensor | N
     )
 
 
-def own_blocks(parameter: torch.Tensor, codec: BlockCodec, codes: torch.Tensor, scale: torch.Tensor) -> Blocks:
+def own_blocks(parameter: torch.Tensor, codec: BlockCodec, codes: torch.Tensor, scale: torch.Tensor) -> CodedMoment:
     """This rank's part of codes and scales that are sharded."""
     count = codec.blocks(local_tensor(parameter).numel())
-    return Blocks(local_tensor(codes), local_tensor(scale).flatten()[:count])
+    return CodedMoment(local_tensor(codes), local_tensor(scale).flatten()[:count])
 
 
 def text_of(parameter: torch.Tensor, codec: BlockCodec) -> str:

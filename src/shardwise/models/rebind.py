@@ -19,8 +19,8 @@ from shardwise.models.block_codec import counts_of_shards
 from shardwise.models.blockwise import (
     BLOCKS,
     SCALE,
-    Blocks,
     BlockwiseOptimizer,
+    CodedMoment,
     LocalMoment,
     blockwise,
     codes_of,
@@ -237,7 +237,7 @@ def _look_at(
                 key = Key(index, name, moment)
                 if isinstance(purpose, ToBeKept):
                     _sort_in_moment(bound, key, local, parameter, in_blocks, strange)
-                elif isinstance(local, Blocks):
+                elif isinstance(local, CodedMoment):
                     strange.append(f"{key} is kept in blocks of the tensor that it was made for")
                 else:
                     _sort_in(bound, key, state[moment], parameter, strange, purpose)
@@ -256,7 +256,7 @@ def _sort_in_moment(
 ) -> None:
     """A moment in the form that all ranks have it in: an empty shard has no blocks, and those of others count."""
     own = local_tensor(parameter)
-    is_in_blocks = isinstance(local, Blocks)
+    is_in_blocks = isinstance(local, CodedMoment)
     counts = counts_of_shards(parameter)
     if own.numel() and isinstance(parameter, DTensor) and is_in_blocks != in_blocks.keeps_blocks(counts):
         strange.append(
@@ -266,8 +266,8 @@ def _sort_in_moment(
         )
         return
     if not own.numel() and not is_in_blocks and in_blocks.keeps_blocks(counts):
-        local = Blocks(own, torch.zeros(0, device=own.device))
-    if not isinstance(local, Blocks):
+        local = CodedMoment(own, torch.zeros(0, device=own.device))
+    if not isinstance(local, CodedMoment):
         if local.shape != own.shape:
             strange.append(_no_shards(key, local, parameter))
         else:

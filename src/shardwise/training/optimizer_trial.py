@@ -25,8 +25,8 @@ from shardwise.training.options import TrainOptions
 
 _WIDTH = 64
 _STEPS = 2
-_IN_BLOCKS = 128
-"""Rows of each rank, for an optimizer that keeps moments in blocks."""
+_IN_BLOCKS = 256
+"""The width where moments are kept in blocks: one of them, so that those of shards are those of the whole."""
 
 _TOLERANCE = 0.1
 """Of what the steps change: Muon computes in bfloat16, and in another order on shards."""
@@ -54,13 +54,13 @@ def require_optimizer(options: TrainOptions) -> None:
 def _try(recipe: OptimizerRecipe, world: World, mesh: DeviceMesh | None, device: torch.device) -> None:
     told = f"optimizer.name={recipe.name!r}"
     # Of several ranks the last one has a shard of another size; of one rank it is a matrix that is worth packing.
-    # What keeps moments in blocks does so of thousands of elements.
-    rows = 2 * world.size - 1 if world.size > 1 else _WIDTH + 1
+    # Moments are kept in blocks where a shard has thousands of elements.
+    rows, width = 2 * world.size - 1 if world.size > 1 else _WIDTH + 1, _WIDTH
     if blockwise(recipe.of({"matrix": nn.Parameter(torch.zeros(1, 1))})) is not None:
-        rows = _IN_BLOCKS * world.size - (_WIDTH // 16 if world.size > 1 else 0)
+        rows, width = 17 * world.size - 1 if world.size > 1 else 17, _IN_BLOCKS
     draw = torch.Generator().manual_seed(0)
-    before = torch.randn(rows, _WIDTH, generator=draw)
-    gradients = [torch.randn(rows, _WIDTH, generator=draw) for _ in range(_STEPS)]
+    before = torch.randn(rows, width, generator=draw)
+    gradients = [torch.randn(rows, width, generator=draw) for _ in range(_STEPS)]
     whole = nn.Parameter(before.to(device, copy=True))
     _step(recipe, told, whole, [each.to(device) for each in gradients], "a matrix")
     if mesh is None:
