@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.quiet import quieten
 from tests.training import stepped, stepping
+from tests.training.on_peers import TRAINED
 from tests.verbs.on_ranks import attempt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +24,7 @@ from shardwise import Checkpointer, Sharding, TrainState
 from shardwise.execution.ranks.world import World
 from shardwise.models.view import local_tensor, raw_bytes
 from shardwise.options import Ignore, WholeModel
-from shardwise.training.checkpoints import Checkpoints, KeptInFolders
+from shardwise.training.checkpoints import Checkpoints, KeptInFolders, SettingsAsked
 from shardwise.training.loop import train
 from shardwise.training.optimizer_bytes import StateBytes
 from shardwise.training.optimizers import SHORT_NAMES, class_named, optimizers_of
@@ -239,6 +241,8 @@ def refused(folder: str) -> dict[str, Any]:
         shardwise.shard(uneven, Sharding(wrap=WholeModel()))
     alone = type(alone)(uneven.parameters(), lr=1e-2)
     step(uneven, alone, 0)
+    files = Path(folder, "files")
+    told["in accelerate's files"] = attempt(shardwise.save_accelerate_optimizer, model, eight, files)
     told["each for itself"] = attempt(shardwise.optimizer_state, uneven, alone)
     return told
 
@@ -278,7 +282,19 @@ def the_rest(file: str, folder: str, name: str) -> list[float]:
     return trained(file, name, checkpoints=Checkpoints(KeptInFolders(source, source)))
 
 
-TRAINED = ("AdamW8bit", "torchao.optim.AdamW8bit")
+def going_on_otherwise(file: str, folder: str, name: str) -> list[Any]:
+    """With another rate, and more steps: the rates of the last step, and what is said of it."""
+    source = Checkpointer(Path(folder, name))
+    chosen = replace(stepped.options(name, 6), learning_rate=4e-3)
+    told: list[Any] = []
+    report = train(
+        stepping.sharded(wide()),
+        stepped.steps_of(file, chosen),
+        chosen,
+        lambda facts: told.append(getattr(facts, "learning_rate", None)),
+        checkpoints=Checkpoints(KeptInFolders(source, source), settings=SettingsAsked()),
+    )
+    return [report.last_step, [rate for rate in told if rate is not None][-1], list(report.remarks)]
 
 
 def train_each(file: str, folder: str) -> dict[str, Any]:
@@ -288,7 +304,8 @@ def train_each(file: str, folder: str) -> dict[str, Any]:
     return {
         "said": {name: stepped.said(name) for name in names} if size() > 1 else {},
         "losses": {name: trained(file, name) for name in (*TRAINED, "adamw")},
-        "begun": {name: begun(file, f"{folder}/{size()}", name) for name in TRAINED},
+        "begun": {name: begun(file, f"{folder}/{size()}", name) for name in (*TRAINED, "adamw")},
+        "otherwise": {name: going_on_otherwise(file, f"{folder}/{size()}", name) for name in (*TRAINED, "adamw")},
         "rest": {name: the_rest(file, f"{folder}/{size()}", name) for name in TRAINED},
         "bytes": {name: state_bytes(name) for name in (*TRAINED, "AdamW4bit", "Adafactor", "adamw")},
     }

@@ -15,6 +15,8 @@ DEALT_ANEW = {
 }
 """By how much of the largest a number may differ after its blocks were made anew; others by nothing."""
 
+TRAINED = ("AdamW8bit", "torchao.optim.AdamW8bit")
+
 
 def call(what: str, *args: Any) -> Any:
     use_peers()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.conftest import PRELOADED
 from tests.training import on_peers, tiny
-from tests.training.on_peers import DEALT_ANEW
+from tests.training.on_peers import DEALT_ANEW, TRAINED
 
 from shardwise.execution.processes.local_ranks import LocalRanks
 
@@ -98,6 +98,9 @@ def test_what_is_of_another_kind_or_other_blocks_is_refused_by_name(runs: Runs) 
         kind, text = found[name]
         assert (kind, message in text) == ("CoverageError", True), (name, text)
     assert "blocks of 128" in found["smaller blocks"][1]
+    kind, text = found["in accelerate's files"]
+    assert kind == "PlacementError"
+    assert "a Checkpointer keeps moments in blocks, and factors, which these files have no form for" in text
     kind, text = found["each for itself"]
     assert kind == "PlacementError"
     assert "call step_shards(optimizer), of shardwise.training.shard_steps, before the first step" in text
@@ -119,9 +122,21 @@ def test_named_optimizers_of_libraries_train_on_two_ranks_as_on_one(runs: Runs) 
 def test_a_training_goes_on_bit_by_bit_and_on_one_rank_within_rounding(runs: Runs) -> None:
     told = runs(2, "train_each", runs.file, runs.folder)[0]
     elsewhere = runs(1, "rest_of", runs.file, runs.folder)[0]
-    for name, begun in told["begun"].items():
+    for name in TRAINED:
+        begun = told["begun"][name]
         assert [*begun, *told["rest"][name]] == told["losses"][name], name
         assert [*begun, *elsewhere[name]] == pytest.approx(told["losses"][name], rel=2e-3), name
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_another_rate_and_more_steps(runs: Runs) -> None:
+    """torchao's optimizers have rates in tensors, which are written into and never replaced."""
+    told = runs(2, "train_each", runs.file, runs.folder)[0]["otherwise"]
+    step, rate, remarks = told["adamw"]
+    assert step == 6
+    assert "learning_rate 0.004 (the checkpoint's: 0.01)" in str(remarks)
+    for name in TRAINED:
+        assert told[name] == [6, pytest.approx(rate), remarks], name
 
 
 @pytest.mark.slow

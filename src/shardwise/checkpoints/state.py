@@ -18,7 +18,7 @@ from shardwise.checkpoints.plain import digest_of
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
 from shardwise.models.optimizer_state import labelled, written_out
-from shardwise.models.rebind import Bound, ToBeKept, look_at
+from shardwise.models.rebind import Bound, OfAnyForm, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.unchanged import Snapshot
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile
@@ -32,7 +32,7 @@ def key_of(path: KeyPath) -> str:
     return ".".join(path)
 
 
-KEEP_IT_APART = ToBeKept("save what the optimizer's own state_dict() has, rank by rank")
+KEEP_IT_APART = OfAnyForm("save what the optimizer's own state_dict() has, rank by rank")
 
 
 class Stateful(Protocol):

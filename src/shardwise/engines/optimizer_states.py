@@ -19,7 +19,7 @@ from shardwise.execution.states.agreed import BroughtValues, StateOptions, Value
 from shardwise.execution.states.replicas import as_bytes, equal_on_all
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.optimizer_state import Given, copied, read, written_out
-from shardwise.models.rebind import Bound, Scalar, ToBeKept, look_at
+from shardwise.models.rebind import Bound, KnownState, OfAnyForm, Scalar, look_at
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.consent import Refuse
 from shardwise.planning.states.forms import FullState, StateForm
@@ -27,7 +27,7 @@ from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.sources import digest
 from shardwise.report.state_report import StateReport
 
-_KEEP_IT_APART = ToBeKept("keep what the optimizer's own state_dict() has, rank by rank")
+KEEP_IT_APART = OfAnyForm("keep what the optimizer's own state_dict() has, rank by rank")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def take_out(
     optimizers: Optimizer | Sequence[Optimizer],
     what: str,
     options: StateOptions,
+    known: KnownState = KEEP_IT_APART,
 ) -> TakenOptimizers:
     """Look at what optimizers hold, and compare what several ranks do. Collective: yes.
 
@@ -70,7 +71,7 @@ def take_out(
         ConfigError, PlacementError, DisagreementError: as of
             :func:`~shardwise.verbs.optimizer_state.optimizer_state`.
     """
-    held, bounds = _looked_at(world, model, optimizers)
+    held, bounds = _looked_at(world, model, optimizers, known)
     tensors, scalars = _held_by(world, bounds)
     world.together(lambda: refuse_meta(tensors, what))
     home = home_among(held, tensors.values())
@@ -143,12 +144,15 @@ def set_values(
 
 
 def _looked_at(
-    world: World, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    known: KnownState = KEEP_IT_APART,
 ) -> tuple[list[Held], list[Bound]]:
     """The model and its optimizers, which are the same on all ranks. Collective: yes."""
     several = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
     held = world.together(lambda: look_inside(model))
-    bounds = world.together(lambda: look_at(several, held, _KEEP_IT_APART))
+    bounds = world.together(lambda: look_at(several, held, known))
     require_alike_models(world, held, bounds)
     return held, bounds
 

@@ -19,9 +19,11 @@ from shardwise.integrations import ram_efficient
 from shardwise.models import sharded
 from shardwise.models.modules import modules_in
 from shardwise.models.placement import is_sharded
-from shardwise.models.rebind import look_at
+from shardwise.models.rebind import OfAnyForm, look_at
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import look_inside, without_compile
+
+_BEFORE = OfAnyForm("prepare the optimizer before its first step")
 
 
 def prepare(accelerator: Any, *objects: Any, device_placement: list[bool] | None = None) -> Any:
@@ -154,7 +156,7 @@ def _leave_alone(
             raise PlacementError(
                 f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on meta; call shardwise.load before prepare"
             )
-        look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held)
+        look_at([compat.bare(item) for item in objects if isinstance(item, Optimizer)], held, _BEFORE)
         return _untaken(accelerator, plugin, without_compile(models[0]))
 
     told = world.together(check)

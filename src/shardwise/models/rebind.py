@@ -146,29 +146,30 @@ def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ToBeSharded:
-    """Looked at so that the model can be sharded, or put into other memory: only state of its shapes follows."""
+class ShapedAlike:
+    """State has the shape of its parameter, or is one number, so that it goes wherever the parameter goes.
 
-    way_out = "make the optimizer after sharding, or before its first step"
+    ``way_out`` is what to do about any other.
+    """
+
+    way_out: str = "make the optimizer after sharding, or before its first step"
 
 
 @dataclass(frozen=True, slots=True)
-class ToBeKept:
-    """Looked at so that its state can be kept, and set again: factors and moments in blocks are known, too.
-
-    ``way_out`` is what to do about state of which nobody knows how it is sharded.
-    """
+class OfAnyForm:
+    """Factors and moments in blocks are known, too; ``way_out`` is for what nobody knows how it is sharded."""
 
     way_out: str
 
 
-Purpose: TypeAlias = ToBeSharded | ToBeKept
+KnownState: TypeAlias = ShapedAlike | OfAnyForm
+"""What may be of an optimizer's state."""
 
 
 def look_at(
     optimizers: Sequence[Optimizer],
     held: Sequence[Held],
-    purpose: Purpose = ToBeSharded(),
+    known: KnownState = ShapedAlike(),
 ) -> list[Bound]:
     """What optimizers hold of a model, in which this is held.
 
@@ -185,10 +186,10 @@ def look_at(
     seen: dict[str, str] = {}
     strange: list[str] = []
     bounds = [
-        _look_at(optimizer, index, names, seen, faults, strange, purpose)
+        _look_at(optimizer, index, names, seen, faults, strange, known)
         for index, optimizer in enumerate(optimizers)
     ]
-    faults += [f"{sentence}; {purpose.way_out}" for sentence in strange]
+    faults += [f"{sentence}; {known.way_out}" for sentence in strange]
     if faults:
         raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
     return bounds
@@ -201,7 +202,7 @@ def _look_at(
     seen: dict[str, str],
     faults: list[str],
     strange: list[str],
-    purpose: Purpose,
+    known: KnownState,
 ) -> Bound:
     bound = Bound(optimizer, index, [], {}, {}, [])
     for number, group in enumerate(optimizer.param_groups):
@@ -235,14 +236,14 @@ def _look_at(
             moments, entries = in_blocks.apart(state)
             for moment, local in moments.items():
                 key = Key(index, name, moment)
-                if isinstance(purpose, ToBeKept):
+                if isinstance(known, OfAnyForm):
                     _sort_in_moment(bound, key, local, parameter, in_blocks, strange)
                 elif isinstance(local, CodedMoment):
                     strange.append(f"{key} is kept in blocks of the tensor that it was made for")
                 else:
-                    _sort_in(bound, key, state[moment], parameter, strange, purpose)
+                    _sort_in(bound, key, state[moment], parameter, strange, known)
         for entry, value in entries.items():
-            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange, purpose)
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange, known)
     return bound
 
 
@@ -303,11 +304,13 @@ def _no_shards(key: Key, value: torch.Tensor, parameter: torch.Tensor) -> str:
 
 
 def _sort_in(
-    bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str], purpose: Purpose
+    bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str], known: KnownState
 ) -> None:
     if isinstance(value, torch.Tensor):
-        is_factor = isinstance(purpose, ToBeKept) and _is_factor(bound.optimizer, key.entry, value, parameter)
-        if is_factor or (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+        is_factor = _is_factor(bound.optimizer, key.entry, value, parameter)
+        if is_factor and isinstance(known, ShapedAlike):
+            strange.append(_no_shards(key, value, parameter))
+        elif is_factor or (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
             bound.tensors[key] = value
         elif value.numel() == 1:
             bound.scalars[key] = value

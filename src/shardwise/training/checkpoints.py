@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import nn
 
 from shardwise.checkpoints.checkpointer import Checkpointer
@@ -208,7 +209,12 @@ GroupSettings: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 
 def settings_of(parts: Sequence[TrainedPart]) -> GroupSettings:
     """Copies of what they have now."""
-    return {part.name: [dict(group) for group in part.optimizer.param_groups] for part in parts}
+    return {part.name: [_copy(group) for group in part.optimizer.param_groups] for part in parts}
+
+
+def _copy(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A rate may be a tensor, which schedules and restores write into."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
 
 
 def keep_way_of_computing(parts: Sequence[TrainedPart], asked: GroupSettings) -> None:
@@ -280,4 +286,6 @@ def _whose(part: TrainedPart, settings: GroupSettings) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, torch.Tensor):
+        return _shown(value.item())
     return f"{value:g}" if isinstance(value, float) else str(value)

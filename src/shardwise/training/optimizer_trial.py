@@ -18,7 +18,7 @@ from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
 from shardwise.models.blockwise import blockwise
-from shardwise.models.rebind import ToBeKept, look_at
+from shardwise.models.rebind import OfAnyForm, look_at
 from shardwise.models.view import Held, Slot
 from shardwise.training.optimizers import OptimizerRecipe, optimizers_of
 from shardwise.training.options import TrainOptions
@@ -100,7 +100,7 @@ def _step(
 def _require_kept(told: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
     held = [Held(parameter, TensorKind.PARAMETER, [Slot(nn.Module(), "matrix", "a matrix")])]
     try:
-        look_at([optimizer], held, ToBeKept("take another optimizer, such as adamw"))
+        look_at([optimizer], held, OfAnyForm("take another optimizer, such as adamw"))
     except PlacementError as error:
         why = str(error).partition("\n")[2].strip()
         raise ConfigError(f"{told}: it keeps what checkpoints cannot hold: {why}") from error

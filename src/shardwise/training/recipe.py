@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from shardwise.errors import ConfigError
+from shardwise.models.optimizer_state import set_group
 from shardwise.training.optimizers import optimizers_of, parameters_by_part
 from shardwise.training.options import TrainOptions
 from shardwise.training.parts import OwnParts, RateSchedule, TrainedPart, require_parts
@@ -90,5 +91,5 @@ def schedule_from(before: LambdaLR, optimizer: Optimizer, options: TrainOptions,
     rates = [base * share(place) for base, share in zip(base_rates, schedule.lr_lambdas, strict=True)]
     schedule.load_state_dict({**before.state_dict(), "_last_lr": rates})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        set_group(group, {"lr": rate})
     return schedule
