@@ -87,7 +87,7 @@ def made(name: str, model: nn.Module, **settings: Any) -> Optimizer:
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=draw)
+        gradient = torch.randn(parameter.shape, generator=draw).to(parameter.device)
         if isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
         parameter.grad = gradient
@@ -103,7 +103,7 @@ def bits(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
             parts = {"": local} if not hasattr(local, "codes") else {".codes": local.codes, ".scale": local.scale}
             for part, each in parts.items():
                 is_tensor = isinstance(each, torch.Tensor)
-                found[f"{name}: {entry}{part}"] = raw_bytes(each).tolist() if is_tensor else each
+                found[f"{name}: {entry}{part}"] = raw_bytes(each).cpu().tolist() if is_tensor else each
     return found
 
 
@@ -245,6 +245,29 @@ def refused(folder: str) -> dict[str, Any]:
     told["in accelerate's files"] = attempt(shardwise.save_accelerate_optimizer, model, eight, files)
     told["each for itself"] = attempt(shardwise.optimizer_state, uneven, alone)
     return told
+
+
+def saved_and_restored_on_a_gpu(folder: str, name: str) -> dict[str, Any]:
+    """Of one process. The matrix is large enough to be paged."""
+    ready()
+    model, fresh = (nn.Linear(512, 512, device="cuda") for _ in range(2))
+    fresh.load_state_dict(model.state_dict())
+    optimizer, other = made(name, model), made(name, fresh)
+    step(model, optimizer, 0)
+    Checkpointer(folder).save(1, TrainState(model, optimizer))
+    Checkpointer(folder).restore(TrainState(fresh, other))
+    restored = bits(optimizer, model) == bits(other, fresh)
+    step(model, optimizer, 1)
+    step(fresh, other, 1)
+    return {
+        "bits": len(bits(optimizer, model)),
+        "restored": restored,
+        "goes on": all(map(torch.equal, weights(model).values(), weights(fresh).values())),
+        "paged": [
+            bool(getattr(each.state[of.weight]["state1"], "is_paged", False))
+            for each, of in ((optimizer, model), (other, fresh))
+        ],
+    }
 
 
 def wide() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -26,20 +27,24 @@ class StateBytes:
         return sum(map(self._of_one, parameters))
 
     def _of_one(self, parameter: torch.Tensor) -> int:
-        optimizer, sample = self._sample(parameter.ndim)
         own = local_tensor(parameter)
+        return self.of_shard(tuple(own.shape), counts_of_shards(parameter), parameter.dtype)
+
+    def of_shard(self, shape: tuple[int, ...], counts: frozenset[int], dtype: torch.dtype) -> int:
+        """The same of one shard of this shape, where the shards of all ranks have so many elements."""
+        optimizer, sample = self._sample(len(shape))
         entries = optimizer.state[sample]
-        found = 0
+        numel, found = math.prod(shape), 0
         keeper = blockwise(optimizer)
         if keeper is not None:
             moments, entries = keeper.apart(entries)
-            found += sum(_of_moment(keeper, name, parameter, own) for name in moments)
+            found += sum(_of_moment(keeper, name, numel, counts) for name in moments)
         for name, value in entries.items():
             if not isinstance(value, torch.Tensor) or not value.ndim:
                 continue
-            itemsize = own.element_size() if value.dtype is sample.dtype else value.element_size()
-            factor = factor_shape(optimizer, name, tuple(own.shape))
-            found += itemsize * (own.numel() if factor is None else torch.Size(factor).numel())
+            itemsize = (dtype if value.dtype is sample.dtype else value.dtype).itemsize
+            factor = factor_shape(optimizer, name, shape)
+            found += itemsize * (numel if factor is None else math.prod(factor))
         return found
 
     def _sample(self, ndim: int) -> tuple[torch.optim.Optimizer, nn.Parameter]:
@@ -53,8 +58,8 @@ class StateBytes:
         return self._samples[ndim]
 
 
-def _of_moment(keeper: BlockwiseOptimizer, name: str, parameter: torch.Tensor, own: torch.Tensor) -> int:
-    if not keeper.keeps_blocks(counts_of_shards(parameter)):
-        return 4 * own.numel()
+def _of_moment(keeper: BlockwiseOptimizer, name: str, numel: int, counts: frozenset[int]) -> int:
+    if not keeper.keeps_blocks(counts):
+        return 4 * numel
     codec = keeper.codec(name)
-    return own.numel() // codec.per_byte + 4 * codec.blocks(own.numel())
+    return numel // codec.per_byte + 4 * codec.blocks(numel)
