@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from tests.checkpoints import on_ranks
 from tests.checkpoints.tiny import Training, differences
+from transformers.optimization import Adafactor
 
 import shardwise
 from shardwise import Checkpointer
@@ -26,6 +28,8 @@ KINDS = [
     OPTIMIZERS.Adadelta,
     OPTIMIZERS.ASGD,
     OPTIMIZERS.Rprop,
+    OPTIMIZERS.Adafactor,
+    partial(Adafactor, relative_step=False),
 ]
 
 

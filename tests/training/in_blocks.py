@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -243,8 +244,26 @@ def refused(folder: str) -> dict[str, Any]:
     step(uneven, alone, 0)
     files = Path(folder, "files")
     told["in accelerate's files"] = attempt(shardwise.save_accelerate_optimizer, model, eight, files)
+    told["compiled for DTensors"] = dtensors_that_torchao_steps(model)
     told["each for itself"] = attempt(shardwise.optimizer_state, uneven, alone)
     return told
+
+
+def dtensors_that_torchao_steps(model: nn.Module) -> int:
+    """What is compiled for one of them takes shards of all ranks to be as large."""
+    from torchao.optim import adam
+
+    seen: list[bool] = []
+    stepped_by = adam.single_param_adam
+
+    def watch(*args: Any) -> None:
+        seen.extend(isinstance(each, DTensor) for each in args)
+        stepped_by(*args)
+
+    optimizer = made("torchao.optim.AdamW8bit", model)
+    with mock.patch.object(adam, "single_param_adam", watch):
+        step(model, optimizer, 0)
+    return sum(seen) if seen else -1
 
 
 def saved_and_restored_on_a_gpu(folder: str, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,11 +87,21 @@ def trained(file: str, chosen: TrainOptions, **more: Any) -> TrainReport:
 
 def said(name: str, **more: Any) -> str:
     """What is said of an optimizer before a training; nothing where it can be."""
+    return said_of(options(name, **more))
+
+
+def said_of(chosen: TrainOptions) -> str:
     try:
-        require_optimizer(options(name, **more))
+        require_optimizer(chosen)
     except ShardwiseError as error:
         return str(error)
     return ""
+
+
+def of_transformers() -> TrainOptions:
+    """Its Adafactor, at a rate that is given."""
+    settings = {"relative_step": False, "scale_parameter": False}
+    return replace(options("adamw"), optimizer=NamedOptimizer("transformers.optimization.Adafactor", settings))
 
 
 def first_step(file: str, folder: str, name: str) -> list[float]:
@@ -121,6 +132,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
     accumulating = TrainOptions(gradient_accumulation_steps=2)
     return {
         "said": {name: said(name) for name in (*SHORT_NAMES, "torch.optim.LBFGS", "torch.optim.SparseAdam")},
+        "of transformers": said_of(of_transformers()),
         "blind": said("tests.training.stepped.Blind", may_import=True),
         "losses": {name: trained(file, options(name)).losses for name in NAMED},
         "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon", "Adafactor")},

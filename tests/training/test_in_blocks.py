@@ -104,6 +104,7 @@ def test_what_is_of_another_kind_or_other_blocks_is_refused_by_name(runs: Runs) 
     kind, text = found["each for itself"]
     assert kind == "PlacementError"
     assert "call step_shards(optimizer), of shardwise.training.shard_steps, before the first step" in text
+    assert found["compiled for DTensors"] == 0
     assert (found["left out"], found["untouched"]) == (("optimizers",), 0)
 
 
@@ -113,7 +114,7 @@ def test_named_optimizers_of_libraries_train_on_two_ranks_as_on_one(runs: Runs) 
     assert {name: text for name, text in told[0]["said"].items() if text} == {}
     for name, losses in told[0]["losses"].items():
         # Shards have other blocks than the whole, and small ones numbers.
-        assert losses == pytest.approx(alone["losses"][name], rel=1e-5 if name == "adamw" else 2e-3), name
+        assert losses == pytest.approx(alone["losses"][name], rel=1e-5 if name == "adamw" else 2e-4), name
         assert losses[0] == pytest.approx(told[0]["losses"]["adamw"][0])
     assert told[0]["losses"]["AdamW8bit"][1:] != told[0]["losses"]["adamw"][1:]
 
@@ -125,7 +126,7 @@ def test_a_training_goes_on_bit_by_bit_and_on_one_rank_within_rounding(runs: Run
     for name in TRAINED:
         begun = told["begun"][name]
         assert [*begun, *told["rest"][name]] == told["losses"][name], name
-        assert [*begun, *elsewhere[name]] == pytest.approx(told["losses"][name], rel=2e-3), name
+        assert [*begun, *elsewhere[name]] == pytest.approx(told["losses"][name], rel=2e-4), name
 
 
 @pytest.mark.slow

@@ -61,6 +61,12 @@ def test_an_optimizer_that_takes_a_shard_for_the_whole_is_found_out(world: list[
 
 
 @pytest.mark.distributed
+def test_adafactor_of_transformers_is_for_one_rank(world: list[dict[str, Any]]) -> None:
+    assert "Adafactor': it cannot take a step with a sharded matrix (RuntimeError" in world[0]["of transformers"]
+    assert stepped.said_of(stepped.of_transformers()) == ""
+
+
+@pytest.mark.distributed
 def test_named_optimizers_train_on_two_ranks_as_on_one(world: list[dict[str, Any]], chats: str) -> None:
     adamw = stepped.trained(chats, stepped.options("adamw")).losses
     for name, losses in world[0]["losses"].items():

@@ -5,8 +5,9 @@ checkpoints know, with the parameters that it has.
 
 - bitsandbytes' take no DTensors. They treat each element, or each block of a run of memory, for itself: a step is
   theirs, on each rank's own part. A rank without elements of a parameter has nothing to do for it.
-- torchao's step shards, but each rank decides for itself whether it keeps blocks or numbers. Here all ranks keep
-  numbers of a parameter of which one shard cannot be cut into whole blocks, or is small.
+- torchao's step shards, but each rank decides for itself whether it keeps blocks or numbers, and what is compiled
+  for a DTensor takes shards of several sizes for shards of one. Here steps are of local tensors, too, and all ranks
+  keep numbers of a parameter of which one shard cannot be cut into whole blocks, or is small.
 - torch's Adafactor fails on shards: its norms over rows and columns are of parts. Here they are added up, three
   times in a step for all parameters together.
 """
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.models.block_codec import counts_of_shards
-from shardwise.models.blockwise import OfBitsandbytes32, OfTorchao, blockwise
+from shardwise.models.blockwise import OfBitsandbytes32, OfTorchao, blockwise, numbers_of
 from shardwise.models.factors import factor_like
 from shardwise.models.sharded import splitting_dim
 from shardwise.models.view import local_tensor
@@ -73,7 +74,7 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 # bitsandbytes
 
 
-class _BitsandbytesSteps:
+class _LocalSteps:
     """Steps on local tensors, which stand in for the parameters meanwhile."""
 
     param_groups: list[dict[str, Any]]
@@ -90,6 +91,10 @@ class _BitsandbytesSteps:
             _without_hooks(self.taught.step)(self)
         return loss
 
+
+class _BitsandbytesSteps(_LocalSteps):
+    """Its state of a sharded parameter is of local tensors at all times."""
+
     def get_config(self, group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
         """Whether 8 bits are kept is decided by the largest shard of all ranks."""
         config: dict[str, Any] = self.taught.get_config(self, group_index, index, group)
@@ -99,10 +104,13 @@ class _BitsandbytesSteps:
         return config
 
     def update_step(self, group: dict[str, Any], parameter: Any, group_index: int, index: int) -> None:
-        if parameter.numel():
-            self.taught.update_step(self, group, parameter, group_index, index)
-        else:
+        if not parameter.numel():
             self.state[parameter]["step"] += 1
+            return
+        own = parameter.data
+        self.taught.update_step(self, group, parameter, group_index, index)
+        if parameter.data_ptr() != own.data_ptr():  # of strided memory it makes a copy, and steps that
+            own.copy_(parameter.data)
 
 
 @contextmanager
@@ -139,17 +147,41 @@ def _stand_in(parameter: nn.Parameter, pairs: list[tuple[Any, nn.Parameter]]) ->
 # torchao
 
 
-class _TorchaoSteps:
-    """All ranks decide alike."""
+class _TorchaoSteps(_LocalSteps):
+    """All ranks decide alike. Between steps, state is of DTensors, as torchao has it."""
 
-    taught: Any
+    @_hooked
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        sharded = [each for group in self.param_groups for each in group["params"] if isinstance(each, DTensor)]
+        whole = {each: self.state[each] for each in sharded if each in self.state}
+        for parameter, entries in whole.items():
+            self.state[parameter] = {
+                name: local_tensor(value) if isinstance(value, DTensor) else value
+                for name, value in entries.items()
+            }
+        try:
+            return _without_hooks(_LocalSteps.step)(self, closure)
+        finally:
+            for parameter in sharded:
+                if parameter in self.state:
+                    self.state[parameter] = _with_shards(parameter, self.state[parameter], whole.get(parameter, {}))
 
     def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:  # noqa: FBT001 - torchao's own
-        in_blocks = OfTorchao(self)
-        if isinstance(parameter, DTensor) and not in_blocks.keeps_blocks(counts_of_shards(parameter)):
+        counts = getattr(parameter, "counts_of_shards", None)
+        if counts is not None and not OfTorchao(self).keeps_blocks(counts):
             return torch.zeros_like(parameter)
         made: torch.Tensor = self.taught._new_buffer(self, parameter, signed)
         return made
+
+
+def _with_shards(parameter: DTensor, entries: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """State as DTensors: those there were, whose memory has been stepped, and new ones."""
+    shape = local_tensor(parameter).shape
+    found = dict(entries)
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape:
+            found[name] = before[name] if name in before else numbers_of(parameter, value)
+    return found
 
 
 # Adafactor
