@@ -167,6 +167,11 @@ def save_each(folder: str) -> dict[str, Any]:
         step(fresh, other, 5)  # what is there already takes values as well
         Checkpointer(own).restore(TrainState(fresh, other))
         again = bits(other, fresh) == before
+        with torch.device("meta"):
+            hollow = sharded()
+        later = made(name, hollow)
+        Checkpointer(own).restore(TrainState(hollow, later))
+        brought_up = bits(later, hollow) == before
         third = made(name, fresh)
         shardwise.set_optimizer_state(fresh, third, state)
         handed = bits(third, fresh) == before
@@ -177,7 +182,14 @@ def save_each(folder: str) -> dict[str, Any]:
             torch.save({"numbers": kept, "weights": weights(model)}, f"{folder}/{name}.pt")
         else:
             weights(model)
-        told[name] = {"restored": restored, "again": again, "handed": handed, "goes on": same, "bits": len(before)}
+        told[name] = {
+            "restored": restored,
+            "brought up": brought_up,
+            "again": again,
+            "handed": handed,
+            "goes on": same,
+            "bits": len(before),
+        }
     return told
 
 

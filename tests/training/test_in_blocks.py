@@ -51,9 +51,7 @@ def test_state_comes_back_bit_by_bit_on_as_many_ranks(runs: Runs) -> None:
     for told in runs(2, "save_each", runs.folder):
         for name, found in told.items():
             assert found["bits"] >= 10, name
-            assert {key: found[key] for key in ("restored", "again", "handed", "goes on")} == dict.fromkeys(
-                ("restored", "again", "handed", "goes on"), True
-            ), name
+            assert [key for key, value in found.items() if not value] == [], name
 
 
 @pytest.mark.slow

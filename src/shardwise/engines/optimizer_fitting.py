@@ -190,7 +190,7 @@ def _shape_and_dtype(
 ) -> tuple[tuple[int, ...], DType]:
     moment = moments.find(parameter, entry)
     if moment is not None and moment.is_in_blocks:
-        return moment.shape_of(entry.removeprefix(moment.name), item.shape), item.dtype
+        return moment.shape_of(ours.parameters[parameter], entry.removeprefix(moment.name), item.shape), item.dtype
     present = ours.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)
@@ -229,7 +229,7 @@ class Fitting:
             moment = self.moments.find(parameter, entry)
             target = None if moment is not None and not moment.is_as_it_was else ours.tensor(item.name)
             if target is None and moment is not None:
-                target = moment.target(entry.removeprefix(moment.name), item.place.shape, dtype)
+                target = moment.target(own, entry.removeprefix(moment.name), item.place.shape, dtype)
             elif target is None and ours.factor(parameter, entry) is not None:
                 target = factor_like(own, entry, item.place.shape, dtype)
             elif target is None:
@@ -249,20 +249,22 @@ class Fitting:
         for group, giver in zip(present, self.groups.giver_of, strict=True):
             if giver is not None:
                 set_group(group, self.agreed.settings[giver])
-        settled = self._settled(targets)
+        settled = self._settled(ours, targets)
         for bound in ours.bounds:
             bound.rebind(ours.parameters, settled, scalars)
         stepped = {key.parameter for key in [*targets, *scalars, *ours.keys.values()]}
         return [name for name in optimizer_of if name not in stepped and ours.parameters[name].requires_grad]
 
-    def _settled(self, targets: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    def _settled(self, ours: Ours, targets: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """Moments in the blocks that they are to have."""
         settled = dict(targets)
         for key, values in targets.items():
             moment = self.moments.find(key.parameter, key.entry)
             if moment is not None and key.entry == moment.name:
                 place = Key(key.optimizer, key.parameter, moment.name + SCALE)
-                settled[key], scale = moment.settled(values, settled.pop(place, None))
+                settled[key], scale = moment.settled(
+                    ours.parameters[key.parameter], values, settled.pop(place, None)
+                )
                 if scale is not None:
                     settled[place] = scale
         return settled

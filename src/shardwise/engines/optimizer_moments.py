@@ -40,12 +40,13 @@ from shardwise.planning.states.matching import few
 class GivenMoment:
     """A moment of a state that is to be set.
 
+    Of parameters on meta as well, in whose place others are by the time that values come: those are handed in.
+
     Attributes:
         given: how it was kept when it was saved; None: as numbers.
         wanted: how it is to be kept here; None: as numbers.
     """
 
-    parameter: nn.Parameter
     name: str
     keeper: BlockwiseOptimizer
     given: str | None
@@ -60,50 +61,54 @@ class GivenMoment:
         """Whether it was, or is to be."""
         return self.given is not None or self.wanted is not None
 
-    def shape_of(self, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_of(self, parameter: nn.Parameter, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a value of it must have; of scales, which are known already, the one that they have."""
         if part == SCALE:
             return shape
         per_byte = 1 if self.given is None else self.keeper.codec(self.name).per_byte
-        return packed(self.parameter.shape, per_byte)
+        return packed(parameter.shape, per_byte)
 
-    def target(self, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def target(
+        self, parameter: nn.Parameter, part: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Memory for it as it was given."""
         if self.given is None:
-            return state_like(self.parameter, dtype)
+            return state_like(parameter, dtype)
         codec = self.keeper.codec(self.name)
         if part == SCALE:
             if self.is_as_it_was:
-                return scale_of(self.parameter, codec, None)
-            return torch.empty(shape, dtype=dtype, device=local_tensor(self.parameter).device)
-        own = local_tensor(self.parameter)
+                return scale_of(parameter, codec, None)
+            return torch.empty(shape, dtype=dtype, device=local_tensor(parameter).device)
+        own = local_tensor(parameter)
         codes = torch.zeros(packed(own.shape, codec.per_byte), dtype=torch.uint8, device=own.device)
-        return codes_of(self.parameter, codes, codec.per_byte)
+        return codes_of(parameter, codes, codec.per_byte)
 
-    def settled(self, values: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def settled(
+        self, parameter: nn.Parameter, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes and scales as they are to be, or numbers and None."""
         if self.is_as_it_was:
             return values, scale
         codec = self.keeper.codec(self.name)
         own = local_tensor(values)
-        boxes = [part.box for part in local_boxes(self.parameter, self.name) if part.box.numel]
+        boxes = [part.box for part in local_boxes(parameter, self.name) if part.box.numel]
         if scale is not None and self.given is not None and boxes:
-            before, shape = Cuts.parse(_cut(self.given)), tuple(self.parameter.shape)
+            before, shape = Cuts.parse(_cut(self.given)), tuple(parameter.shape)
             scales = local_tensor(scale)
             kept = None if self.wanted is None else scales_kept(codec, boxes[0], scales, shape, before)
             if kept is not None:
-                return values, scale_of(self.parameter, codec, kept)
+                return values, scale_of(parameter, codec, kept)
             numbers = decoded(codec, own, boxes[0], scales, shape, before)
         else:
             numbers = own.float()
         if self.wanted is None:
-            return numbers_of(self.parameter, numbers.view(local_tensor(self.parameter).shape)), None
-        shape = packed(local_tensor(self.parameter).shape, codec.per_byte)
+            return numbers_of(parameter, numbers.view(local_tensor(parameter).shape)), None
+        shape = packed(local_tensor(parameter).shape, codec.per_byte)
         codes = torch.zeros(shape, dtype=torch.uint8, device=own.device)
         scales = torch.zeros(codec.blocks(numbers.numel()), dtype=torch.float32, device=own.device)
         flat = codes.view(-1)
         codec.encode(numbers.contiguous().view(-1), flat, scales)
-        return codes_of(self.parameter, codes, codec.per_byte), scale_of(self.parameter, codec, scales)
+        return codes_of(parameter, codes, codec.per_byte), scale_of(parameter, codec, scales)
 
 
 class GivenMoments:
@@ -132,7 +137,7 @@ class GivenMoments:
             told = scalars.get(label(parameter, moment + BLOCKS))
             own = parameters[parameter]
             self._found[parameter, moment] = GivenMoment(
-                own, moment, keeper, None if told is None else str(told), _wanted(own, moment, keeper)
+                moment, keeper, None if told is None else str(told), _wanted(own, moment, keeper)
             )
 
     def find(self, parameter: str, entry: str) -> GivenMoment | None:
@@ -171,7 +176,9 @@ class GivenMoments:
                 continue
             faults += [
                 f"{label(parameter, moment)}: {why}"
-                for why in _faults_of(found, told, shapes.get(label(parameter, moment + SCALE)))
+                for why in _faults_of(
+                    parameters[parameter], found, told, shapes.get(label(parameter, moment + SCALE))
+                )
             ]
         if faults:
             shown = "\n  ".join(few(faults))
@@ -181,23 +188,23 @@ class GivenMoments:
             )
 
 
-def _faults_of(found: GivenMoment, told: str, scale: tuple[int, ...] | None) -> list[str]:
+def _faults_of(parameter: nn.Parameter, found: GivenMoment, told: str, scale: tuple[int, ...] | None) -> list[str]:
     codec = found.keeper.codec(found.name)
     how = told.partition("; shards ")[0]
     if how != codec.label:
         return [f"saved with {how}, and this optimizer has {codec.label}"]
-    if not halves(found.parameter, codec.per_byte):
+    if not halves(parameter, codec.per_byte):
         return [f"{codec.per_byte} codes in a byte are not cut where the parameter is; take an optimizer of 8 bits"]
-    if told == text_of(found.parameter, codec):
+    if told == text_of(parameter, codec):
         return []
     before = Cuts.parse(_cut(told))
-    here = Cuts.of(found.parameter)
+    here = Cuts.of(parameter)
     if before.cuts is None or here.cuts is None:
         before = here if here.cuts is None else before
         return [
             f"blocks are not made anew of, or for, shards {before.text}; go on with the mesh that it was saved on"
         ]
-    largest = _largest(before, tuple(found.parameter.shape))
+    largest = _largest(before, tuple(parameter.shape))
     if largest is None or scale != (*before.sizes, codec.blocks(largest)):
         return [f"saved of shards {before.text}, and its scales are {scale}; it is damaged"]
     return []
