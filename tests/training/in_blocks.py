@@ -24,7 +24,7 @@ import shardwise
 from shardwise import Checkpointer, Sharding, TrainState
 from shardwise.execution.ranks.world import World
 from shardwise.models.view import local_tensor, raw_bytes
-from shardwise.options import Ignore, WholeModel
+from shardwise.options import EveryRank, FullState, Ignore, WholeModel
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, SettingsAsked
 from shardwise.training.loop import train
 from shardwise.training.optimizer_bytes import StateBytes
@@ -42,6 +42,9 @@ NAMES = (
     "AdamWFp8",
     "Adafactor",
 )
+
+
+EVERYWHERE = FullState(on=EveryRank())
 
 
 class Shapes(nn.Module):
@@ -240,7 +243,7 @@ def refused(folder: str) -> dict[str, Any]:
     )
     told["untouched"] = len(eight.state)
     step(model, eight, 0)
-    state = shardwise.optimizer_state(model, eight, shardwise.options.FullState(on=shardwise.options.EveryRank()))
+    state = shardwise.optimizer_state(model, eight, EVERYWHERE)
     told["handed to adamw"] = attempt(
         shardwise.set_optimizer_state, model, torch.optim.AdamW(model.parameters()), state
     )
@@ -254,6 +257,19 @@ def refused(folder: str) -> dict[str, Any]:
         shardwise.shard(uneven, Sharding(wrap=WholeModel()))
     alone = type(alone)(uneven.parameters(), lr=1e-2)
     step(uneven, alone, 0)
+    entry["exp_avg.blocks"] = shardwise.optimizer_state(model, eight, EVERYWHERE)["state"]["square.weight"][
+        "exp_avg.blocks"
+    ]
+    told["scales cut off"] = attempt(shardwise.set_optimizer_state, model, eight, state)
+    del entry["exp_avg.scale"]
+    told["without scales"] = attempt(shardwise.set_optimizer_state, model, eight, state)
+    del entry["exp_avg.blocks"]
+    told["codes alone"] = attempt(shardwise.set_optimizer_state, model, eight, state)
+    whole = shardwise.optimizer_state(model, eight, EVERYWHERE)
+    whole["state"]["square.weight"]["exp_avg"] = torch.zeros(256, 64)
+    told["numbers for codes"] = attempt(shardwise.set_optimizer_state, model, eight, whole)
+    del whole["state"]["square.weight"]["exp_avg"]
+    told["without codes"] = attempt(shardwise.set_optimizer_state, model, eight, whole)
     files = Path(folder, "files")
     told["in accelerate's files"] = attempt(shardwise.save_accelerate_optimizer, model, eight, files)
     told["compiled for DTensors"] = dtensors_that_torchao_steps(model)

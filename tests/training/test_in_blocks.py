@@ -92,6 +92,11 @@ def test_what_is_of_another_kind_or_other_blocks_is_refused_by_name(runs: Runs) 
         "smaller blocks": "blocks of 256, and this optimizer has 8 bits",
         "handed to adamw": "exp_avg: saved in blocks (8 bits, map",
         "damaged": "square.weight: exp_avg: saved of shards 0/9, and its scales are (7,); it is damaged",
+        "scales cut off": "square.weight: exp_avg: saved of shards 0/2, and its scales are (7,); it is damaged",
+        "without scales": "square.weight: exp_avg: saved of shards 0/2, and its scales are None; it is damaged",
+        "without codes": "square.weight: exp_avg: its codes are missing; it is damaged",
+        "codes alone": "square.weight: exp_avg: brought (256, 64) U8 by rank 0, wanted (256, 64) F32",
+        "numbers for codes": "square.weight: exp_avg: brought (256, 64) F32 by rank 0, wanted (256, 64) U8",
     }.items():
         kind, text = found[name]
         assert (kind, message in text) == ("CoverageError", True), (name, text)

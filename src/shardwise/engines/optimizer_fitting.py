@@ -189,8 +189,10 @@ def _shape_and_dtype(
     ours: Ours, name: str, parameter: str, entry: str, moments: GivenMoments, item: Brought
 ) -> tuple[tuple[int, ...], DType]:
     moment = moments.find(parameter, entry)
-    if moment is not None and moment.is_in_blocks:
-        return moment.shape_of(ours.parameters[parameter], entry.removeprefix(moment.name), item.shape), item.dtype
+    if moment is not None and (moment.is_in_blocks or item.dtype.kind != "float"):
+        part = entry.removeprefix(moment.name)
+        shape = moment.shape_of(ours.parameters[parameter], part, item.shape)
+        return shape, moment.dtype_of(part, item.dtype)
     present = ours.tensor(name)
     if present is not None:
         return tuple(present.shape), in_memory(present.dtype)

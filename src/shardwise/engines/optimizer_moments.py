@@ -34,6 +34,7 @@ from shardwise.models.blockwise import (
 from shardwise.models.rebind import Bound, Scalar, label, state_like
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.states.matching import few
+from shardwise.tensors import DType
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class GivenMoment:
             return shape
         per_byte = 1 if self.given is None else self.keeper.codec(self.name).per_byte
         return packed(parameter.shape, per_byte)
+
+    def dtype_of(self, part: str, dtype: DType) -> DType:
+        """The dtype that it must have, or be cast to."""
+        if self.given is not None and part != SCALE:
+            return DType.U8
+        return dtype if dtype.kind == "float" and dtype.bits >= 16 and part != SCALE else DType.F32
 
     def target(
         self, parameter: nn.Parameter, part: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -174,6 +181,8 @@ class GivenMoments:
                     f"{label(parameter, moment)}: saved in blocks ({told}), and this optimizer keeps numbers"
                 )
                 continue
+            if label(parameter, moment) not in shapes:
+                faults.append(f"{label(parameter, moment)}: its codes are missing; it is damaged")
             faults += [
                 f"{label(parameter, moment)}: {why}"
                 for why in _faults_of(
@@ -195,17 +204,15 @@ def _faults_of(parameter: nn.Parameter, found: GivenMoment, told: str, scale: tu
         return [f"saved with {how}, and this optimizer has {codec.label}"]
     if not halves(parameter, codec.per_byte):
         return [f"{codec.per_byte} codes in a byte are not cut where the parameter is; take an optimizer of 8 bits"]
-    if told == text_of(parameter, codec):
-        return []
-    before = Cuts.parse(_cut(told))
-    here = Cuts.of(parameter)
-    if before.cuts is None or here.cuts is None:
-        before = here if here.cuts is None else before
-        return [
-            f"blocks are not made anew of, or for, shards {before.text}; go on with the mesh that it was saved on"
-        ]
-    largest = _largest(before, tuple(parameter.shape))
-    if largest is None or scale != (*before.sizes, codec.blocks(largest)):
+    here, before = Cuts.of(parameter), Cuts.parse(_cut(told))
+    is_same = told == text_of(parameter, codec)
+    if not is_same and (before.cuts is None or here.cuts is None):
+        other = before if before.cuts is None else here
+        return [f"blocks are not made anew of, or for, shards {other.text}; go on with the mesh it was saved on"]
+    largest = max(counts_of_shards(parameter)) if is_same else _largest(before, tuple(parameter.shape))
+    sizes = here.sizes if is_same else before.sizes
+    is_whole = largest is not None and scale is not None and scale[-1:] == (codec.blocks(largest),)
+    if not is_whole or (before.cuts is not None and scale is not None and scale[:-1] != sizes):
         return [f"saved of shards {before.text}, and its scales are {scale}; it is damaged"]
     return []
 
