@@ -165,15 +165,6 @@ def test_facts_of_strangers(content: bytes) -> None:
         trainer_runs.TrainerFacts.from_bytes(content, "facts")
 
 
-def test_folders_of_others_are_never_removed(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoint-3"
-    place.mkdir()
-    (place / "mine.txt").write_text("x")
-    with pytest.raises(trainer_runs.StorageError, match="somebody else's; nothing was overwritten"):
-        trainer_runs.begin(place)
-    assert (place / "mine.txt").is_file()
-
-
 def test_it_comes_before_the_trainer() -> None:
     from transformers import Trainer
 
@@ -182,20 +173,3 @@ def test_it_comes_before_the_trainer() -> None:
     assert type("Right", (ShardwiseTrainer, Trainer), {})
     with pytest.raises(ConfigError, match=r"class Wrong\(ShardwiseTrainer, Trainer\)"):
         type("Wrong", (Trainer, ShardwiseTrainer), {})
-
-
-def test_a_folder_that_another_training_took_does_not_count(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoint-3"
-    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
-    mine = trainer_runs.begin(place)
-    (place / "model.safetensors").write_text("x")
-    beginning = trainer_runs.beginning_of(tmp_path, trainer_runs.FromNothing())
-    trainer_runs.remove_left(tmp_path, beginning)
-    with pytest.raises(trainer_runs.StorageError, match="cannot be completed"):
-        trainer_runs.complete(place, facts, mine)
-    theirs = trainer_runs.begin(place)
-    with pytest.raises(trainer_runs.StorageError, match="another training has begun to save there"):
-        trainer_runs.complete(place, facts, mine)
-    trainer_runs.complete(place, facts, theirs)
-    assert trainer_runs.facts_of(place) == facts
-    assert trainer_runs.checkpoints_in(tmp_path) == {3: trainer_runs.FolderKind.COMPLETE}
