@@ -168,7 +168,12 @@ def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[En
     except StorageError as error:
         return [str(error)]
     files, there = last.state.files, here.files()
-    odd = sorted(name for name in {*files, *there} if files.get(name) != there.get(name))
+    left = VERBS[here.verb].is_of_others if any(isinstance(entry, Killed) for entry in entries) else lambda _: False
+    odd = sorted(
+        name
+        for name in {*files, *there}
+        if files.get(name) != there.get(name) and (name in files or not left(name))
+    )
     return [f"written beside all writers: {', '.join(odd)}"] if odd else []
 
 

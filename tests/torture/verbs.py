@@ -18,6 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
+from tests.torture import libraries
 from tests.tuning import reference
 
 import shardwise
@@ -48,11 +49,16 @@ def _nothing(_: Path) -> None:
 
 @dataclass(frozen=True)
 class Verb:
-    """One way to save, what finds it again, and what puts down beforehand what it takes."""
+    """One way to save, what finds it again, and what puts down beforehand what it takes.
+
+    ``is_of_others``: of a file, by its way there, whether the code of others writes it first, beside all writers.
+    Whoever is killed then leaves it.
+    """
 
     act: Act
     look: Callable[[CrashState], Found]
     prepare: Callable[[Path], None] = _nothing
+    is_of_others: Callable[[str], bool] = lambda name: False
 
 
 @contextmanager
@@ -297,6 +303,16 @@ def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
     shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.options.OneFile())
 
 
+# What other libraries save through us
+
+
+def _trainer_in(state: CrashState) -> Found:
+    if not any(name.endswith("/shardwise.trainer.json") for name in state.files):
+        return None
+    with put_down(state) as folder:
+        return libraries.of_trainer_in(folder)
+
+
 VERBS: dict[str, Verb] = {
     "one file": Verb(_saving(_sizes(ONE_FILE, ONE_FILE)), _model_in),
     "several files": Verb(_saving(_sizes(SEVERAL_FILES, SEVERAL_FILES)), _model_in),
@@ -319,4 +335,6 @@ VERBS: dict[str, Verb] = {
     "accelerate folder": Verb(_accelerate_model(shardwise.options.DistributedFolder()), _accelerate_model_in),
     "accelerate files": Verb(_accelerate_model(shardwise.options.RankFiles()), _accelerate_model_in),
 }
+if libraries.has_trainer():
+    VERBS["trainer"] = Verb(libraries.save_by_trainer, _trainer_in, is_of_others=libraries.is_of_the_trainer)
 """All of them, by name."""

@@ -7,6 +7,7 @@ written lasts already.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -61,12 +62,19 @@ def _begin(run: Path, step: int, marked: Marked) -> None:
 def _undo(run: Path, step: int, marked: Marked) -> None:
     """Remove what was written for the step, unless it counts by now or the folder is another's."""
     folder = folder_of(run, step)
-    if marked.held.whose() is not Whose.OURS:
-        if folder.is_dir():
-            with FoldersWriter(folder) as writer:
-                writer.remove(on_its_way(FACTS_FILE, marked.token))
-    elif folder.is_dir() and (folder / BEGUN_FILE).is_file():
-        _remove_unless_it_counts(folder)
+    if not folder.is_dir():
+        return
+    if marked.held.whose() is Whose.OURS:
+        if (folder / BEGUN_FILE).is_file():
+            _remove_unless_it_counts(folder)
+        return
+    with _emptying(folder) as writer:
+        writer.remove(on_its_way(FACTS_FILE, marked.token))
+        names = writer.list()
+        if names and BEGUN_FILE not in names and FACTS_FILE not in names:  # it was removed, and we made it again
+            with contextlib.suppress(OSError):
+                _remove_files(writer, folder, names)
+                os.rmdir(folder)
 
 
 def cause_of(failure: Exception, saving: Saving) -> Exception:
@@ -185,23 +193,21 @@ def _emptying(folder: Path) -> Iterator[FoldersWriter]:
 def _empty(writer: FoldersWriter, folder: Path) -> None:
     """All but what says that it was begun, then that."""
     try:
-        for name in writer.list():
-            if name != BEGUN_FILE:
-                writer.remove(name)
-        for inner in reversed(writer.folders):
-            _remove_folder(folder / inner)
-        for place in folder.iterdir():
-            if place.is_symlink():
-                writer.remove(place.name)  # one that leads to a folder
+        _remove_files(writer, folder, [name for name in writer.list() if name != BEGUN_FILE])
         writer.sync_names()
         writer.remove(BEGUN_FILE)
-        _remove_folder(folder)
+        os.rmdir(folder)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error
 
 
-def _remove_folder(folder: Path) -> None:
-    for place in folder.iterdir():
-        if place.is_symlink():
-            place.unlink()
-    os.rmdir(folder)
+def _remove_files(writer: FoldersWriter, folder: Path, names: Sequence[str]) -> None:
+    """Files, links to folders, which a writer does not list, and the folders that are left."""
+    for name in names:
+        writer.remove(name)
+    for inner in ("", *reversed(writer.folders)):
+        for place in (folder / inner).iterdir():
+            if place.is_symlink():
+                writer.remove(place.relative_to(folder).as_posix())
+    for inner in reversed(writer.folders):
+        os.rmdir(folder / inner)
