@@ -172,7 +172,7 @@ def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[En
     odd = sorted(
         name
         for name in {*files, *there}
-        if files.get(name) != there.get(name) and (name in files or not left(name))
+        if files.get(name) != there.get(name) and not (left(name) and (name not in files or name.endswith("/")))
     )
     return [f"written beside all writers: {', '.join(odd)}"] if odd else []
 
@@ -312,6 +312,7 @@ def beside(verb: str, store: str, meanwhile: Meanwhile, holds: Sequence[int] | N
             here.put(about.before)
             with actor(here.part(NEW, FIRST), hold) as first:
                 if not first.is_held():
+                    assert hold > 1, first.error
                     break
                 since = len(here.log.entries())
                 found = meanwhile(here)

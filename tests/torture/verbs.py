@@ -288,7 +288,7 @@ def _accelerate_model(form: Any) -> Act:
 
 def _accelerate_model_in(state: CrashState) -> Found:
     opened = {f"pytorch_model_fsdp_0{end}" for end in ("/.metadata", "_rank0.bin")}
-    if not {*opened, ".pytorch_model_fsdp_0_rank0.renames.json"} & state.files.keys():
+    if not opened & state.files.keys():
         return None
     model = Blocks(99)
     with put_down(state) as folder:
@@ -313,6 +313,11 @@ def _trainer_in(state: CrashState) -> Found:
         return libraries.of_trainer_in(folder)
 
 
+def _state_in(state: CrashState) -> Found:
+    with put_down(state) as folder:
+        return libraries.of_accelerate_in(folder)
+
+
 VERBS: dict[str, Verb] = {
     "one file": Verb(_saving(_sizes(ONE_FILE, ONE_FILE)), _model_in),
     "several files": Verb(_saving(_sizes(SEVERAL_FILES, SEVERAL_FILES)), _model_in),
@@ -334,6 +339,7 @@ VERBS: dict[str, Verb] = {
     "accelerate optimizer": Verb(_save_plain_optimizer, _torch_file("optimizer.bin")),
     "accelerate folder": Verb(_accelerate_model(shardwise.options.DistributedFolder()), _accelerate_model_in),
     "accelerate files": Verb(_accelerate_model(shardwise.options.RankFiles()), _accelerate_model_in),
+    "accelerate state": Verb(libraries.save_by_accelerate, _state_in, is_of_others=libraries.is_of_accelerate),
 }
 if libraries.has_trainer():
     VERBS["trainer"] = Verb(libraries.save_by_trainer, _trainer_in, is_of_others=libraries.is_of_the_trainer)

@@ -32,7 +32,7 @@ from shardwise.integrations.trainer_runs import (
 )
 from shardwise.planning.saves import fingerprints
 from shardwise.planning.saves.commit import Commit, Publish, on_its_way
-from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in
+from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_files
 
 
 def marked_for(world: World, run: Path, step: int) -> AbstractContextManager[Saving]:
@@ -73,7 +73,7 @@ def _undo(run: Path, step: int, marked: Marked) -> None:
         names = writer.list()
         if names and BEGUN_FILE not in names and FACTS_FILE not in names:  # it was removed, and we made it again
             with contextlib.suppress(OSError):
-                _remove_files(writer, folder, names)
+                remove_files(writer, names)
                 os.rmdir(folder)
 
 
@@ -192,22 +192,10 @@ def _emptying(folder: Path) -> Iterator[FoldersWriter]:
 
 def _empty(writer: FoldersWriter, folder: Path) -> None:
     """All but what says that it was begun, then that."""
+    remove_files(writer, [name for name in writer.list() if name != BEGUN_FILE])
+    writer.sync_names()
+    writer.remove(BEGUN_FILE)
     try:
-        _remove_files(writer, folder, [name for name in writer.list() if name != BEGUN_FILE])
-        writer.sync_names()
-        writer.remove(BEGUN_FILE)
         os.rmdir(folder)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error
-
-
-def _remove_files(writer: FoldersWriter, folder: Path, names: Sequence[str]) -> None:
-    """Files, links to folders, which a writer does not list, and the folders that are left."""
-    for name in names:
-        writer.remove(name)
-    for inner in ("", *reversed(writer.folders)):
-        for place in (folder / inner).iterdir():
-            if place.is_symlink():
-                writer.remove(place.relative_to(folder).as_posix())
-    for inner in reversed(writer.folders):
-        os.rmdir(folder / inner)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.saving_lock import HeldMark, new_token, require_lock, take_lock
+from shardwise.execution.writing.saving_lock import LOCK_FILE, HeldMark, new_token, require_lock, take_lock
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.opening import open_writer
 
@@ -29,6 +29,11 @@ class Marked:
     writer: StorageWriter
     held: HeldMark
     token: str
+
+    @property
+    def files(self) -> frozenset[str]:
+        """What is there for the mark alone."""
+        return frozenset({LOCK_FILE})
 
     def release(self) -> None:
         """Take the mark away, for good."""

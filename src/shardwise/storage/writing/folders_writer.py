@@ -48,6 +48,10 @@ class FoldersWriter:
         """Those in the root that this writer knows of, each before what lies in it."""
         return sorted(folder for folder in self._writers if folder)
 
+    def add_folder_of(self, file: str) -> None:
+        """Know of the folder that a file has in front."""
+        self._place(file)
+
     def list(self) -> list[str]:
         return sorted(_joined(folder, name) for folder, writer in self._known() for name in writer.list())
 
@@ -143,6 +147,41 @@ def folders_in(root: str | os.PathLike[str]) -> list[str]:
             if not os.path.islink(os.path.join(around, name))
         ]
     return sorted(found)
+
+
+def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
+    """Remove files of a folder, links to folders, which a writer does not list, and the folders that it knows of.
+
+    Raises:
+        StorageError: something cannot be removed; a folder has other files in it.
+    """
+    try:
+        for name in names:
+            writer.remove(name)
+        for inner in ("", *reversed(writer.folders)):
+            for entry in os.scandir(os.path.join(writer.root, inner)):
+                if entry.is_symlink():
+                    writer.remove(_joined(inner, entry.name))
+        for inner in reversed(writer.folders):
+            os.rmdir(os.path.join(writer.root, inner))
+    except OSError as error:
+        raise StorageError(f"{writer.root}: cannot be removed ({error.strerror or error})") from error
+
+
+def remove_folder(root: str | os.PathLike[str]) -> None:
+    """Remove a folder and all that is in it; that it is not there is no error.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    if not os.path.isdir(root):
+        return
+    with FoldersWriter(root, folders_in(root)) as writer:
+        remove_files(writer, writer.list())
+    try:
+        os.rmdir(root)
+    except OSError as error:
+        raise StorageError(f"{os.fspath(root)}: cannot be removed ({error.strerror or error})") from error
 
 
 def _joined(folder: str, name: str) -> str:
