@@ -14,7 +14,7 @@ from shardwise.execution.writing import renames
 from shardwise.execution.writing.committing import make_file
 from shardwise.execution.writing.marked_folder import marked_by_first
 from shardwise.execution.writing.saving_lock import HeldMark, take_lock
-from shardwise.planning.saves.renames import Renames, Written, fresh
+from shardwise.planning.saves.renames import Renames, WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, recorded, states_after_crash
@@ -30,7 +30,7 @@ def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
             for name in NAMES:
                 make_file(writer, fresh(name, saving.token), content)
             writer.sync_names()
-        renames.commit_written(saving.marked, Written(dict.fromkeys(NAMES, len(content))), older)
+        renames.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
 
 
 def seen(root: Path) -> int | None:

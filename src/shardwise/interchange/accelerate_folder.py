@@ -21,7 +21,7 @@ from shardwise.execution.writing.marked_folder import Marked, Saving, marked_by_
 from shardwise.execution.writing.renames import commit_written, finish_left, remove_fresh, tidy, undo, work_folder
 from shardwise.formats.accelerate_names import is_distributed_folder, is_of_accelerate
 from shardwise.interchange.accelerate_writing import PartOf
-from shardwise.planning.saves.renames import Written, fresh
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.storage.writing.folders_writer import FoldersWriter, folders_in, remove_folder
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
@@ -147,7 +147,7 @@ def _names_in(work: str) -> list[str]:
 
 def _commit(marked: Marked, work: WorkFolder, names: list[str]) -> None:
     """Copy what accelerate has written, and let all count."""
-    written = Written()
+    written = WrittenFiles()
     for part in work.part.parts:
         written = written.with_more(part)
     copies: dict[str, int] = {}
@@ -157,11 +157,11 @@ def _commit(marked: Marked, work: WorkFolder, names: list[str]) -> None:
         for name in names:
             copies[name] = copy_in(writer, os.path.join(work, name), fresh(name, marked.token))
         writer.sync_names()
-    written = written.with_more(Written(copies))
+    written = written.with_more(WrittenFiles(copies))
     commit_written(marked, written, _older(marked.writer.root, written))
 
 
-def _older(root: str, written: Written) -> list[str]:
+def _older(root: str, written: WrittenFiles) -> list[str]:
     """Files of an older state that nothing new takes the place of."""
     folders = [folder for folder in os.listdir(root) if is_distributed_folder(folder)]
     with FoldersWriter(root, [folder for folder in folders if os.path.isdir(os.path.join(root, folder))]) as writer:

@@ -28,7 +28,7 @@ from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
 from shardwise.planning.loads.consent import OnDiffering
-from shardwise.planning.saves.renames import Written
+from shardwise.planning.saves.renames import WrittenFiles
 from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.report.files_report import FilesReport
 
@@ -43,7 +43,7 @@ class PartOf:
     """A model or an optimizer counts when the state does that it is a part of, and whose mark the folder has."""
 
     saving: Saving
-    parts: list[Written] = field(default_factory=list)
+    parts: list[WrittenFiles] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _written(
     state: dict[str, Any],
     home: torch.device,
     options: StateOptions,
-) -> tuple[Path, int, Written]:
+) -> tuple[Path, int, WrittenFiles]:
     """Where the state will be, its bytes, and what is to be given its name. Collective: yes."""
     folder, number, budget = place.folder, place.number, options.budget_bytes
     match place.form:
@@ -199,7 +199,7 @@ def _written(
     return folder / name, nbytes, written
 
 
-def _older(place: FilesPlace, kind: SavedKind, written: Written) -> list[str]:
+def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
     """What goes when a model or an optimizer counts that is saved by itself: the older one in the same form."""
     match place.form:
         case OneFile():

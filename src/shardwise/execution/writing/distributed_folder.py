@@ -22,7 +22,7 @@ from shardwise.execution.writing.marked_folder import Saving
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.models.view import local_tensor
-from shardwise.planning.saves.renames import Written, fresh
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
 
@@ -43,7 +43,7 @@ class _RankState:
 
 def write_distributed_folder(
     world: World, saving: Saving, name: str, state: Mapping[str, Any], *, budget_bytes: int
-) -> Written:
+) -> WrittenFiles:
     """Write a nest of dicts with DTensors, whole tensors and other values into a folder of this name.
 
     It is in the folder that is marked, which every rank sees. The new files have other names than an older
@@ -74,7 +74,7 @@ def write_distributed_folder(
         return len(metadata)
 
     named = {f"{name}/{METADATA}": world.from_first(write_metadata)}
-    return Written(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
+    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 
 def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_RankState, list[Mapping[str, TensorFacts]]]:

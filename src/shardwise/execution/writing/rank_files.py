@@ -15,7 +15,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.marked_folder import Saving
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.saves.renames import Written, fresh
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
@@ -24,7 +24,7 @@ _SMALL_BYTES = 1 << 20
 """What is smaller waits for more before it is written."""
 
 
-def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, Written]:
+def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
     """Write this rank's state, which is to have the name of its rank; the bytes of the file.
 
     Collective: yes.
@@ -40,7 +40,7 @@ def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: 
         return written[0]
 
     sizes = world.to_first(write)
-    return written[0], Written(dict(zip(names, sizes, strict=False)))  # the first rank alone is told
+    return written[0], WrittenFiles(dict(zip(names, sizes, strict=False)))  # the first rank alone is told
 
 
 def _write_own(saving: Saving, name: str, state: Any) -> int:

@@ -14,7 +14,7 @@ from shardwise.execution.writing.marked_folder import Marked, marked_here
 from shardwise.execution.writing.saving_lock import HeldMark, Whose
 from shardwise.formats.accelerate_names import is_distributed_folder
 from shardwise.planning.saves.commit import on_its_way
-from shardwise.planning.saves.renames import Renames, Written, fresh, lists_among, token_of_fresh
+from shardwise.planning.saves.renames import Renames, WrittenFiles, fresh, lists_among, token_of_fresh
 from shardwise.storage.names import shown
 from shardwise.storage.writing.folders_writer import FoldersWriter, remove_folder
 
@@ -65,7 +65,7 @@ def undo(marked: Marked, also: Collection[str] = ()) -> None:
     remove_folder(work_folder(root, marked.token))
 
 
-def commit_written(marked: Marked, written: Written, older: Sequence[str]) -> None:
+def commit_written(marked: Marked, written: WrittenFiles, older: Sequence[str]) -> None:
     """Let the files of a save count, give them their names, and remove the older ones; then release the mark.
 
     Raises:

@@ -16,7 +16,7 @@ from shardwise.execution.writing.sink import Sink
 from shardwise.execution.writing.torch_out import Levels, Nest, RoomyFile
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
-from shardwise.planning.saves.renames import Written, fresh
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.planning.saves.save_plan import Extent, Saved, extents
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import Box, Strided
@@ -31,7 +31,7 @@ def write_whole_file(
     *,
     budget_bytes: int,
     device: torch.device,
-) -> tuple[int, Written]:
+) -> tuple[int, WrittenFiles]:
     """Write tensors, shards or whole, and other values into one file, which is to have this name.
 
     ``tensors`` are the same ones on every rank; one that is there twice is written once. ``objects`` are the first
@@ -67,7 +67,7 @@ def write_whole_file(
 
         file = world.together(opened)
         nbytes = _write(world, file, saved, objects, once, held, budget_bytes, device)
-        return nbytes, Written({} if file is None else {name: file.nbytes})
+        return nbytes, WrittenFiles({} if file is None else {name: file.nbytes})
 
 
 def _write(

@@ -23,7 +23,7 @@ _FRESH = re.compile(r"\.(.+)\.([0-9a-f]{8})\.new")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """What a save has written and synced into a folder, as the first rank knows it.
 
     Attributes:
@@ -35,9 +35,9 @@ class Written:
     named: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
 
-    def with_more(self, other: Written) -> Written:
+    def with_more(self, other: WrittenFiles) -> WrittenFiles:
         """Both together."""
-        return Written({**self.named, **other.named}, {**self.beside, **other.beside})
+        return WrittenFiles({**self.named, **other.named}, {**self.beside, **other.beside})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Renames:
             pass
         return None
 
-    def commit(self, written: Written) -> Commit:
+    def commit(self, written: WrittenFiles) -> Commit:
         """The commit of files that have been written."""
         files = {**{fresh(name, self.token): nbytes for name, nbytes in written.named.items()}, **written.beside}
         if len(self.names) == 1:
