@@ -339,6 +339,17 @@ def caught(run: Run) -> str:
     return ""
 
 
+def compared(ours: Any, theirs: Any, run: Run, place: Path, by: str = "shardwise") -> Outcome:
+    """Train on ranks through us, and on others without; both have to come to the same."""
+    found = ours.run(train, run.but(by=by, arguments={"output_dir": str(place / "ours"), **run.arguments}))
+    expected = theirs.run(
+        train, run.but(by="nobody", arguments={"output_dir": str(place / "theirs"), **run.arguments})
+    )
+    for outcome in found:
+        require_same(outcome, expected[0])
+    return found[0]
+
+
 def require_same(found: Outcome, expected: Outcome, relative: float = 1e-6) -> None:
     """Losses and norms within ``relative`` of themselves, weights within what that leaves."""
     assert len(found.steps) == len(expected.steps) > 0

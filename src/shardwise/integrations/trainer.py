@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import KeepAll
-from shardwise.checkpoints.state import TrainState, in_words
+from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
@@ -24,7 +24,14 @@ from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.trainer_events import AgreedEvents
 from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
-from shardwise.integrations.trainer_runs import FromFolder, FromNewest, FromNothing, TrainerFacts, WhereFrom
+from shardwise.integrations.trainer_runs import (
+    FromFolder,
+    FromNewest,
+    FromNothing,
+    ModelAlone,
+    TrainerFacts,
+    WhereFrom,
+)
 from shardwise.interchange.trainer_beside import LeaveRandom
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
 from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
@@ -153,10 +160,10 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        holds = in_words(self._only())
-        if facts.holds not in (holds, folders.MODEL_ALONE):
+        if facts.holds not in (self._only(), ModelAlone()):
             raise CoverageError(
-                f"{what}: holds the state of {facts.holds}, and this training has {holds}; resume it with the "
+                f"{what}: holds the state of {folders.holds_in_words(facts.holds)}, and this training has "
+                f"{folders.holds_in_words(self._only())}; resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
@@ -185,7 +192,7 @@ class ShardwiseTrainer(_Trainer):
             if failure is not None:
                 failure = committing.cause_of(failure, saving)
             _raise_together(world, failure)
-            holds = folders.MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            holds = ModelAlone() if self.args.save_only_model else self._only()
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
             world.from_first(lambda: committing.complete(saving.marked, folder, facts))
@@ -249,7 +256,7 @@ class ShardwiseTrainer(_Trainer):
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             facts = world.from_first(lambda: folders.facts_of(folder))
-        if facts.holds == folders.MODEL_ALONE:
+        if isinstance(facts.holds, ModelAlone):
             _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
             load_trainer_checkpoint(self._trained, folder, random_numbers=LeaveRandom())
 

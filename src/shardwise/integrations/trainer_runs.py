@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardwise.checkpoints.folder import newest_in
+from shardwise.checkpoints.state import in_words
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE
+from shardwise.models.selection import AdapterOnly, Everything, Selection
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
@@ -31,7 +33,26 @@ STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
 _MOST_BYTES = 1 << 16
 _VERSION = 1
-MODEL_ALONE = "the model alone"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAlone:
+    """A checkpoint that holds no state of a training (``save_only_model``)."""
+
+
+Holds: TypeAlias = Selection | ModelAlone
+"""What a training goes on with that a checkpoint is of: everything, one adapter; or nothing but a model."""
+
+
+def holds_in_words(holds: Holds) -> str:
+    """As it stands in the facts, and in messages."""
+    return "the model alone" if isinstance(holds, ModelAlone) else in_words(holds)
+
+
+def _holds_of(words: object) -> Holds:
+    adapter = words.removeprefix("adapter ") if isinstance(words, str) else ""
+    told: Sequence[Holds] = (Everything(), ModelAlone(), AdapterOnly(adapter))
+    return next(holds for holds in told if holds_in_words(holds) == words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +61,19 @@ class TrainerFacts:
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state, in words: "everything", "adapter default", or "the model alone".
+        holds: whose state.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: ranks it was saved by.
     """
 
     step: int
-    holds: str
+    holds: Holds
     rows_per_step: int
     world_size: int
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
+        told = {"version": _VERSION, **asdict(self), "holds": holds_in_words(self.holds)}
+        return json.dumps(told, indent=2).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
@@ -60,11 +82,11 @@ class TrainerFacts:
             told = json.loads(content)
             if told.pop("version") != _VERSION:
                 raise FormatError(f"{what}: was written by a newer shardwise")
-            found = cls(**told)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            found = cls(**told | {"holds": _holds_of(told["holds"])})
+        except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
             raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
         counts = (found.step, found.rows_per_step, found.world_size)
-        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(found.holds, str):
+        if not all(type(count) is int and count >= 0 for count in counts):
             raise FormatError(f"{what}: holds no facts of a checkpoint; take another one")
         return found
 
@@ -140,7 +162,9 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
     """
     facts = facts_of(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
+    if not (folder / STATE_FILE).is_file() or (
+        not isinstance(facts.holds, ModelAlone) and newest_in(state) != facts.step
+    ):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut; remove it, to go on "
             "from the one before"
