@@ -136,6 +136,7 @@ STRANGE = [
     {"token": 1},
     {"older": ["../x"]},
     {"older": ["notes.txt"]},
+    {"older": ["model.safetensors"]},
     {"older": ["unet/weights.bin"]},
     {"names": "x"},
     {"names": [1]},

@@ -49,8 +49,7 @@ MODEL = SavedKind("model", "pytorch_model_fsdp")
 OPTIMIZER = SavedKind("optimizer", "optimizer")
 
 _FILE = re.compile(
-    r"(pytorch_model|model)(_[0-9]+)?(-[0-9]+-of-[0-9]+)?\.(bin|safetensors)(\.index\.json)?"
-    r"|(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?\.bin"
+    r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?\.bin"
     r"|(scheduler|sampler|dl_state_dict)(_[0-9]+)?\.bin"
     r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
 )
@@ -59,7 +58,10 @@ _IN_FOLDER = re.compile(rf"{re.escape(METADATA)}|__[0-9]+_[0-9]+\.distcp")
 
 
 def is_of_accelerate(name: object) -> bool:
-    """Whether a file of a saved state has this name, by its way from the folder, and nobody else's."""
+    """Whether a file of a state saved under FSDP has this name, by its way from the folder, and nobody else's.
+
+    A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
+    """
     if not isinstance(name, str):
         return False
     folder, _, file = name.rpartition("/")

@@ -19,7 +19,6 @@ from shardwise.interchange.accelerate_folder import (
     InPlaceOf,
     New,
     WorkFolder,
-    cause_of,
     keep_newest,
     newest_in,
     state_saved,
@@ -160,7 +159,7 @@ def save_state(
             finally:
                 config.automatic_checkpoint_naming = is_named
             if isinstance(saved, Exception):
-                saved = cause_of(saved, work.part.saving)
+                saved = work.part.saving.cause_of(saved)
             location = world.together(lambda: _value_of(saved))
         if is_named:
             world.from_first(lambda: keep_newest(folder.parent, folder, config.total_limit))

@@ -190,7 +190,7 @@ class ShardwiseTrainer(_Trainer):
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
             if failure is not None:
-                failure = committing.cause_of(failure, saving)
+                failure = saving.cause_of(failure)
             _raise_together(world, failure)
             holds = ModelAlone() if self.args.save_only_model else self._only()
             rows = self.get_total_train_batch_size(self.args)

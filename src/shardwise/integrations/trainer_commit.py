@@ -77,16 +77,6 @@ def _undo(run: Path, step: int, marked: Marked) -> None:
                 os.rmdir(folder)
 
 
-def cause_of(failure: Exception, saving: Saving) -> Exception:
-    """Why this rank could not write a checkpoint: that somebody else has taken the folder over, if that is it."""
-    try:
-        saving.require()
-    except StorageError as lost:
-        lost.__cause__ = failure
-        return lost
-    return failure
-
-
 def complete(marked: Marked, folder: Path, facts: TrainerFacts) -> None:
     """Have a checkpoint count, once all that is in it lasts.
 

@@ -86,16 +86,6 @@ def state_saved(world: World, folder: Path, over: InPlaceOf | New) -> Iterator[W
         world.from_first(lambda: _commit(saving.marked, work, names))
 
 
-def cause_of(failure: Exception, saving: Saving) -> Exception:
-    """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
-    try:
-        saving.require()
-    except StorageError as lost:
-        lost.__cause__ = failure
-        return lost
-    return failure
-
-
 def newest_in(place: Path) -> Path | None:
     """The folder ``checkpoint_N`` of the greatest number whose state counts; None where there is none.
 

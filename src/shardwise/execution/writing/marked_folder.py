@@ -84,6 +84,15 @@ class Saving:
         with open_writer(self.folder) as writer:
             require_lock(writer, self.token)
 
+    def cause_of(self, failure: Exception) -> Exception:
+        """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
+        try:
+            self.require()
+        except StorageError as lost:
+            lost.__cause__ = failure
+            return lost
+        return failure
+
 
 @contextmanager
 def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, undo: OnFirst) -> Iterator[Saving]:
