@@ -7,26 +7,33 @@ import torch
 
 from shardwise.errors import PlacementError
 from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.marked_folder import marked_by_first
+from shardwise.execution.writing.renames import commit_written, tidy, undo
 from shardwise.execution.writing.whole_file import write_whole_file
+
+
+def write(folder, tensors, objects):
+    world, device = World(0, 1), torch.device("cpu")
+    with marked_by_first(world, folder, tidy, undo) as saving:
+        nbytes, written = write_whole_file(
+            world, saving, "file.bin", tensors, objects, budget_bytes=4096, device=device
+        )
+        commit_written(saving.marked, written, [])
+    return nbytes
 
 
 def test_names_that_differ_in_their_dots_only_are_refused(tmp_path):
     tensors = {("state", "a.b", "c"): torch.zeros(2), ("state", "a", "b.c"): torch.ones(2)}
     with pytest.raises(PlacementError, match=r"state\.a\.b\.c: two tensors have this name"):
-        write_whole_file(
-            World(0, 1), tmp_path / "file.bin", tensors, {}, budget_bytes=4096, device=torch.device("cpu")
-        )
+        write(tmp_path, tensors, {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_tensor_under_several_names_is_written_once(tmp_path):
     tied = torch.arange(1000.0)
-    file = tmp_path / "file.bin"
-    nbytes = write_whole_file(
-        World(0, 1), file, {("a",): tied, ("b",): tied}, {("c",): 3}, budget_bytes=4096, device=torch.device("cpu")
-    )
+    nbytes = write(tmp_path, {("a",): tied, ("b",): tied}, {("c",): 3})
     assert nbytes == tied.nbytes
-    found = torch.load(file, weights_only=True)
+    found = torch.load(tmp_path / "file.bin", weights_only=True)
     assert found["c"] == 3
     assert torch.equal(found["a"], tied)
     assert found["a"].data_ptr() == found["b"].data_ptr()

@@ -98,9 +98,21 @@ def numbered(checkpoint: str, folder: str) -> tuple[list[str], int]:
         names = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
         expected = whole(prepared[0])
         run(accelerator, prepared, 1, 2)
+        left = Path(folder, "checkpoints", "checkpoint_3")
+        if accelerator.is_main_process:  # as of a save that was killed
+            left.mkdir()
+            (left / ".scheduler.bin.0123abcd.new").write_text("half")
+            (left / ".shardwise.0123abcd.work").mkdir()
+        accelerator.wait_for_everyone()
         accelerator.load_state()
         assert same_bits(whole(prepared[0]), expected) == []
-        return names + sorted(path.name for path in Path(folder).iterdir()), accelerator.save_iteration
+        found = names + sorted(path.name for path in Path(folder).iterdir()), accelerator.save_iteration
+        accelerator.save_state()
+        assert not [path.name for path in left.iterdir() if path.name.startswith(".")]
+        accelerator.project_configuration.iteration = 3
+        assert "is there already" in attempt(accelerator.save_state)[1]
+        assert sorted(path.name for path in left.parent.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+        return found
 
 
 def by_accelerate_alone(checkpoint: str, folder: str) -> list[str]:

@@ -274,17 +274,16 @@ def _ending(run: Run) -> Any:
 def _die_while_saving(run: Run) -> None:
     """Have this process killed at a step of a save."""
     from shardwise.checkpoints.checkpointer import Checkpointer
-    from shardwise.integrations import trainer_runs
+    from shardwise.integrations import trainer_commit
 
     step, _, when = run.event.removeprefix("in ").partition(" ")
-    owner: Any = Checkpointer if step == "state" else trainer_runs
-    name = "save" if step == "state" else step
+    owner: Any = Checkpointer if step == "state" else trainer_commit
+    name = {"state": "save", "begin": "_begin", "remove": "_remove"}.get(step, step)
     own = getattr(owner, name)
 
     def dying(*given: Any) -> Any:
-        is_due = f"checkpoint-{run.dies_at if step != 'remove' else 2}" in str(given[0]) or given[1:2] == (
-            run.dies_at,
-        )
+        where = f"checkpoint-{run.dies_at if step != 'remove' else 2}"
+        is_due = any(where in str(item) for item in given) or given[1:2] == (run.dies_at,)
         if is_due and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         if is_due and step == "remove":  # in the midst of it
@@ -338,6 +337,17 @@ def caught(run: Run) -> str:
             Path(run.tells).write_text(told)
         return told
     return ""
+
+
+def compared(ours: Any, theirs: Any, run: Run, place: Path, by: str = "shardwise") -> Outcome:
+    """Train on ranks through us, and on others without; both have to come to the same."""
+    found = ours.run(train, run.but(by=by, arguments={"output_dir": str(place / "ours"), **run.arguments}))
+    expected = theirs.run(
+        train, run.but(by="nobody", arguments={"output_dir": str(place / "theirs"), **run.arguments})
+    )
+    for outcome in found:
+        require_same(outcome, expected[0])
+    return found[0]
 
 
 def require_same(found: Outcome, expected: Outcome, relative: float = 1e-6) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -25,7 +23,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import shardwise
 from shardwise import ConfigError
 from shardwise.execution.processes.local_ranks import RankError
-from shardwise.integrations.saved_folder import SavedFolder
 from shardwise.testing.world import run_world
 
 
@@ -210,81 +207,6 @@ def test_a_rank_that_cannot_write_or_read_is_told_on_all_and_the_older_state_sta
     first, second = worlds(2).run(accelerate_states.failing_on_one, qwen3, str(tmp_path / "state"))
     assert first == second
     assert all("rank 1" in words and "no room" in words for _, words in first), first
-
-
-@pytest.mark.parametrize("had_one", [True, False])
-def test_whoever_is_killed_at_any_effect_leaves_one_whole_folder(tmp_path, had_one):
-    """Every rename, removal and sync of a commit is the last one; then somebody else looks."""
-    outcomes = set()
-    for last in range(40):
-        folder = SavedFolder(tmp_path / str(last) / "state")
-        folder.begin()
-        if had_one:
-            _write(folder.work, "old")
-            folder.commit()
-            (folder.path / "log.txt").write_text("mine")
-            (folder.path / "scaler.pt").write_text("old")
-            folder.begin()
-        _write(folder.work, "new")
-        effects = _Effects(last)
-        with effects.counted(), suppress(_Killed):
-            folder.commit()
-        other = SavedFolder(folder.path)
-        other.recover()
-        other.recover()
-        outcomes.add(_read(folder.path))
-        if had_one:
-            assert (folder.path / "log.txt").read_text() == "mine"
-            assert (folder.path / "scaler.pt").exists() is (_read(folder.path) == "old")
-            assert not folder.older.exists()
-        if effects.count <= last:
-            assert _read(folder.path) == "new"
-            break
-    assert outcomes == {"old" if had_one else "", "new"}
-
-
-def _write(folder: Path, what: str) -> None:
-    for name in ("random_states_0.pkl", "scheduler.bin", "optimizer_0/part"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(what)
-
-
-def _read(folder: Path) -> str:
-    if not folder.exists():
-        return ""
-    found = {
-        path.read_text()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name not in ("log.txt", "scaler.pt")
-    }
-    (one,) = found
-    return one
-
-
-class _Killed(BaseException):
-    pass
-
-
-class _Effects:
-    """Ends a process, as it were, once it has had so many effects."""
-
-    def __init__(self, last: int) -> None:
-        self.last, self.count = last, 0
-
-    def counted(self):
-        def of(original):
-            def counting(*args, **keywords):
-                self.count += 1
-                if self.count > self.last:
-                    raise _Killed
-                return original(*args, **keywords)
-
-            return counting
-
-        stack = ExitStack()
-        for owner, name in ((os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
-            stack.enter_context(mock.patch.object(owner, name, of(getattr(owner, name))))
-        return stack
 
 
 SAID = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,16 @@ from tests.integrations.doors import require_doors
 from tests.integrations.runs import write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from shardwise.errors import ConfigError, FormatError
+from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.processes.local_ranks import LocalRanks
+from shardwise.execution.ranks.world import World
+from shardwise.testing import EffectLog, recorded, states_after_crash
 
 require_doors()
 from tests.integrations import refusing  # noqa: E402
 
-from shardwise.integrations import for_trainer, trainer_runs  # noqa: E402
+from shardwise.integrations import for_trainer, trainer_commit, trainer_runs  # noqa: E402
+from shardwise.models.selection import AdapterOnly, Everything  # noqa: E402
 
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
@@ -165,13 +169,13 @@ def test_facts_of_strangers(content: bytes) -> None:
         trainer_runs.TrainerFacts.from_bytes(content, "facts")
 
 
-def test_folders_of_others_are_never_removed(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoint-3"
-    place.mkdir()
-    (place / "mine.txt").write_text("x")
-    with pytest.raises(trainer_runs.StorageError, match="somebody else's; nothing was overwritten"):
-        trainer_runs.begin(place)
-    assert (place / "mine.txt").is_file()
+@pytest.mark.parametrize("holds", [Everything(), AdapterOnly("mine"), trainer_runs.ModelAlone()])
+def test_facts_say_whose_state_there_is(holds: Any) -> None:
+    facts = trainer_runs.TrainerFacts(3, holds, 8, 2)
+    assert trainer_runs.TrainerFacts.from_bytes(facts.to_bytes(), "facts") == facts
+    strange = json.dumps({**json.loads(facts.to_bytes()), "holds": "somewhat"}).encode()
+    with pytest.raises(FormatError, match="holds no facts of a checkpoint"):
+        trainer_runs.TrainerFacts.from_bytes(strange, "facts")
 
 
 def test_it_comes_before_the_trainer() -> None:
@@ -184,18 +188,27 @@ def test_it_comes_before_the_trainer() -> None:
         type("Wrong", (Trainer, ShardwiseTrainer), {})
 
 
-def test_a_folder_that_another_training_took_does_not_count(tmp_path: Path) -> None:
+def test_a_checkpoint_is_begun_in_no_folder_of_others(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint-3"
-    facts = trainer_runs.TrainerFacts(3, "everything", 8, 2)
-    mine = trainer_runs.begin(place)
-    (place / "model.safetensors").write_text("x")
-    beginning = trainer_runs.beginning_of(tmp_path, trainer_runs.FromNothing())
-    trainer_runs.remove_left(tmp_path, beginning)
-    with pytest.raises(trainer_runs.StorageError, match="cannot be completed"):
-        trainer_runs.complete(place, facts, mine)
-    theirs = trainer_runs.begin(place)
-    with pytest.raises(trainer_runs.StorageError, match="another training has begun to save there"):
-        trainer_runs.complete(place, facts, mine)
-    trainer_runs.complete(place, facts, theirs)
-    assert trainer_runs.facts_of(place) == facts
-    assert trainer_runs.checkpoints_in(tmp_path) == {3: trainer_runs.FolderKind.COMPLETE}
+    place.mkdir()
+    (place / "mine.txt").write_text("x")
+    with pytest.raises(StorageError, match="somebody else's; nothing was overwritten"):
+        trainer_commit.marked_for(World(0, 1), tmp_path, 3).__enter__()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "mine.txt"]
+
+
+def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_path: Path) -> None:
+    """As tokenizers with several chat templates have them. What was cut meanwhile does not count."""
+    facts = trainer_runs.TrainerFacts(3, Everything(), 8, 2)
+    log, run = EffectLog(tmp_path / "log"), tmp_path / "run"
+    place = run / "checkpoint-3"
+    with recorded(log, run), trainer_commit.marked_for(World(0, 1), run, 3) as saving:
+        (place / "additional_chat_templates").mkdir()
+        (place / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
+        trainer_commit.complete(saving.marked, place, facts)
+        saving.marked.release()
+    *_, last = states_after_crash({}, log.effects(), samples=0)
+    assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
+    assert "checkpoint-3/shardwise.trainer.json" in last.files
+    trainer_commit.remove_but(run / "checkpoint-9")
+    assert list(run.iterdir()) == []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.integrations.doors import require_doors
-from tests.integrations.runs import Outcome, Run, caught, require_same, train, write
+from tests.integrations.runs import Outcome, Run, caught, require_same, train
 
 from shardwise.execution.processes.local_ranks import LocalRanks, RankError
 
@@ -27,23 +26,6 @@ SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps":
 
 def ranks(size: int) -> LocalRanks:
     return LocalRanks(size, timeout_s=200, preloaded=PRELOADED)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with ranks(2) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[LocalRanks]:
-    with ranks(1) as found:
-        yield found
 
 
 def saving(folder: Path, output: Path, **changes: Any) -> Run:

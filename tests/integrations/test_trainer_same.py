@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.integrations.doors import require_doors
-from tests.integrations.runs import Outcome, Run, require_same, train, write
+from tests.integrations.runs import Run, compared
 
 from shardwise.execution.processes.local_ranks import LocalRanks
 
@@ -16,33 +15,6 @@ require_doors()
 PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2, timeout_s=200, preloaded=PRELOADED) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[LocalRanks]:
-    with LocalRanks(1, timeout_s=200, preloaded=PRELOADED) as ranks:
-        yield ranks
-
-
-def compared(ours: LocalRanks, theirs: LocalRanks, run: Run, place: Path, by: str = "shardwise") -> Outcome:
-    found = ours.run(train, run.but(by=by, arguments={"output_dir": str(place / "ours"), **run.arguments}))
-    expected = theirs.run(
-        train, run.but(by="nobody", arguments={"output_dir": str(place / "theirs"), **run.arguments})
-    )
-    for outcome in found:
-        require_same(outcome, expected[0])
-    return found[0]
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from tests.verbs.test_two_saves import Before
 from torch import nn
 
 import shardwise
 from shardwise import StorageError
-from shardwise.execution.writing import distributed_folder, rank_files, saving_lock, whole_file
-from shardwise.execution.writing import marked_folder as marked
 from shardwise.formats.distributed import read_metadata
 from shardwise.options import DistributedFolder, OneFile, RankFiles
-from shardwise.storage.writing.opening import open_writer
-from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new, states_after_crash
+from shardwise.storage.writing.local_writer import LocalWriter
+from shardwise.testing import EffectLog, assert_old_or_new, recorded, states_after_crash
 
 FORMS = {"one file": OneFile(), "folder": DistributedFolder(), "files of ranks": RankFiles()}
-HOMES = (whole_file, distributed_folder, rank_files, marked)
 MARK = "shardwise.saving"
 
 
@@ -49,17 +47,25 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def patched(monkeypatch, opened) -> None:
-    for home in HOMES:
-        monkeypatch.setattr(home, "open_writer", opened)
+@contextmanager
+def meanwhile(call, act):
+    """``act`` happens before some call of a writer, once."""
+    with ExitStack() as stack:
 
+        def before(name):
+            original = getattr(LocalWriter, name)
 
-def recorded(monkeypatch, root: Path, log: EffectLog) -> None:
-    def opened(target):
-        folder = "" if Path(target) == root else Path(target).name
-        return RecordingWriter(open_writer(target), log, folder=folder)
+            def called(writer, *arguments):
+                if call(name, *arguments):
+                    stack.close()
+                    act()
+                return original(writer, *arguments)
 
-    patched(monkeypatch, opened)
+            stack.enter_context(mock.patch.object(LocalWriter, name, called))
+
+        for name in ("sync", "rename", "publish"):
+            before(name)
+        yield
 
 
 def last_mark_removed(root: Path) -> None:
@@ -69,16 +75,13 @@ def last_mark_removed(root: Path) -> None:
 
 @pytest.mark.parametrize("older", [True, False], ids=["over an older one", "the first"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_crash_leaves_one_model_or_the_other_and_the_next_save_leaves_nothing_else(
-    tmp_path, form, older, monkeypatch
-):
+def test_a_crash_leaves_one_model_or_the_other_and_the_next_save_leaves_nothing_else(tmp_path, form, older):
     root, log = tmp_path / "out", EffectLog(tmp_path / "log")
     root.mkdir()
     if older:
         save(1, root, form)
     before = contents(root)
-    with monkeypatch.context() as context:
-        recorded(context, root, log)
+    with recorded(log, root):
         save(2, root, form)
     assert seed_in(root) == 2
     effects = log.effects()
@@ -110,13 +113,12 @@ def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind, monkeypatch):
+def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind):
     """No byte of a tensor is written, and all the same there is something to be lost."""
     root, log = tmp_path / "out", EffectLog(tmp_path / "log")
     net = model(1)
     optimizer = optimizer_of(net, kind)
-    with monkeypatch.context() as context:
-        recorded(context, root, log)
+    with recorded(log, root):
         shardwise.save_accelerate_optimizer(net, optimizer, root, OneFile())
     whole = (root / "optimizer.bin").read_bytes()
     assert torch.load(root / "optimizer.bin", weights_only=True)["param_groups"][0]["lr"] == 0.5
@@ -129,7 +131,7 @@ def test_a_file_without_tensors_is_synced_before_it_is_named(tmp_path, kind, mon
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form, monkeypatch):
+def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form):
     save(1, tmp_path, form)
     told = []
 
@@ -138,77 +140,24 @@ def test_a_second_save_is_refused_while_one_goes_on(tmp_path, form, monkeypatch)
             save(3, tmp_path, form)
         told.append(True)
 
-    with monkeypatch.context() as context:
-
-        def opened(target):
-            context.undo()
-            return Before(open_writer(target), lambda name, file="", *_: name == "sync" and file != MARK, second)
-
-        patched(context, opened)
+    with meanwhile(lambda name, file="", *_: name == "sync" and file != MARK, second):
         save(2, tmp_path, form)
     assert told
     assert seed_in(tmp_path) == 2
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form, monkeypatch):
+def test_one_that_lost_its_mark_is_told_and_the_other_counts(tmp_path, form):
     save(1, tmp_path, form)
-    is_last_step = lambda name, *_: name in ("publish", "rename") and "renames" not in str(_[0])  # noqa: E731
 
     def other():
         last_mark_removed(tmp_path)
         save(3, tmp_path, form)
 
-    if form == "files of ranks":
-        is_last_step = lambda name, *_: name == "publish"  # noqa: E731
-    with monkeypatch.context() as context:
-
-        def opened(target):
-            context.undo()
-            return Before(open_writer(target), is_last_step, other)
-
-        patched(context, opened)
-        with pytest.raises(StorageError):
-            save(2, tmp_path, form)
+    is_last_step = lambda name, *files: name == "rename" and files[0].endswith(".new")  # noqa: E731
+    with meanwhile(is_last_step, other), pytest.raises(StorageError):
+        save(2, tmp_path, form)
     assert seed_in(tmp_path) == 3
-
-
-@pytest.mark.parametrize("held", ["sizes", "rename"])
-@pytest.mark.parametrize("done", ["nothing", "some", "all"])
-def test_files_of_ranks_count_though_another_has_carried_out_their_renames_and_died(
-    tmp_path, done, held, monkeypatch
-):
-    """Whoever is told of a failure looks for the older files, and would find these."""
-    save(1, tmp_path, "files of ranks")
-    taken = []
-
-    def other():
-        last_mark_removed(tmp_path)
-        with open_writer(tmp_path) as writer:
-            saving_lock.take_lock(writer, "0123abcd")
-            (intent,) = [name for name in writer.list() if name.endswith(".renames.json")]
-            if done == "all":
-                rank_files._finish(writer, intent, lambda name: name.startswith("pytorch_model"))
-            elif done == "some":
-                (fresh,) = [name for name in writer.list() if name.endswith(".new")]
-                writer.rename(fresh, "pytorch_model_fsdp_0_rank0.bin")
-        taken.append(True)
-
-    with monkeypatch.context() as context:
-
-        def opened(target):
-            context.undo()
-            return Before(open_writer(target), lambda name, *_: name == held and is_listed(tmp_path), other)
-
-        patched(context, opened)
-        save(2, tmp_path, "files of ranks")
-    assert taken
-    last_mark_removed(tmp_path)
-    assert seed_in(tmp_path) == 2
-
-
-def is_listed(root: Path) -> bool:
-    return any(path.name.endswith(".renames.json") for path in root.iterdir())
 
 
 def test_a_folder_names_its_files_as_torch_does_and_torch_reads_it(tmp_path):
@@ -247,13 +196,3 @@ def test_a_folder_of_torch_s_own_is_replaced(tmp_path):
     assert seed_in(tmp_path) == 2
     assert "__0_0.distcp" not in os.listdir(folder)
     assert (folder / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"token": "0123abcd", "names": ["../x"]}', '{"token": 1, "names": []}']
-)
-def test_a_list_of_renames_that_makes_no_sense_is_refused(tmp_path, text):
-    save(1, tmp_path, "files of ranks")
-    (tmp_path / ".pytorch_model_fsdp_0_rank0.renames.json").write_text(text)
-    with pytest.raises(shardwise.FormatError, match="is no list of renames"):
-        shardwise.load_accelerate_model(model(9), tmp_path)

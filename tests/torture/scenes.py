@@ -168,7 +168,12 @@ def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[En
     except StorageError as error:
         return [str(error)]
     files, there = last.state.files, here.files()
-    odd = sorted(name for name in {*files, *there} if files.get(name) != there.get(name))
+    left = VERBS[here.verb].is_of_others if any(isinstance(entry, Killed) for entry in entries) else lambda _: False
+    odd = sorted(
+        name
+        for name in {*files, *there}
+        if files.get(name) != there.get(name) and not (left(name) and (name not in files or name.endswith("/")))
+    )
     return [f"written beside all writers: {', '.join(odd)}"] if odd else []
 
 
@@ -307,6 +312,7 @@ def beside(verb: str, store: str, meanwhile: Meanwhile, holds: Sequence[int] | N
             here.put(about.before)
             with actor(here.part(NEW, FIRST), hold) as first:
                 if not first.is_held():
+                    assert hold > 1, first.error
                     break
                 since = len(here.log.entries())
                 found = meanwhile(here)

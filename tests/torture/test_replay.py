@@ -13,7 +13,7 @@ CASES = [(verb, "disk") for verb in VERBS] + [(verb, store) for store in ("s3", 
 IDS = [f"{verb} on {store}" for verb, store in CASES]
 
 # Of all verbs, those that differ most in how they commit; the rest takes longer.
-SOME = {("several over one", "disk"), ("accelerate files", "disk"), ("several files", "s3")}
+SOME = {("several over one", "disk"), ("accelerate state", "disk"), ("several files", "s3")}
 
 everywhere = pytest.mark.parametrize(("verb", "store"), CASES, ids=IDS)
 

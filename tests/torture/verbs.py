@@ -18,6 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import load as load_safetensors
 from tests.checkpoints.tiny import Training
 from tests.faults.saving import Blocks
+from tests.torture import libraries
 from tests.tuning import reference
 
 import shardwise
@@ -48,11 +49,16 @@ def _nothing(_: Path) -> None:
 
 @dataclass(frozen=True)
 class Verb:
-    """One way to save, what finds it again, and what puts down beforehand what it takes."""
+    """One way to save, what finds it again, and what puts down beforehand what it takes.
+
+    ``is_of_others``: of a file, by its way there, whether the code of others writes it first, beside all writers.
+    Whoever is killed then leaves it.
+    """
 
     act: Act
     look: Callable[[CrashState], Found]
     prepare: Callable[[Path], None] = _nothing
+    is_of_others: Callable[[str], bool] = lambda name: False
 
 
 @contextmanager
@@ -282,7 +288,7 @@ def _accelerate_model(form: Any) -> Act:
 
 def _accelerate_model_in(state: CrashState) -> Found:
     opened = {f"pytorch_model_fsdp_0{end}" for end in ("/.metadata", "_rank0.bin")}
-    if not {*opened, ".pytorch_model_fsdp_0_rank0.renames.json"} & state.files.keys():
+    if not opened & state.files.keys():
         return None
     model = Blocks(99)
     with put_down(state) as folder:
@@ -295,6 +301,21 @@ def _save_plain_optimizer(folder: str, seed: int, _: Path) -> None:
     model = Blocks(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
     shardwise.save_accelerate_optimizer(model, optimizer, folder, shardwise.options.OneFile())
+
+
+# What other libraries save through us
+
+
+def _trainer_in(state: CrashState) -> Found:
+    if not any(name.endswith("/shardwise.trainer.json") for name in state.files):
+        return None
+    with put_down(state) as folder:
+        return libraries.of_trainer_in(folder)
+
+
+def _state_in(state: CrashState) -> Found:
+    with put_down(state) as folder:
+        return libraries.of_accelerate_in(folder)
 
 
 VERBS: dict[str, Verb] = {
@@ -318,5 +339,8 @@ VERBS: dict[str, Verb] = {
     "accelerate optimizer": Verb(_save_plain_optimizer, _torch_file("optimizer.bin")),
     "accelerate folder": Verb(_accelerate_model(shardwise.options.DistributedFolder()), _accelerate_model_in),
     "accelerate files": Verb(_accelerate_model(shardwise.options.RankFiles()), _accelerate_model_in),
+    "accelerate state": Verb(libraries.save_by_accelerate, _state_in, is_of_others=libraries.is_of_accelerate),
 }
+if libraries.has_trainer():
+    VERBS["trainer"] = Verb(libraries.save_by_trainer, _trainer_in, is_of_others=libraries.is_of_the_trainer)
 """All of them, by name."""

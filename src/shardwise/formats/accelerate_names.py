@@ -48,6 +48,32 @@ class SavedKind:
 MODEL = SavedKind("model", "pytorch_model_fsdp")
 OPTIMIZER = SavedKind("optimizer", "optimizer")
 
+_FILE = re.compile(
+    r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?(_rank[0-9]+)?\.bin"
+    r"|(scheduler|sampler|dl_state_dict)(_[0-9]+)?\.bin"
+    r"|(random_states|custom_checkpoint)_[0-9]+\.pkl|scaler\.pt"
+)
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_[0-9]+")
+_IN_FOLDER = re.compile(rf"{re.escape(METADATA)}|__[0-9]+_[0-9]+\.distcp")
+
+
+def is_of_accelerate(name: object) -> bool:
+    """Whether a file of a state saved under FSDP has this name, by its way from the folder, and nobody else's.
+
+    A model in the hub's layout is another save's, though accelerate without FSDP gives these names, too.
+    """
+    if not isinstance(name, str):
+        return False
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return is_distributed_folder(folder) and _IN_FOLDER.fullmatch(file) is not None
+    return _FILE.fullmatch(name) is not None
+
+
+def is_distributed_folder(name: str) -> bool:
+    """Whether a model or an optimizer has a folder of this name."""
+    return _FOLDER.fullmatch(name) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class WholeFile:

@@ -10,14 +10,24 @@ import torch
 from torch import nn
 
 from shardwise.execution.ranks.world import World
+from shardwise.execution.states.agreed import StateOptions
+from shardwise.execution.writing.renames import finish_left
 from shardwise.formats.accelerate_names import MODEL
 from shardwise.integrations import accelerate_compat as compat
-from shardwise.integrations.saved_folder import SavedFolder
+from shardwise.interchange import accelerate_writing as writing
+from shardwise.interchange.accelerate_folder import (
+    InPlaceOf,
+    New,
+    WorkFolder,
+    keep_newest,
+    newest_in,
+    state_saved,
+)
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
+from shardwise.planning.loads.consent import TakeFirst
 from shardwise.planning.states.forms import DistributedFolder, FileForm, FullState, OneFile, RankFiles
 from shardwise.training.clipping import clip_gradients
 from shardwise.verbs.accelerate_load import load_accelerate_model, load_accelerate_optimizer
-from shardwise.verbs.accelerate_save import save_accelerate_model, save_accelerate_optimizer
 from shardwise.verbs.state import model_state
 
 T = TypeVar("T")
@@ -38,8 +48,8 @@ def save_model(
     """What takes the place of ``save_fsdp_model``: the same files, written by all ranks at once."""
     if fsdp_plugin.fsdp_version != 2:
         return original(fsdp_plugin, accelerator, model, output_dir, model_index, adapter_only, **others)
-    only, form = _selection(model, adapter_only=adapter_only), _form(fsdp_plugin, others)
-    return save_accelerate_model(model, output_dir, form, number=model_index, only=only)
+    only, place = _selection(model, adapter_only=adapter_only), _place(fsdp_plugin, output_dir, model_index, others)
+    return writing.save_model(model, place, only, TakeFirst(), StateOptions())
 
 
 def load_model(
@@ -72,8 +82,8 @@ def save_optimizer(
     """What takes the place of ``save_fsdp_optimizer``."""
     if fsdp_plugin.fsdp_version != 2:
         return original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, **others)
-    form = _form(fsdp_plugin, others)
-    return save_accelerate_optimizer(model, compat.bare(optimizer), output_dir, form, number=optimizer_index)
+    place = _place(fsdp_plugin, output_dir, optimizer_index, others)
+    return writing.save_optimizer(model, compat.bare(optimizer), place, StateOptions())
 
 
 def load_optimizer(
@@ -131,28 +141,29 @@ def save_state(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """What takes the place of ``Accelerator.save_state``: the folder is written beside, and counts in one step.
+    """What takes the place of ``Accelerator.save_state``: all that is written counts in one step.
 
-    A folder of that name, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
+    A state in the folder, and with ``automatic_checkpoint_naming`` the oldest ones, go once the new one counts.
     """
     config = accelerator.project_configuration
     if not compat.is_fsdp2(accelerator) or (output_dir is None and not config.automatic_checkpoint_naming):
         return original(accelerator, output_dir, *others, **keywords)
     is_named = config.automatic_checkpoint_naming
+    folder = _numbered_folder(accelerator) if is_named else Path(str(output_dir)).expanduser().resolve()
     with World.current(call="save_state") as world:
-        folder = world.together(lambda: _place(accelerator, output_dir))
-        world.require_equal(str(output_dir), "the folder to save into")
-        world.from_first(folder.begin)
-    config.automatic_checkpoint_naming = False
-    try:
-        location = _all_done("save_state", lambda: original(accelerator, str(folder.work), *others, **keywords))
-    finally:
-        config.automatic_checkpoint_naming = is_named
-    with World.current(call="save_state") as world:
-        world.from_first(folder.commit)
+        world.require_equal(str(folder), "the folder to save into")
+        with state_saved(world, folder, New() if is_named else InPlaceOf()) as work:
+            config.automatic_checkpoint_naming = False
+            try:
+                saved = _attempted(lambda: original(accelerator, work, *others, **keywords))
+            finally:
+                config.automatic_checkpoint_naming = is_named
+            if isinstance(saved, Exception):
+                saved = work.part.saving.cause_of(saved)
+            location = world.together(lambda: _value_of(saved))
         if is_named:
-            world.from_first(lambda: folder.keep_newest(config.total_limit))
-    return type(location)(output_dir or folder.path) if str(location) == str(folder.work) else location
+            world.from_first(lambda: keep_newest(folder.parent, folder, config.total_limit))
+    return type(location)(output_dir or folder) if str(location) == work else location
 
 
 def load_state(
@@ -163,49 +174,63 @@ def load_state(
     **keywords: Any,
 ) -> Any:
     """What takes the place of ``Accelerator.load_state``: what a killed save left is put in order first."""
-    if input_dir is None or not (compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)):
+    is_numbered = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
+    is_ours = compat.is_fsdp2(accelerator) or compat.is_one_process(accelerator)
+    if not is_ours or (input_dir is None and not is_numbered):
         return original(accelerator, input_dir, *others, **keywords)
-    folder = SavedFolder(Path(input_dir).expanduser().resolve())
     with World.current(call="load_state") as world:
-        world.from_first(folder.recover)
-    if compat.is_fsdp2(accelerator) or not any(folder.path.glob(f"{MODEL.stem}*")):
+        if is_numbered:
+            place = _numbered_folder(accelerator).parent
+            input_dir = world.from_first(lambda: _path_of(newest_in(place)))
+            if input_dir is None:
+                return _all_done("load_state", lambda: original(accelerator, None, *others, **keywords))
+        folder = Path(str(input_dir)).expanduser().resolve()
+        world.from_first(lambda: finish_left(folder))
+    if compat.is_fsdp2(accelerator) or not any(folder.glob(f"{MODEL.stem}*")):
         return _all_done("load_state", lambda: original(accelerator, input_dir, *others, **keywords))
     with compat.without_models(accelerator) as (models, optimizers):  # a process alone, where ranks have saved
         for number, model in enumerate(models):
-            load_accelerate_model(model, folder.path, number=number)
+            load_accelerate_model(model, folder, number=number)
         for number, optimizer in enumerate(optimizers):
-            load_accelerate_optimizer(models[number], compat.bare(optimizer), folder.path, number=number)
+            load_accelerate_optimizer(models[number], compat.bare(optimizer), folder, number=number)
         return original(accelerator, input_dir, *others, **keywords)
+
+
+def _path_of(found: Path | None) -> str | None:
+    return None if found is None else str(found)
+
+
+def _attempted(function: Callable[[], T]) -> T | Exception:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def _value_of(found: T | Exception) -> T:
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _all_done(call: str, function: Callable[[], T]) -> T:
     """What accelerate does on each rank; where one of them fails, all do. Collective: yes."""
-    done: list[T] = []
-    failure: Exception | None = None
-    try:
-        done.append(function())
-    except Exception as error:
-        failure = error
-
-    def settle() -> T:
-        if failure is not None:
-            raise failure
-        return done[0]
-
+    found = _attempted(function)
     with World.current(call=call) as world:
-        return world.together(settle)
+        return world.together(lambda: _value_of(found))
 
 
-def _place(accelerator: Any, output_dir: str | None) -> SavedFolder:
-    """Where a state goes, as accelerate names it."""
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return SavedFolder(Path(str(output_dir)).expanduser().resolve())
-    folder = SavedFolder(
-        Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"),
-        Path(accelerator.project_dir),
-    )
-    folder.require_new()
-    return folder
+def _numbered_folder(accelerator: Any) -> Path:
+    """Where the next state goes, as accelerate names it."""
+    return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}").resolve()
+
+
+def _place(plugin: Any, output_dir: str, number: int, others: Mapping[str, Any]) -> writing.FilesPlace:
+    """Where a model or an optimizer goes: into the state that is being saved, or by itself."""
+    form = _form(plugin, others)
+    if isinstance(output_dir, WorkFolder):
+        return writing.FilesPlace(output_dir.folder, number, form, output_dir.part)
+    return writing.FilesPlace(Path(output_dir), number, form)
 
 
 def _selection(model: nn.Module, *, adapter_only: bool) -> Selection:

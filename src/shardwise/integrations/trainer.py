@@ -14,15 +14,24 @@ from torch import nn
 from shardwise.checkpoints import randomness
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.modes import KeepAll
-from shardwise.checkpoints.state import TrainState, in_words
+from shardwise.checkpoints.state import TrainState
 from shardwise.errors import ConfigError, CoverageError, RankLostError, ShardwiseError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.marked_folder import Marked
+from shardwise.integrations import trainer_commit as committing
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.trainer_events import AgreedEvents
 from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
-from shardwise.integrations.trainer_runs import FromFolder, FromNewest, FromNothing, TrainerFacts, WhereFrom
+from shardwise.integrations.trainer_runs import (
+    FromFolder,
+    FromNewest,
+    FromNothing,
+    ModelAlone,
+    TrainerFacts,
+    WhereFrom,
+)
 from shardwise.interchange.trainer_beside import LeaveRandom
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters
 from shardwise.verbs.trainer_checkpoint import load_trainer_checkpoint
@@ -124,7 +133,8 @@ class ShardwiseTrainer(_Trainer):
             if source is not None:
                 facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
-            world.from_first(lambda: folders.remove_left(run, beginning))
+            if beginning.left:
+                world.from_first(lambda: committing.remove_left(run))
         self._saved_step = None
         watched = World.current(call="the Trainer's steps")
         if watched.size > 1:
@@ -150,10 +160,10 @@ class ShardwiseTrainer(_Trainer):
 
     def _require_same(self, facts: TrainerFacts, source: Path) -> None:
         what = f"resume_from_checkpoint={str(source)!r}"
-        holds = in_words(self._only())
-        if facts.holds not in (holds, folders.MODEL_ALONE):
+        if facts.holds not in (self._only(), ModelAlone()):
             raise CoverageError(
-                f"{what}: holds the state of {facts.holds}, and this training has {holds}; resume it with the "
+                f"{what}: holds the state of {folders.holds_in_words(facts.holds)}, and this training has "
+                f"{folders.holds_in_words(self._only())}; resume it with the "
                 "tuning that it was saved with (Full, Freeze, Lora, and the adapter's name)"
             )
         rows = self.get_total_train_batch_size(self.args)
@@ -173,17 +183,21 @@ class ShardwiseTrainer(_Trainer):
             return
         run = Path(self._get_output_dir(trial=trial))
         folder = folders.folder_of(run, step)
-        with World.current(call="Trainer._save_checkpoint") as world:
-            token = world.from_first(lambda: folders.begin(folder))
+        with (
+            World.current(call="Trainer._save_checkpoint") as world,
+            committing.marked_for(world, run, step) as saving,
+        ):
             with self._keeping_all() as limit:  # what is older goes when the new one counts
                 failure = _failure_of(lambda: super(ShardwiseTrainer, self)._save_checkpoint(model, trial))
+            if failure is not None:
+                failure = saving.cause_of(failure)
             _raise_together(world, failure)
-            holds = folders.MODEL_ALONE if self.args.save_only_model else in_words(self._only())
+            holds = ModelAlone() if self.args.save_only_model else self._only()
             rows = self.get_total_train_batch_size(self.args)
             facts = TrainerFacts(step, holds, rows, world.size)
-            world.from_first(lambda: folders.complete(folder, facts, token))
+            world.from_first(lambda: committing.complete(saving.marked, folder, facts))
             self._saved_step = step
-            world.from_first(lambda: self._remove_older(run, limit))
+            world.from_first(lambda: self._end_save(run, limit, saving.marked))
 
     def _finalize_training(self, *given: Any) -> Any:
         with self._keeping_all() as limit:
@@ -191,7 +205,7 @@ class ShardwiseTrainer(_Trainer):
         best = self.state.best_model_checkpoint
         if limit == 1 and best is not None:
             with World.current(call="Trainer.train") as world:
-                world.from_first(lambda: folders.remove_but(Path(best)))
+                world.from_first(lambda: committing.remove_but(Path(best)))
         return done
 
     @contextmanager
@@ -204,15 +218,16 @@ class ShardwiseTrainer(_Trainer):
         finally:
             self.args.save_total_limit = limit
 
-    def _remove_older(self, run: Path, limit: int | None) -> None:
+    def _end_save(self, run: Path, limit: int | None, marked: Marked) -> None:
+        """Remove what is above the limit, and take the mark away."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
         best = self.state.best_model_checkpoint
         kept = next(
             (step for step in complete if best and Path(best).name == folders.folder_of(run, step).name), None
         )
-        for step in folders.steps_to_remove(complete, limit, kept):
-            folders.remove(folders.folder_of(run, step))
+        committing.remove_under(marked, run, folders.steps_to_remove(complete, limit, kept))
+        marked.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
         """Save the model by all ranks, what is beside it by the first. Collective: yes, for adapters as well."""
@@ -241,7 +256,7 @@ class ShardwiseTrainer(_Trainer):
         folder = Path(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
             facts = world.from_first(lambda: folders.facts_of(folder))
-        if facts.holds == folders.MODEL_ALONE:
+        if isinstance(facts.holds, ModelAlone):
             _log.warning("%s: holds the model alone (save_only_model); the optimizer begins anew", folder)
             load_trainer_checkpoint(self._trained, folder, random_numbers=LeaveRandom())
 

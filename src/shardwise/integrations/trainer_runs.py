@@ -3,10 +3,10 @@
 [Note: A checkpoint of the Trainer's] ``checkpoint-N`` holds the model as ``save_pretrained`` would write it,
 the state of the training under ``state`` (a checkpoint of
 :class:`~shardwise.checkpoints.checkpointer.Checkpointer`), and ``trainer_state.json``. It counts once
-``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable. A folder is
-begun by ``shardwise.begun``, so that what a kill has left is told from what somebody else has put there: the
-first is removed by the training that goes on there, the second is an error. Removing goes the other way round:
-first what makes it count.
+``shardwise.trainer.json`` is there, which is put in place in one step when all else is durable
+(``integrations/trainer_commit.py``). A folder is begun by ``shardwise.begun``, so that what a kill has left is told
+from what somebody else has put there: the first is removed by whoever saves or goes on there next, the second is an
+error. Removing goes the other way round: first what makes it count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -23,9 +21,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardwise.checkpoints.folder import newest_in
+from shardwise.checkpoints.state import in_words
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
 from shardwise.interchange.trainer_folder import STATE_FILE
+from shardwise.models.selection import AdapterOnly, Everything, Selection
 
 FACTS_FILE = "shardwise.trainer.json"
 BEGUN_FILE = "shardwise.begun"
@@ -33,7 +33,26 @@ STATE_FOLDER = "state"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,15}})")
 _MOST_BYTES = 1 << 16
 _VERSION = 1
-MODEL_ALONE = "the model alone"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAlone:
+    """A checkpoint that holds no state of a training (``save_only_model``)."""
+
+
+Holds: TypeAlias = Selection | ModelAlone
+"""What a training goes on with that a checkpoint is of: everything, one adapter; or nothing but a model."""
+
+
+def holds_in_words(holds: Holds) -> str:
+    """As it stands in the facts, and in messages."""
+    return "the model alone" if isinstance(holds, ModelAlone) else in_words(holds)
+
+
+def _holds_of(words: object) -> Holds:
+    adapter = words.removeprefix("adapter ") if isinstance(words, str) else ""
+    told: Sequence[Holds] = (Everything(), ModelAlone(), AdapterOnly(adapter))
+    return next(holds for holds in told if holds_in_words(holds) == words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +61,19 @@ class TrainerFacts:
 
     Attributes:
         step: optimizer steps done.
-        holds: whose state, in words: "everything", "adapter default", or "the model alone".
+        holds: whose state.
         rows_per_step: rows of one optimizer step, of all ranks and micro-batches.
         world_size: ranks it was saved by.
     """
 
     step: int
-    holds: str
+    holds: Holds
     rows_per_step: int
     world_size: int
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2).encode()
+        told = {"version": _VERSION, **asdict(self), "holds": holds_in_words(self.holds)}
+        return json.dumps(told, indent=2).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> TrainerFacts:
@@ -62,11 +82,11 @@ class TrainerFacts:
             told = json.loads(content)
             if told.pop("version") != _VERSION:
                 raise FormatError(f"{what}: was written by a newer shardwise")
-            found = cls(**told)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            found = cls(**told | {"holds": _holds_of(told["holds"])})
+        except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
             raise FormatError(f"{what}: holds no facts of a checkpoint ({error}); take another one") from error
         counts = (found.step, found.rows_per_step, found.world_size)
-        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(found.holds, str):
+        if not all(type(count) is int and count >= 0 for count in counts):
             raise FormatError(f"{what}: holds no facts of a checkpoint; take another one")
         return found
 
@@ -142,7 +162,9 @@ def whole_facts_of(folder: Path) -> TrainerFacts:
     """
     facts = facts_of(folder)
     state = folder / STATE_FOLDER
-    if not (folder / STATE_FILE).is_file() or (facts.holds != MODEL_ALONE and newest_in(state) != facts.step):
+    if not (folder / STATE_FILE).is_file() or (
+        not isinstance(facts.holds, ModelAlone) and newest_in(state) != facts.step
+    ):
         raise FormatError(
             f"resume_from_checkpoint={str(folder)!r}: files of it are gone, or have been cut; remove it, to go on "
             "from the one before"
@@ -224,96 +246,3 @@ def steps_to_remove(complete: Sequence[int], limit: int | None, best: int | None
     kept = {max(complete), *([best] if best in complete else [])}
     others = [step for step in sorted(complete) if step not in kept]
     return others[: max(0, len(complete) - max(limit, len(kept)))]
-
-
-def begin(folder: Path) -> str:
-    """Mark a folder as one that is being written; what tells this save from another one.
-
-    Raises:
-        StorageError: it cannot be written to, or something is there. (What was left was removed before.)
-    """
-    try:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise StorageError(f"{folder}: is there already, {kind_of(folder).value}; nothing was overwritten")
-        folder.mkdir(parents=True, exist_ok=True)
-        token = secrets.token_hex(8)
-        (folder / BEGUN_FILE).write_text(token)
-        _sync(folder / BEGUN_FILE)
-        _sync(folder)
-        return token
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be written to ({error.strerror or error})") from error
-
-
-def complete(folder: Path, facts: TrainerFacts, token: str) -> None:
-    """Have a checkpoint count: everything beside the saves, which are durable, is synced, and then the facts.
-
-    Raises:
-        StorageError: the disk refuses; or the folder is not the one any more that ``begin`` has marked.
-    """
-    try:
-        if (folder / BEGUN_FILE).read_text() != token:
-            raise StorageError(f"{folder}: another training has begun to save there; have an output_dir for each")
-        for place in folder.iterdir():
-            if place.is_file():
-                _sync(place)
-        fresh = folder / f"{FACTS_FILE}.new"
-        fresh.write_bytes(facts.to_bytes())
-        _sync(fresh)
-        _sync(folder)
-        fresh.replace(folder / FACTS_FILE)
-        _sync(folder)
-        _sync(folder.parent)
-    except OSError as error:
-        raise StorageError(f"{folder}: the checkpoint cannot be completed ({error.strerror or error})") from error
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; what makes it count goes first, what says that it is ours last.
-
-    Raises:
-        StorageError: something cannot be removed.
-    """
-    try:
-        if (folder / FACTS_FILE).is_file():
-            (folder / BEGUN_FILE).touch()
-            (folder / FACTS_FILE).unlink()
-            _sync(folder)
-        for place in folder.iterdir():
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
-            elif place.name != BEGUN_FILE:
-                place.unlink()
-        (folder / BEGUN_FILE).unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be removed ({error.strerror or error})") from error
-
-
-def remove_left(run: Path, beginning: Beginning) -> None:
-    """Remove what saves have left that never counted.
-
-    Raises:
-        StorageError: something cannot be removed.
-    """
-    for step in beginning.left:
-        remove(folder_of(run, step))
-
-
-def remove_but(best: Path) -> None:
-    """Remove all checkpoints of a run but one.
-
-    Raises:
-        StorageError: something cannot be removed.
-    """
-    for step, kind in checkpoints_in(best.parent).items():
-        if kind is FolderKind.COMPLETE and folder_of(best.parent, step).name != best.name:
-            remove(folder_of(best.parent, step))
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -25,7 +25,8 @@ from shardwise.execution.states.agreed import (
     require_same_call,
 )
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.execution.writing.rank_files import finish_renames, read_rank_file
+from shardwise.execution.writing.rank_files import read_rank_file
+from shardwise.execution.writing.renames import finish_left
 from shardwise.execution.writing.saved_tree import SavedTree, read_distributed_tree, read_file_tree
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.accelerate_names import (
@@ -37,6 +38,7 @@ from shardwise.formats.accelerate_names import (
     SavedKind,
     WholeFile,
     find,
+    is_distributed_folder,
 )
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
@@ -163,8 +165,8 @@ def _state_of_optimizer(
 
 def _found(path: Path, kind: SavedKind, number: int) -> AccelerateSave:
     """What there is, once what a killed save left to be renamed has been. On one rank."""
-    folder = path if path.is_dir() else path.parent
-    finish_renames(folder, [kind.rank_file(number, 0)], lambda name: kind.rank_of(name, number) is not None)
+    is_inside = path.is_file() or is_distributed_folder(path.name)
+    finish_left(path.parent if is_inside else path)
     return find(path, kind, number)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -14,18 +14,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.engines import model_states, optimizer_states
+from shardwise.engines.arguments import world_of
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import StateOptions, require_same_call
-from shardwise.execution.writing.distributed_folder import write_distributed_folder
+from shardwise.execution.writing.distributed_folder import older_in, write_distributed_folder
+from shardwise.execution.writing.marked_folder import Saving, marked_by_first
 from shardwise.execution.writing.rank_files import write_rank_files
+from shardwise.execution.writing.renames import commit_written, tidy, undo
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.execution.writing.whole_file import write_whole_file
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
 from shardwise.models.rebind import ShapedAlike
 from shardwise.models.selection import AdapterOnly, Selection
-from shardwise.models.view import Held
+from shardwise.models.view import Held, without_compile
 from shardwise.planning.loads.consent import OnDiffering
+from shardwise.planning.saves.renames import WrittenFiles
 from shardwise.planning.states.forms import DistributedFolder, FileForm, OneFile, RankFiles, require_file_form
 from shardwise.report.files_report import FilesReport
 
@@ -33,12 +37,26 @@ _NO_BLOCKS = ShapedAlike("a Checkpointer keeps moments in blocks, and factors, w
 
 
 @dataclass(frozen=True, slots=True)
+class ByItself:
+    """A model or an optimizer counts once it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """A model or an optimizer counts when the state does that it is a part of, and whose mark the folder has."""
+
+    saving: Saving
+    parts: list[WrittenFiles] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class FilesPlace:
-    """Where a model or an optimizer goes: the folder, its number in it, and the form."""
+    """Where a model or an optimizer goes: the folder, its number in it, and the form; when it counts."""
 
     folder: Path
     number: int
     form: FileForm
+    counts: ByItself | PartOf = ByItself()
 
     def agree(self, world: World, *modes: object, options: StateOptions) -> None:
         """Raise when it cannot be honoured, or ranks ask for different things. Collective: yes.
@@ -56,6 +74,32 @@ class FilesPlace:
 
         world.together(check)
         require_same_call(world, os.fspath(self.folder), self.form, self.number, modes, options=options)
+
+
+@torch.no_grad()
+def save_model(
+    model: nn.Module, place: FilesPlace, only: Selection, on_differing_buffers: OnDiffering, options: StateOptions
+) -> FilesReport:
+    """Write a model as accelerate does. Collective: yes.
+
+    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_model`.
+    """
+    model = without_compile(model)
+    with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
+        place.agree(world, only, on_differing_buffers, options=options)
+        return write_model(world, model, place, only, on_differing_buffers, options)
+
+
+@torch.no_grad()
+def save_optimizer(model: nn.Module, optimizer: Optimizer, place: FilesPlace, options: StateOptions) -> FilesReport:
+    """Write an optimizer as accelerate does. Collective: yes.
+
+    Memory, errors: as of :func:`~shardwise.verbs.accelerate_save.save_accelerate_optimizer`.
+    """
+    model = without_compile(model)
+    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
+        place.agree(world, options=options)
+        return write_optimizer(world, model, optimizer, place, options)
 
 
 def write_model(
@@ -114,25 +158,67 @@ def _write(
     options: StateOptions,
 ) -> tuple[Path, int]:
     """Where the state is then, and its bytes. Collective: yes."""
-    folder, number = place.folder, place.number
+    match place.counts:
+        case PartOf(saving, parts):
+            path, nbytes, written = _written(world, saving, place, kind, state, home, options)
+            parts.append(written)
+        case ByItself():
+            with marked_by_first(world, place.folder, tidy, undo) as saving:
+                path, nbytes, written = _written(world, saving, place, kind, state, home, options)
+                world.from_first(lambda: commit_written(saving.marked, written, _older(place, kind, written)))
+        case _:
+            assert_never(place.counts)
+    return path, nbytes
+
+
+def _written(
+    world: World,
+    saving: Saving,
+    place: FilesPlace,
+    kind: SavedKind,
+    state: dict[str, Any],
+    home: torch.device,
+    options: StateOptions,
+) -> tuple[Path, int, WrittenFiles]:
+    """Where the state will be, its bytes, and what is to be given its name. Collective: yes."""
+    folder, number, budget = place.folder, place.number, options.budget_bytes
     match place.form:
         case OneFile():
-            path = folder / kind.file(number)
+            name = kind.file(number)
             tensors, objects = _apart(state)
-            budget = options.budget_bytes
-            nbytes = write_whole_file(world, path, tensors, objects, budget_bytes=budget, device=home)
+            nbytes, written = write_whole_file(
+                world, saving, name, tensors, objects, budget_bytes=budget, device=home
+            )
         case DistributedFolder():
-            path = folder / kind.folder(number)
-            nbytes = write_distributed_folder(world, path, {kind.what: state}, budget_bytes=options.budget_bytes)
+            name = kind.folder(number)
+            written = write_distributed_folder(world, saving, name, {kind.what: state}, budget_bytes=budget)
+            nbytes = sum(written.beside.values())
         case RankFiles():
             names = [kind.rank_file(number, rank) for rank in range(world.size)]
-            path = folder / names[world.rank]
-            nbytes = write_rank_files(
-                world, folder, names, state, lambda name: kind.rank_of(name, number) is not None
-            )
+            name = names[world.rank]
+            nbytes, written = write_rank_files(world, saving, names, state)
         case _:
             assert_never(place.form)
-    return path, nbytes
+    return folder / name, nbytes, written
+
+
+def _older(place: FilesPlace, kind: SavedKind, written: WrittenFiles) -> list[str]:
+    """What goes when a model or an optimizer counts that is saved by itself: the older one in the same form."""
+    match place.form:
+        case OneFile():
+            return []
+        case DistributedFolder():
+            name = kind.folder(place.number)
+            new = {file.removeprefix(f"{name}/") for file in written.beside}
+            return [f"{name}/{file}" for file in older_in(place.folder / name, new)]
+        case RankFiles():
+            return [
+                name
+                for name in os.listdir(place.folder)
+                if kind.rank_of(name, place.number) is not None and name not in written.named
+            ]
+        case _:
+            assert_never(place.form)
 
 
 def _apart(state: dict[str, Any]) -> tuple[dict[Levels, torch.Tensor], dict[Levels, object]]:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engines.arguments import world_of
 from shardwise.execution.states.agreed import StateOptions
-from shardwise.interchange.accelerate_writing import FilesPlace, write_model, write_optimizer
+from shardwise.interchange.accelerate_writing import FilesPlace, save_model, save_optimizer
 from shardwise.models.selection import Everything, Selection
-from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import OnDiffering, TakeFirst
 from shardwise.planning.states.forms import DistributedFolder, FileForm
 from shardwise.report.files_report import FilesReport
 
 
-@torch.no_grad()
 def save_accelerate_model(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -59,14 +55,9 @@ def save_accelerate_model(
 
     Every error is the same on every rank.
     """
-    model = without_compile(model)
-    place = FilesPlace(Path(directory), number, form)
-    with world_of(options, "save_accelerate_model") as world, torch.device("cpu"):
-        place.agree(world, only, on_differing_buffers, options=options)
-        return write_model(world, model, place, only, on_differing_buffers, options)
+    return save_model(model, FilesPlace(Path(directory), number, form), only, on_differing_buffers, options)
 
 
-@torch.no_grad()
 def save_accelerate_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -93,8 +84,4 @@ def save_accelerate_optimizer(
         number: of the optimizer among those in the folder.
         options: budget, process group, patience.
     """
-    model = without_compile(model)
-    place = FilesPlace(Path(directory), number, form)
-    with world_of(options, "save_accelerate_optimizer") as world, torch.device("cpu"):
-        place.agree(world, options=options)
-        return write_optimizer(world, model, optimizer, place, options)
+    return save_optimizer(model, optimizer, FilesPlace(Path(directory), number, form), options)

@@ -73,7 +73,7 @@ def let_count(writer: StorageWriter, held: HeldMark, commit: Commit, beside: Map
             counts in its place. See [Note: Asked again].
     """
     for name, content in commit.ready.items():
-        _make(writer, name, content)
+        make_file(writer, name, content)
     held.require()
     _require_there(writer, {**commit.files, **{name: len(content) for name, content in commit.ready.items()}})
     with _put_back_if_in_vain(writer, held, commit, beside):
@@ -112,7 +112,7 @@ def counts(writer: StorageWriter, commit: Commit) -> bool:
     )
 
 
-def _make(writer: StorageWriter, name: str, content: bytes) -> None:
+def make_file(writer: StorageWriter, name: str, content: bytes) -> None:
     """Write and sync a small file that nobody has a use for but this save."""
     if not writer.policy.has_random_writes:
         writer.replace(name, content)

@@ -1,11 +1,10 @@
-"""Saves a sharded state as a folder of ``torch.distributed.checkpoint``, committed in one step."""
+"""Writes a sharded state as a folder of ``torch.distributed.checkpoint``, which ``.metadata`` has count."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.chunk_plan import TensorsPlan, data_file, key_of, metadata_of, plan_tensors
 from shardwise.execution.writing.chunk_sources import InPlace, places_of, views_of
 from shardwise.execution.writing.chunk_stream import ChunkStream
-from shardwise.execution.writing.committing import let_count, remove_unnamed
-from shardwise.execution.writing.marked_folder import Marked, marked_by_first
-from shardwise.execution.writing.saving_lock import Whose, require_lock
+from shardwise.execution.writing.committing import make_file
+from shardwise.execution.writing.marked_folder import Saving
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.formats.distributed import METADATA, read_metadata
 from shardwise.models.view import local_tensor
-from shardwise.planning.saves.commit import Commit, Publish, on_its_way
-from shardwise.storage.contract import StorageWriter
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
 
@@ -44,11 +41,14 @@ class _RankState:
     told: Mapping[str, TensorFacts]
 
 
-def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any], *, budget_bytes: int) -> int:
-    """Write a nest of dicts with DTensors, whole tensors and other values; the bytes of the files.
+def write_distributed_folder(
+    world: World, saving: Saving, name: str, state: Mapping[str, Any], *, budget_bytes: int
+) -> WrittenFiles:
+    """Write a nest of dicts with DTensors, whole tensors and other values into a folder of this name.
 
-    An older checkpoint in the folder, which every rank sees, counts until ``.metadata`` takes the place of its own:
-    the files of the new one have other names. Then its files are removed. What is no tensor is the first rank's.
+    It is in the folder that is marked, which every rank sees. The new files have other names than an older
+    checkpoint's, which counts until ``.metadata`` takes the place of its own. What is no tensor is the first
+    rank's.
 
     Collective: yes.
     Memory: ``budget_bytes``, and that only for tensors that are strided, or on an accelerator.
@@ -62,27 +62,19 @@ def write_distributed_folder(world: World, folder: Path, state: Mapping[str, Any
     shapes = {way: (tuple(tensor.shape), tensor.dtype) for way, tensor in content.tensors.items()}
     plan = world.together(lambda: plan_tensors(shapes, told))
     sizes = world.each(lambda: {way: len(value) for way, value in content.values.items()})
+    number, folder = _number(saving.token), Path(saving.folder, name)
+    files = {data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)}
+    world.together(lambda: _write_own(world, saving, folder, plan, content, files, budget_bytes))
 
-    def tidy(marked: Marked) -> None:
-        _remove_left(marked.writer, folder)
+    def write_metadata() -> int:
+        metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, number))
+        with open_writer(folder) as writer:
+            make_file(writer, fresh(METADATA, saving.token), metadata)
+            writer.sync_names()
+        return len(metadata)
 
-    def undo(marked: Marked) -> None:
-        if marked.held.whose() is Whose.OURS:
-            _remove_left(marked.writer, folder)
-
-    try:
-        with marked_by_first(world, folder, tidy, undo) as saving:
-            number = _number(saving.token)
-            files = {
-                data_file(rank, number): plan.nbytes(rank) + sum(own.values()) for rank, own in enumerate(sizes)
-            }
-            world.together(lambda: _write_own(world, folder, saving.token, plan, content, files, budget_bytes))
-            world.from_first(lambda: _commit(saving.marked, files, plan, sizes))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # where nothing was there before
-        raise
-    return sum(files.values())
+    named = {f"{name}/{METADATA}": world.from_first(write_metadata)}
+    return WrittenFiles(named, {f"{name}/{file}": nbytes for file, nbytes in files.items()})
 
 
 def _looked_at(world: World, state: Mapping[str, Any]) -> tuple[_RankState, list[Mapping[str, TensorFacts]]]:
@@ -140,21 +132,21 @@ def _number(token: str) -> int:
 
 def _write_own(
     world: World,
+    saving: Saving,
     folder: Path,
-    token: str,
     plan: TensorsPlan,
     content: _RankState,
     files: Mapping[str, int],
     budget_bytes: int,
 ) -> None:
     """This rank's file, once it sees the mark."""
-    file = data_file(world.rank, _number(token))
+    saving.require()
+    file = data_file(world.rank, _number(saving.token))
     chunks = plan.by_rank[world.rank]
     tensors = {key_of(way): tensor for way, tensor in content.tensors.items()}
     local = {key: local_tensor(tensor) for key, tensor in tensors.items()}
     views = views_of(places_of(chunks, tensors), local)
     with open_writer(folder) as writer:
-        require_lock(writer, token)
         writer.create(file, files[file])
         stream = ChunkStream(writer, file, world.check)
         stream.write(chunks, InPlace(views, budget_bytes), list(content.values.values()))
@@ -162,34 +154,19 @@ def _write_own(
         writer.sync_names()
 
 
-def _commit(marked: Marked, files: Mapping[str, int], plan: TensorsPlan, sizes: list[dict[Levels, int]]) -> None:
-    """Let the new checkpoint count, and remove the older one's files."""
-    metadata = metadata_of(plan, sizes, lambda rank: data_file(rank, _number(marked.token)))
-    ready = on_its_way(METADATA, marked.token)
-    older = tuple(name for name in marked.writer.list() if _DATA.fullmatch(name) and name not in files)
-    commit = Commit(
-        files,
-        steps=(Publish(ready, METADATA),),
-        then=files,
-        ready={ready: metadata},
-        says={METADATA: metadata},
-        without=frozenset({ready}),
-        obsolete=older,
-    )
-    let_count(marked.writer, marked.held, commit, {})
-    marked.release()
+def older_in(folder: Path, files: Collection[str]) -> list[str]:
+    """Data of older checkpoints in a folder, beside these files."""
+    with open_writer(folder) as writer:
+        return [name for name in writer.list() if _DATA.fullmatch(name) and name not in files]
 
 
-def _remove_left(writer: StorageWriter, folder: Path) -> None:
-    """What saves left that were never completed."""
-    remove_unnamed(writer, [name for name in writer.list() if name.startswith(f".{METADATA}.")])
-    for name in _left(folder, writer.list()):
-        writer.remove(name)
-
-
-def _left(folder: Path, names: list[str]) -> list[str]:
-    """Files of saves of ours that ``.metadata`` does not tell of."""
+def left_in(folder: Path, of: str = "") -> list[str]:
+    """Data of saves of ours that ``.metadata`` does not tell of; of the save with this token, or of any."""
+    with open_writer(folder) as writer:
+        names = writer.list()
     ours = [name for name in names if (found := _DATA.fullmatch(name)) and int(found[1]) >= _FIRST_NUMBER]
+    if of:
+        ours = [name for name in ours if (found := _DATA.fullmatch(name)) and int(found[1]) == _number(of)]
     if not ours or METADATA not in names:
         return ours
     try:

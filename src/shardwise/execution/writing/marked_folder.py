@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
 from typing import TypeAlias
 
 from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.saving_lock import HeldMark, new_token, take_lock
+from shardwise.execution.writing.saving_lock import LOCK_FILE, HeldMark, new_token, require_lock, take_lock
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.opening import open_writer
 
@@ -30,10 +30,31 @@ class Marked:
     held: HeldMark
     token: str
 
+    @property
+    def files(self) -> frozenset[str]:
+        """What is there for the mark alone."""
+        return frozenset({LOCK_FILE})
+
     def release(self) -> None:
         """Take the mark away, for good."""
         self.held.release()
         self.writer.sync_names()
+
+
+@contextmanager
+def marked_here(folder: str | PathLike[str]) -> Iterator[Marked]:
+    """Mark a folder for the time of the block, by one rank. Collective: no.
+
+    Raises:
+        StorageError: another save is writing there, or the folder cannot be written to.
+    """
+    with open_writer(folder) as writer:
+        token = new_token()
+        marked = Marked(writer, take_lock(writer, token), token)
+        try:
+            yield marked
+        finally:
+            marked.release()
 
 
 OnFirst: TypeAlias = Callable[[Marked], None]
@@ -42,9 +63,10 @@ OnFirst: TypeAlias = Callable[[Marked], None]
 
 @dataclass(slots=True)
 class Saving:
-    """A save that all ranks take part in: its token, and, on the first rank alone, the marked folder."""
+    """A save that all ranks take part in: its token, the folder, and, on the first rank alone, its mark."""
 
     token: str
+    folder: str
     _marked: Marked | None
 
     @property
@@ -52,6 +74,24 @@ class Saving:
         """On the first rank."""
         assert self._marked is not None, "only the first rank holds the mark"
         return self._marked
+
+    def require(self) -> None:
+        """Look whether the mark is this save's still, on any rank.
+
+        Raises:
+            StorageError: it is not.
+        """
+        with open_writer(self.folder) as writer:
+            require_lock(writer, self.token)
+
+    def cause_of(self, failure: Exception) -> Exception:
+        """Why this rank could not save: that somebody else has taken the folder over, if that is it."""
+        try:
+            self.require()
+        except StorageError as lost:
+            lost.__cause__ = failure
+            return lost
+        return failure
 
 
 @contextmanager
@@ -78,7 +118,7 @@ def marked_by_first(world: World, folder: str | PathLike[str], tidy: OnFirst, un
 
         try:
             token = world.from_first(begin)
-            yield Saving(token, found[0] if found else None)
+            yield Saving(token, fspath(folder), found[0] if found else None)
         except BaseException:
             for marked in found:
                 with contextlib.suppress(StorageError):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,32 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import FormatError, PlacementError, StorageError
 from shardwise.execution.ranks.world import World
-from shardwise.execution.writing.committing import let_count, remove_unnamed
-from shardwise.execution.writing.marked_folder import Marked, marked_by_first
-from shardwise.execution.writing.saving_lock import Whose, new_token, require_lock, take_lock
+from shardwise.execution.writing.marked_folder import Saving
 from shardwise.formats.torch_file import refuse_others
 from shardwise.models.view import local_boxes, local_tensor
-from shardwise.planning.saves.commit import Commit, Publish, on_its_way
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.storage.contract import StorageWriter
-from shardwise.storage.names import shown, why_not_plain
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.writing.opening import open_writer
-
-_FRESH = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 
 _SMALL_BYTES = 1 << 20
 """What is smaller waits for more before it is written."""
 
 
-def write_rank_files(
-    world: World, folder: Path, names: Sequence[str], state: Any, is_one: Callable[[str], bool]
-) -> int:
-    """Write this rank's state, under the name of its rank; the bytes of the file.
-
-    What an older save has left of more ranks, as ``is_one`` says of a name, is removed. Names are given, so files
-    take them one by one. What takes its place in one step, when all files are whole, is a small file that lists the
-    renames: before it is there the older save counts, from then on the new one. Whoever saves or loads here next
-    carries out what a kill has left of them; another program would see some files of either save until then.
+def write_rank_files(world: World, saving: Saving, names: Sequence[str], state: Any) -> tuple[int, WrittenFiles]:
+    """Write this rank's state, which is to have the name of its rank; the bytes of the file.
 
     Collective: yes.
     Memory: none, but for shards that are on an accelerator, which torch copies one by one.
@@ -47,67 +33,21 @@ def write_rank_files(
     Raises:
         StorageError: a file could not be written, or somebody else writes there, or has since.
     """
-    intent = _intent(names)
+    written: list[int] = []
 
-    def tidy(marked: Marked) -> None:
-        """Finish what was left to rename, and remove what was left besides."""
-        remove_unnamed(marked.writer, [name for name in marked.writer.list() if name.startswith(f".{intent}.")])
-        if intent in marked.writer.list():
-            _finish(marked.writer, intent, is_one)
-        _remove_left(marked.writer, is_one)
+    def write() -> int:
+        written.append(_write_own(saving, names[world.rank], state))
+        return written[0]
 
-    def undo(marked: Marked) -> None:
-        """Unless it counts by now."""
-        if marked.held.whose() is Whose.OURS and intent not in marked.writer.list():
-            _remove_left(marked.writer, is_one)
-
-    with marked_by_first(world, folder, tidy, undo) as saving:
-        written: list[int] = []
-
-        def write() -> int:
-            written.append(_write_own(folder, names[world.rank], saving.token, state))
-            return written[0]
-
-        sizes = world.to_first(write)
-        world.from_first(lambda: _commit(saving.marked, names, is_one, sizes))
-    return written[0]
+    sizes = world.to_first(write)
+    return written[0], WrittenFiles(dict(zip(names, sizes, strict=False)))  # the first rank alone is told
 
 
-def finish_renames(folder: Path, names: Sequence[str], is_one: Callable[[str], bool]) -> None:
-    """Carry out the renames that a save of these files left when it was killed, if it did.
-
-    Collective: no; one rank does it.
-
-    Raises:
-        FormatError: what lists them makes no sense.
-        StorageError: the folder cannot be written to, or a save is going on.
-    """
-    if not (folder / _intent(names)).is_file():
-        return
-    with open_writer(folder) as writer:
-        held = take_lock(writer, new_token())
-        try:
-            _finish(writer, _intent(names), is_one)
-        finally:
-            held.release()
-            writer.sync_names()
-
-
-def _intent(names: Sequence[str]) -> str:
-    """The name of the file that lists the renames of the files with these names."""
-    return f".{names[0].removesuffix('.bin')}.renames.json"
-
-
-def _fresh(name: str, token: str) -> str:
-    """What a file is called until it is renamed: no name of what any save takes for left behind by itself."""
-    return f".{name}.{token}.new"
-
-
-def _write_own(folder: Path, name: str, token: str, state: Any) -> int:
+def _write_own(saving: Saving, name: str, state: Any) -> int:
     """Write and sync this rank's file; its bytes."""
-    with open_writer(folder) as writer:
-        require_lock(writer, token)
-        file = _fresh(name, token)
+    saving.require()
+    with open_writer(saving.folder) as writer:
+        file = fresh(name, saving.token)
         try:
             nbytes = _size_of(state)
             writer.create(file, nbytes)
@@ -115,11 +55,11 @@ def _write_own(folder: Path, name: str, token: str, state: Any) -> int:
             torch.save(state, cast(IO[bytes], sink))
             sink.flush()
         except (OSError, RuntimeError) as error:
-            raise StorageError(f"{folder / name}: writing it failed, {error}") from error
+            raise StorageError(f"{saving.folder}/{name}: writing it failed, {error}") from error
         if sink.position != nbytes:
             raise StorageError(
-                f"{folder / name}: torch.save wrote {sink.position} bytes, and {nbytes} when it was asked before; "
-                "the state must not change while it is saved"
+                f"{saving.folder}/{name}: torch.save wrote {sink.position} bytes, and {nbytes} when it was "
+                "asked before; the state must not change while it is saved"
             )
         writer.sync(file)
         writer.sync_names()
@@ -164,83 +104,6 @@ class _InOrder:
     def _put(self, parts: Sequence[memoryview]) -> None:
         self._writer.write(self._file, self.position, parts)
         self.position += sum(part.nbytes for part in parts)
-
-
-def _commit(marked: Marked, names: Sequence[str], is_one: Callable[[str], bool], sizes: Sequence[int]) -> None:
-    """Let the new files count, and give them their names."""
-    intent = _intent(names)
-    ready = on_its_way(intent, marked.token)
-    files = {_fresh(name, marked.token): nbytes for name, nbytes in zip(names, sizes, strict=True)}
-    content = json.dumps({"token": marked.token, "names": list(names)}).encode()
-    commit = Commit(
-        files,
-        steps=(Publish(ready, intent),),
-        then={},  # not these, of which whoever has the folder by then may have given some their names
-        ready={ready: content},
-        says={intent: content},
-        carried_out=frozenset({intent}),
-        without=frozenset({ready}),
-    )
-    let_count(marked.writer, marked.held, commit, {})
-    if marked.held.whose() is not Whose.ANOTHERS:  # who has the folder by now has found the list, and finishes it
-        _finish(marked.writer, intent, is_one)
-    marked.release()
-
-
-def _remove_left(writer: StorageWriter, is_one: Callable[[str], bool]) -> None:
-    """Files of saves like this one that nothing lists."""
-    for name in writer.list():
-        found = _FRESH.fullmatch(name)
-        if found is not None and is_one(found[1]):
-            writer.remove(name)
-
-
-def _finish(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> None:
-    """Give the files that are listed their names, and remove what an older save has of more ranks; when marked.
-
-    Whoever has taken the folder over does the same meanwhile, and may be done first.
-    """
-    there = set(writer.list())
-    if intent not in there:
-        return  # somebody else has finished it
-    token, names = _parsed(writer, intent, is_one)
-    for name in names:
-        fresh = _fresh(name, token)
-        if fresh in there:
-            try:
-                writer.rename(fresh, name)
-            except StorageError:
-                if fresh in writer.list():
-                    raise
-        elif name not in there:
-            raise FormatError(
-                f"{intent} in {writer.root}: lists {shown(name)}, which is gone; remove that list, and save again"
-            )
-    if intent not in writer.list():
-        return  # what is there by now may be of a newer save
-    for name in there:
-        if is_one(name) and name not in names:
-            writer.remove(name)
-    writer.sync_names()
-    writer.remove(intent)
-    writer.sync_names()
-
-
-def _parsed(writer: StorageWriter, intent: str, is_one: Callable[[str], bool]) -> tuple[str, list[str]]:
-    """The token and the names that a list of renames has: those of files of ranks, in this folder."""
-    try:
-        found = json.loads(writer.read(intent) or b"")
-        token, names = found["token"], found["names"]
-        if (
-            re.fullmatch(r"[0-9a-f]{8}", token)
-            and isinstance(names, list)
-            and all(isinstance(name, str) and why_not_plain(name) is None and is_one(name) for name in names)
-        ):
-            return token, names
-        cause: Exception | None = None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        cause = error
-    raise FormatError(f"{intent} in {writer.root}: is no list of renames; it is damaged: remove it") from cause
 
 
 def read_rank_file(world: World, folder: Path, names: Sequence[str]) -> Any:

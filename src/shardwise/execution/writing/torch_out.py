@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import FormatError, StorageError
 from shardwise.execution.writing.committing import let_count, remove_unnamed
-from shardwise.execution.writing.saving_lock import HeldMark, new_token, take_lock
+from shardwise.execution.writing.saving_lock import new_token, take_lock
 from shardwise.execution.writing.sink import Sink, WrittenTensors, write_extents
 from shardwise.execution.writing.stream_out import BLOCK_BYTES, Part, write_ahead
 from shardwise.formats.torch_file import read_torch_file
@@ -39,80 +39,53 @@ _HOLLOW = "archive"
 class RoomyFile:
     """A file of ``torch.save`` under way: its pickle is written, with room for the bytes of its tensors.
 
-    All of it goes through ``sink`` and its writer, by one process. The archive's checksums of the tensors stay
-    those of nothing, which torch does not look at.
+    All of it goes through ``sink`` and its writer, by one process, under the mark of the folder. The archive's
+    checksums of the tensors stay those of nothing, which torch does not look at.
+
+    Attributes:
+        file: as it is called.
+        nbytes: as large as it is, once begun.
     """
 
-    def __init__(self, sink: Sink[str], name: str) -> None:
+    def __init__(self, sink: Sink[str], file: str) -> None:
         self._sink = sink
         self._writer = sink.writer
-        self._name = name
-        self._token = new_token()
-        self._file = on_its_way(name, self._token)
-        self._held: HeldMark | None = None
-        self._nbytes = 0
+        self.file = file
+        self.nbytes = 0
 
     def begin(self, tensors: Mapping[Levels, Saved], objects: Nest) -> list[tuple[ByteRange, Saved]]:
         """Write all but the bytes of the tensors; where these belong, each once, in the order of the file.
 
         ``tensors`` are key, dtype and shape, by where they are in the object that is saved (:func:`nested`); those
-        of one key are one. ``objects`` is what else is in it. What saves of such a file left is removed first.
+        of one key are one. ``objects`` is what else is in it.
         """
-        self._held = take_lock(self._writer, self._token)
+
+        def make() -> object:
+            hollow = {key: torch.empty(shape, dtype=to_torch(dtype)) for key, dtype, shape in tensors.values()}
+            return nested({**{path: hollow[key] for path, (key, _, _) in tensors.items()}, **objects})
+
         try:
-            remove_unnamed(self._writer, [name for name in self._writer.list() if name.startswith(".")])
-
-            def make() -> object:
-                hollow = {key: torch.empty(shape, dtype=to_torch(dtype)) for key, dtype, shape in tensors.values()}
-                return nested({**{path: hollow[key] for path, (key, _, _) in tensors.items()}, **objects})
-
             # As large as the file is to be, and nearly all of it holes, which take no space.
             with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
                 save_without_data(make, Path(folder, _HOLLOW))
                 with LocalReader(folder) as reader:
                     places = _places(reader, {".".join(map(str, path)): at for path, at in tensors.items()})
-                    self._nbytes = reader.size(_HOLLOW)
-                    self._writer.create(self._file, self._nbytes)
-                    for around in _around([place for place, _ in places], self._nbytes):
+                    self.nbytes = reader.size(_HOLLOW)
+                    self._writer.create(self.file, self.nbytes)
+                    for around in _around([place for place, _ in places], self.nbytes):
                         content = reader.read(_HOLLOW, around.start, around.stop)
-                        self._writer.write(self._file, around.start, [memoryview(content)])
+                        self._writer.write(self.file, around.start, [memoryview(content)])
             return places
         except OSError as error:
-            self.undo()
-            raise StorageError(f"{self._name} in {self._writer.root}: laying it out failed, {error}") from error
-        except BaseException:
-            self.undo()
-            raise
+            raise StorageError(f"{self.file} in {self._writer.root}: laying it out failed, {error}") from error
 
     def write(self, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
         """Put boxes of tensors where they belong. One thread does this at a time."""
-        write_extents(self._sink, self._file, extents, tensors)
+        write_extents(self._sink, self.file, extents, tensors)
 
     def sync(self) -> None:
         """Make sure that what has been written stays."""
-        self._writer.sync(self._file)
-
-    def commit(self, companions: Mapping[str, bytes]) -> None:
-        """Take the place of the file of this name, once synced; ``companions`` are small files beside it."""
-        assert self._held is not None
-        commit = Commit(
-            {self._file: self._nbytes},
-            steps=(Rename(self._file, self._name),),
-            then={self._name: self._nbytes},
-            without=frozenset({self._file}),
-        )
-        let_count(self._writer, self._held, commit, companions)
-        self._held.release()
-        self._writer.sync_names()
-
-    def undo(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(StorageError):
-            self._writer.remove(self._file)
-        if self._held is not None:
-            with contextlib.suppress(StorageError):
-                self._held.release()
-                self._writer.sync_names()
+        self._writer.sync(self.file)
 
 
 def stream_torch_file(
@@ -139,14 +112,30 @@ def stream_torch_file(
     Memory: four blocks, and what ``values`` takes.
     """
     written = WrittenTensors({key: 0 for key, _, _ in tensors.values()})
-    file = RoomyFile(Sink(writer, written.add, bytes_by_file=written.bytes_by_file), name)
+    token = new_token()
+    held = take_lock(writer, token)
+    file = RoomyFile(Sink(writer, written.add, bytes_by_file=written.bytes_by_file), on_its_way(name, token))
     try:
+        # What saves of such a file left; once it is gone, nothing can begin to count by it.
+        remove_unnamed(writer, [other for other in writer.list() if other.startswith(".")])
         places = [(place.start, saved) for place, saved in file.begin(tensors, objects)]
         write_ahead(file.write, places, values, advance=advance)
         file.sync()
-        file.commit(companions)
+        commit = Commit(
+            {file.file: file.nbytes},
+            steps=(Rename(file.file, name),),
+            then={name: file.nbytes},
+            without=frozenset({file.file}),
+        )
+        let_count(writer, held, commit, companions)
+        held.release()
+        writer.sync_names()
     except BaseException:
-        file.undo()
+        with contextlib.suppress(StorageError):
+            writer.remove(file.file)
+        with contextlib.suppress(StorageError):
+            held.release()
+            writer.sync_names()
         raise
     return written
 

@@ -1,10 +1,9 @@
-"""Saves a sharded state as one file of ``torch.save``: the first rank writes, nobody holds the whole."""
+"""Writes a sharded state as one file of ``torch.save``: the first rank writes, nobody holds the whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -12,10 +11,12 @@ from shardwise.errors import PlacementError
 from shardwise.execution.moving.distribute import LocalTensor
 from shardwise.execution.moving.reshard import Handover, facts_of, hand_over, held_by_rank, landing
 from shardwise.execution.ranks.world import World
+from shardwise.execution.writing.marked_folder import Saving
 from shardwise.execution.writing.sink import Sink
 from shardwise.execution.writing.torch_out import Levels, Nest, RoomyFile
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.planning.saves.renames import WrittenFiles, fresh
 from shardwise.planning.saves.save_plan import Extent, Saved, extents
 from shardwise.storage.writing.opening import open_writer
 from shardwise.tensors import Box, Strided
@@ -23,14 +24,15 @@ from shardwise.tensors import Box, Strided
 
 def write_whole_file(
     world: World,
-    path: Path,
+    saving: Saving,
+    name: str,
     tensors: Mapping[Levels, torch.Tensor],
     objects: Nest,
     *,
     budget_bytes: int,
     device: torch.device,
-) -> int:
-    """Write tensors, shards or whole, and other values into one file that takes the place of any older one.
+) -> tuple[int, WrittenFiles]:
+    """Write tensors, shards or whole, and other values into one file, which is to have this name.
 
     ``tensors`` are the same ones on every rank; one that is there twice is written once. ``objects`` are the first
     rank's. ``device`` is where staging lies. The bytes of the tensors are returned.
@@ -60,9 +62,12 @@ def write_whole_file(
         def opened() -> RoomyFile | None:
             if world.rank:
                 return None
-            return RoomyFile(Sink(closing.enter_context(open_writer(path.parent))), path.name)
+            writer = closing.enter_context(open_writer(saving.folder))
+            return RoomyFile(Sink(writer), fresh(name, saving.token))
 
-        return _write(world, world.together(opened), saved, objects, once, held, budget_bytes, device)
+        file = world.together(opened)
+        nbytes = _write(world, file, saved, objects, once, held, budget_bytes, device)
+        return nbytes, WrittenFiles({} if file is None else {name: file.nbytes})
 
 
 def _write(
@@ -75,16 +80,10 @@ def _write(
     budget_bytes: int,
     device: torch.device,
 ) -> int:
-    try:
-        places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
-        for block in extents([(place.start, item) for place, item in places], budget_bytes // 2):
-            _carry(world, file, block, once, held, budget_bytes // 2, device)
-        world.together(lambda: None if file is None else file.sync())
-        world.together(lambda: None if file is None else file.commit({}))
-    except BaseException:
-        if file is not None:
-            file.undo()
-        raise
+    places = world.from_first(lambda: [] if file is None else file.begin(saved, objects))
+    for block in extents([(place.start, item) for place, item in places], budget_bytes // 2):
+        _carry(world, file, block, once, held, budget_bytes // 2, device)
+    world.together(lambda: None if file is None else file.sync())
     return sum(place.nbytes for place, _ in places)
 
 

@@ -1,0 +1,155 @@
+"""Files that count by a list of renames: whoever dies when, all of one save are there, or all of the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.interchange.test_commit import contents, last_mark_removed, meanwhile
+
+from shardwise.errors import FormatError, StorageError
+from shardwise.execution.ranks.world import World
+from shardwise.execution.writing import renames
+from shardwise.execution.writing.committing import make_file
+from shardwise.execution.writing.marked_folder import marked_by_first
+from shardwise.execution.writing.saving_lock import HeldMark, take_lock
+from shardwise.planning.saves.renames import Renames, WrittenFiles, fresh
+from shardwise.storage.writing.folders_writer import FoldersWriter
+from shardwise.storage.writing.opening import open_writer
+from shardwise.testing import EffectLog, recorded, states_after_crash
+
+NAMES = ("scheduler.bin", "optimizer.bin", "pytorch_model_fsdp_0/.metadata", "unet/weights.bin")
+
+
+def save(seed: int, root: Path, older: tuple[str, ...] = ()) -> None:
+    """Files of one content, under several names."""
+    content = str(seed).encode()
+    with marked_by_first(World(0, 1), root, renames.tidy, lambda marked: renames.undo(marked, ["unet"])) as saving:
+        with FoldersWriter(root) as writer:
+            for name in NAMES:
+                make_file(writer, fresh(name, saving.token), content)
+            writer.sync_names()
+        renames.commit_written(saving.marked, WrittenFiles(dict.fromkeys(NAMES, len(content))), older)
+
+
+def seen(root: Path) -> int | None:
+    """Whose all files are."""
+    renames.finish_left(root)
+    found = {(root / name).read_text() if (root / name).is_file() else "" for name in NAMES}
+    (one,) = found
+    return int(one) if one else None
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_crash_leaves_all_files_of_one_save_and_the_next_leaves_nothing_else(tmp_path, older):
+    root, log = tmp_path / "out", EffectLog(tmp_path / "log")
+    root.mkdir()
+    if older:
+        save(1, root)
+        (root / "random_states_7.pkl").write_text("of more ranks")
+        (root / "notes.txt").write_text("mine")
+    before = contents(root)
+    with recorded(log, root):
+        save(2, root, ("random_states_7.pkl",) if older else ())
+    assert {*contents(root)} == {*NAMES, *(["notes.txt"] if older else [])}
+    effects, outcomes = log.effects(), set()
+    for number, state in enumerate(states_after_crash(before, effects, samples=1)):
+        place = tmp_path / str(number)
+        state.put_into(place)
+        last_mark_removed(place)
+        found = seen(place)
+        outcomes.add(found)
+        assert found == 2 or state.completed < len(effects), state.what
+        assert (place / "random_states_7.pkl").is_file() is (older and found == 1), state.what
+        if number % 20 == 0:
+            last_mark_removed(place)
+            save(3, place)
+            assert seen(place) == 3, state.what
+            left = {*contents(place)} - {*NAMES, "notes.txt", "random_states_7.pkl"}
+            assert {name for name in left if not name.startswith("unet/.")} == set(), state.what
+    assert outcomes == {1 if older else None, 2}
+
+
+def listed(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name.endswith(".renames.json")]
+
+
+@pytest.mark.parametrize("done", ["nothing", "some", "all"])
+def test_files_count_though_another_has_carried_out_their_renames_and_died(tmp_path, done):
+    """Whoever is told of a failure looks for the older files, and would find these."""
+    save(1, tmp_path)
+    taken: list[HeldMark] = []
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        writer = open_writer(tmp_path)
+        taken.append(take_lock(writer, "0123abcd"))
+        (file,) = listed(tmp_path)
+        if done == "all":
+            renames._finish(str(tmp_path), file, taken[0])
+        elif done == "some":
+            (one,) = [name for name in writer.list() if name.startswith(".scheduler.bin.")]
+            writer.rename(one, "scheduler.bin")
+
+    with meanwhile(lambda name, *_: name == "rename" and listed(tmp_path), other):
+        save(2, tmp_path)
+    taken[0].release()
+    last_mark_removed(tmp_path)
+    assert seen(tmp_path) == 2
+
+
+def test_one_that_lost_its_mark_before_the_list_counts_is_told(tmp_path):
+    save(1, tmp_path)
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        save(3, tmp_path)
+
+    with meanwhile(lambda name, *_: name == "publish", other), pytest.raises(StorageError):
+        save(2, tmp_path)
+    assert seen(tmp_path) == 3
+    assert {*contents(tmp_path)} == {*NAMES}
+
+
+def test_one_that_lost_its_mark_behind_the_list_leaves_the_other_s_files(tmp_path):
+    """It is held before its first rename; the other one carries its list out, and then saves and counts."""
+    save(1, tmp_path)
+    (tmp_path / "random_states_7.pkl").write_text("of more ranks")
+
+    def other() -> None:
+        last_mark_removed(tmp_path)
+        save(3, tmp_path)
+        (tmp_path / "random_states_7.pkl").write_text("of more ranks once more")
+
+    with meanwhile(lambda name, *_: name == "rename" and listed(tmp_path), other):
+        save(2, tmp_path, ("random_states_7.pkl",))
+    assert seen(tmp_path) == 3
+    assert {*contents(tmp_path)} == {*NAMES, "random_states_7.pkl"}
+
+
+STRANGE = [
+    "",
+    "{",
+    "[]",
+    {"names": ["../x"]},
+    {"token": 1},
+    {"older": ["../x"]},
+    {"older": ["notes.txt"]},
+    {"older": ["model.safetensors"]},
+    {"older": ["unet/weights.bin"]},
+    {"names": "x"},
+    {"names": [1]},
+]
+
+
+@pytest.mark.parametrize("content", STRANGE)
+def test_a_list_that_makes_no_sense_is_refused(tmp_path, content):
+    """It names no file to be removed but those that accelerate gives their names."""
+    save(1, tmp_path)
+    good = {"token": "0123abcd", "names": ["scheduler.bin"], "older": []}
+    assert Renames.from_bytes(json.dumps(good).encode()) == Renames("0123abcd", ("scheduler.bin",))
+    text = content if isinstance(content, str) else json.dumps(good | content)
+    (tmp_path / Renames("0123abcd", ()).file).write_text(text)
+    with pytest.raises(FormatError, match="is no list of renames"):
+        renames.finish_left(tmp_path)

@@ -1,0 +1,32 @@
+"""Models and ranks for trainings by the Trainer and TRL's. A module says what its ranks have imported before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integrations.runs import write
+
+from shardwise.execution.processes.local_ranks import LocalRanks
+
+
+def _ranks(size: int, request: pytest.FixtureRequest) -> LocalRanks:
+    return LocalRanks(size, timeout_s=200, preloaded=request.module.PRELOADED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
+    with _ranks(2, request) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def one(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
+    with _ranks(1, request) as found:
+        yield found

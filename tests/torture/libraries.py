@@ -1,0 +1,149 @@
+"""What the Hugging Face Trainer and accelerate save through us, as small as can be, and what is found of it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Hashable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.faults.saving import Blocks, sharded
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainingArguments
+
+from shardwise.errors import ConfigError
+
+
+@cache
+def has_trainer() -> bool:
+    """Whether this transformers has the doors that ShardwiseTrainer takes."""
+    try:
+        import shardwise.integrations.trainer_compat  # noqa: F401
+    except (ConfigError, ImportError):
+        return False
+    return True
+
+
+def _model(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+@cache
+def _trainer_class() -> Any:
+    from transformers import Trainer
+
+    from shardwise.integrations import ShardwiseTrainer
+
+    return type("Tortured", (ShardwiseTrainer, Trainer), {})
+
+
+def save_by_trainer(folder: str, seed: int, _: Path) -> None:
+    """The checkpoint of step ``seed``, of a model that ``seed`` makes; the one before is removed."""
+    from shardwise.integrations import for_trainer
+
+    arguments = TrainingArguments(
+        folder, use_cpu=True, report_to=[], seed=seed, save_total_limit=1, disable_tqdm=True, max_steps=9
+    )
+    trainer = _trainer_class()(model=for_trainer(_model(seed)), args=arguments, train_dataset=[{"input_ids": [1]}])
+    trainer.create_optimizer_and_scheduler(9)
+    trainer.state.global_step = seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    trainer._save_checkpoint(trainer.model, None)
+
+
+def is_of_the_trainer(name: str) -> bool:
+    return name.endswith(("/trainer_state.json", "/training_args.bin"))
+
+
+def of_trainer_in(folder: Path) -> Hashable:
+    """The newest checkpoint that counts, which has to be whole."""
+    from shardwise.integrations.trainer_runs import FolderKind, checkpoints_in, folder_of, whole_facts_of
+
+    complete = [step for step, kind in checkpoints_in(folder).items() if kind is FolderKind.COMPLETE]
+    if not complete:
+        return None
+    place = folder_of(folder, complete[-1])
+    facts = whole_facts_of(place)
+    assert facts.step == complete[-1]
+    assert torch.load(place / "training_args.bin", weights_only=False).seed == facts.step
+    names = ["model.safetensors", "config.json", "trainer_state.json", f"state/step-{facts.step}/__0_0.distcp"]
+    return facts.step, *(hashlib.sha256((place / name).read_bytes()).hexdigest() for name in names)
+
+
+def is_of_accelerate(name: str) -> bool:
+    return ".work/" in name
+
+
+class _Counter:
+    """What is saved beside the model."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def save_by_accelerate(folder: str, seed: int, _: Path) -> None:
+    """A state of all that accelerate and its users save; of the first seed in one file, of others in folders."""
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    import shardwise
+    from shardwise.integrations import accelerate_compat
+
+    def write_more(models: Any, weights: Any, output_dir: str) -> None:
+        place = Path(output_dir, "more")
+        place.mkdir()
+        (place / "seed.txt").write_text(str(seed))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with shardwise.integrations.accelerate():
+            accelerator = Accelerator(cpu=True)
+            plugin = accelerate_compat.fsdp2_plugin()
+            accelerate_compat.become_fsdp2(accelerator.state, plugin)
+            plugin.set_state_dict_type("FULL_STATE_DICT" if seed == 1 else "SHARDED_STATE_DICT")
+            model = sharded(seed)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * seed)
+            accelerator.prepare(model, optimizer)
+            accelerator.register_for_checkpointing(_Counter(seed))
+            accelerator.register_save_state_pre_hook(write_more)
+            accelerator.step = seed
+            accelerator.save_state(folder)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        dist.destroy_process_group()
+
+
+def of_accelerate_in(folder: Path) -> Hashable:
+    """The seed that all there is of a state is of, by what load_state opens."""
+    import shardwise
+    from shardwise.execution.writing.renames import finish_left
+
+    finish_left(folder)
+    if not (folder / "random_states_0.pkl").is_file():
+        return None
+    model = Blocks(99)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    shardwise.load_accelerate_model(model, folder)
+    shardwise.load_accelerate_optimizer(model, optimizer, folder)
+    seed = int(model.steps)
+    assert all(map(torch.equal, model.state_dict().values(), Blocks(seed).state_dict().values()))
+    assert optimizer.param_groups[0]["lr"] == 0.01 * seed
+    assert torch.load(folder / "custom_checkpoint_0.pkl", weights_only=False) == {"value": seed}
+    assert torch.load(folder / "random_states_0.pkl", weights_only=False)["step"] == seed
+    assert (folder / "more" / "seed.txt").read_text() == str(seed)
+    return seed
