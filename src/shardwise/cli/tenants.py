@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.observed import observed
 from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, describe_data, end_stuck
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
     from shardwise.tenants.session import TenantsSession
     from shardwise.training.stopping import stopping_on_signals
 
-    with stopping_on_signals() as stop:
+    with stopping_on_signals() as stop, observed(request.config.shared, request.directory) as observer:
         session = TenantsSession.begin(request.config, request.cache_root)
         is_silent = session.rank != 0
         every = request.config.shared.log.every
@@ -78,6 +79,7 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
             return StepLog(every, request.told, is_silent=is_silent, whose=name.ljust(width), total=total)
 
         tenants = session.train(lambda trainee: log_of(trainee.name, trainee.total), stop, end_stuck)
+    log.say_fault(observer)
     return TenantsOutcome(session.loaded, tuple(tenants))
 
 

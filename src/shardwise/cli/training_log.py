@@ -12,6 +12,7 @@ from shardwise.errors import RankLostError
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
+    from shardwise.observing.sampler import RankObserver
     from shardwise.training.config_sections import ShardingSection
     from shardwise.training.data import TrainData
     from shardwise.training.report import Event
@@ -96,6 +97,11 @@ class StepLog:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+    def say_fault(self, observer: RankObserver | None) -> None:
+        """Tell why this rank was not observed to the end, where it was not."""
+        if observer is not None and observer.fault:
+            self.say(f"not observed to the end: {observer.fault}")
 
     def say(self, text: str) -> None:
         if not self.is_silent:

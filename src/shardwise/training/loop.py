@@ -19,6 +19,7 @@ from shardwise.errors import RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import module_of
+from shardwise.observing.phases import phase
 from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import (
     Checkpointing,
@@ -159,7 +160,8 @@ class _Training:
             return
         start = time.perf_counter()
         asked = settings_of(self.parts)
-        restored = checkpoints.keeper.restore(self._state())
+        with phase("resume"):
+            restored = checkpoints.keeper.restore(self._state())
         if restored is None:
             return
         self.progress = TrainingProgress.from_dict(restored.user)
@@ -204,7 +206,8 @@ class _Training:
             self._evaluate()
         start = time.perf_counter()
         for batches in () if self._is_over(evaluation) else self.steps:
-            facts, is_asked = self._step(batches, start)
+            with phase("step"):
+                facts, is_asked = self._step(batches, start)
             self.is_stopped = is_asked and self.step < self.total
             self.done.append(facts)
             self._tell(facts)
@@ -354,7 +357,8 @@ class _Training:
     def _evaluate(self) -> None:
         assert isinstance(self.settings.evaluation, Evaluation)
         start = time.perf_counter()
-        loss, tokens = evaluate(self.world, self.work.forward, self.settings.evaluation.batches)
+        with phase("evaluate"):
+            loss, tokens = evaluate(self.world, self.work.forward, self.settings.evaluation.batches)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the evaluation after step {self.step}: the loss is {loss}; neither a checkpoint nor a model was "
@@ -374,7 +378,8 @@ class _Training:
     def _keep(self) -> None:
         assert isinstance(self.settings.checkpoints, Checkpoints)
         start = time.perf_counter()
-        self.settings.checkpoints.keeper.save(self.step, self._state())
+        with phase("checkpoint"):
+            self.settings.checkpoints.keeper.save(self.step, self._state())
         self.kept_step = self.step
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 

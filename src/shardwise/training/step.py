@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.models import process_groups
+from shardwise.observing.phases import phase
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
 from shardwise.training.batches import Batch
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
@@ -80,11 +81,14 @@ class StepWork:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             exchange_gradients(self.forward.model, self.accumulation, is_last=index == len(batches) - 1)
-            loss = self.forward.summed(batch)
+            with phase("forward"):
+                loss = self.forward.summed(batch)
             # FSDP2 averages gradients over the ranks; as their sum is meant, the number of ranks is a factor.
-            (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
+            with phase("backward"):
+                (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
             total += loss.detach()
-        loss_sum, norms, is_heard = self._summed(total, tell())
+        with phase("sum"):
+            loss_sum, norms, is_heard = self._summed(total, tell())
         for part, parameters, norm in zip(self.parts, self._members, norms, strict=True):
             scale_gradients(parameters, clip_factor(norm, part.max_grad_norm) / self.scaling.scale)
         tokens, supervised_tokens, counted = counts.read()
@@ -124,10 +128,11 @@ class StepWork:
         Raises:
             TrainingError: no scale is small enough.
         """
-        if self.scaling.judge(gradient.grad_norm):
-            for part in self.parts:
-                part.optimizer.step()
-                part.schedule.step()
+        with phase("optimizer"):
+            if self.scaling.judge(gradient.grad_norm):
+                for part in self.parts:
+                    part.optimizer.step()
+                    part.schedule.step()
         for part in self.parts:
             part.optimizer.zero_grad()
 
