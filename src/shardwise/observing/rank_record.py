@@ -69,12 +69,16 @@ class RankRecord:
     @property
     def peak_kib(self) -> float:
         """The most host memory of the process, by the kernel's count; 0 where nothing was sampled."""
-        return self.rows[-1][SAMPLED.index("peak")] if self.rows else 0.0
+        return self.newest().get("peak", 0.0)
 
     def samples(self) -> Mapping[str, npt.NDArray[np.float64]]:
         """By name, as of ``SAMPLED``: seconds, and KiB."""
         table = np.array(self.rows, np.float64).reshape(-1, len(SAMPLED))
         return {name: table[:, column] for column, name in enumerate(SAMPLED)}
+
+    def newest(self, back: int = 0) -> Mapping[str, float]:
+        """The last sample, or one so many before it, by name; empty where there is none."""
+        return dict(zip(SAMPLED, self.rows[-1 - back], strict=True)) if len(self.rows) > back else {}
 
     def now_in(self) -> tuple[str, ...]:
         """The phases that its first thread is in."""

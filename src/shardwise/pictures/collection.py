@@ -13,7 +13,7 @@ from shardwise.pictures.training_charts import training_charts
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class Sheet:
     """Charts and tables under a title, with what is to be said of them."""
 
     title: str
@@ -36,7 +36,7 @@ def read_runs(paths: Sequence[Path]) -> list[tuple[str, RunRecord]]:
     ]
 
 
-def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Section]:
+def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Sheet]:
     """What is to be seen of them: trainings over each other, then the ranks of each."""
     curves, notes = training_charts(runs)
     observed = [(label, RankCharts(run)) for label, run in runs if run.ranks]
@@ -44,13 +44,13 @@ def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Section]:
         series = [charts.fullest(label) for label, charts in observed]
         title = "Host memory of the fullest rank, anonymous and shared"
         curves.append(Chart("fullest", title, "seconds since the beginning", "GiB", series))
-    sections = [Section("Training" if len(runs) == 1 else "Together", curves, (), notes)] if curves else []
+    sections = [Sheet("Training" if len(runs) == 1 else "Together", curves, (), notes)] if curves else []
     for label, run in runs:
         charts = dict(observed).get(label)
         notes = [*run.notes]
         if charts is None:
             notes.append("no rank was observed; shardwise train --observe shows memory and phases")
-            sections.append(Section(label, (), (), notes))
+            sections.append(Sheet(label, (), (), notes))
             continue
         notes += [
             f"rank {rank.rank} has left no end; it was last heard of {rank.until - run.began:.1f} s after the "
@@ -58,5 +58,5 @@ def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Section]:
             for rank in run.ranks
             if not rank.is_ended
         ][:8]
-        sections.append(Section(label, charts.charts(), charts.tables(), notes))
+        sections.append(Sheet(label, charts.charts(), charts.tables(), notes))
     return sections

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.pictures.chart import Bars, Chart, Floats, Look, Series, Table
-from shardwise.pictures.collection import Section
+from shardwise.pictures.collection import Sheet
 from shardwise.pictures.installed import require
 
 _COLOURS = (
@@ -37,7 +37,7 @@ _LEGEND_OF = 24
 """Series in a legend, at the most."""
 
 
-def page_of(title: str, sections: Sequence[Section]) -> str:
+def page_of(title: str, sections: Sequence[Sheet]) -> str:
     """The whole page.
 
     Raises:
