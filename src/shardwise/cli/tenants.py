@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.live_bar import LiveBar
 from shardwise.cli.observed import observed
-from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, describe_data, end_stuck
+from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, describe_data, end_stuck
 
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.tenants.report import TenantReport
     from shardwise.tenants.sections import TenantsConfig
     from shardwise.tenants.session import TenantsSession
+    from shardwise.tenants.trainee import Trainee
 
 SOME_FAILED = 3
 """The exit code where some tenants were refused or have failed, and the others have been trained."""
@@ -31,6 +33,7 @@ class TenantsRequest:
     told: Told
     cache_root: Path | None = None
     """Where tokens are kept, where a configuration does not say."""
+    detail: Detail = "brief"
 
     @property
     def directory(self) -> str:
@@ -72,21 +75,30 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
         is_silent = session.rank != 0
         every = request.config.shared.log.every
         width = max((len(trainee.name) for trainee in session.trainees), default=0)
-        log = StepLog(every, request.told, is_silent=is_silent)
-        _begin(session, log)
+        with LiveBar(is_silent=is_silent) as bar:
+            log = StepLog(every, request.told, is_silent=is_silent, bar=bar)
+            _begin(session, log, request.detail)
+            bar.begin(sum(trainee.total for trainee in session.trainees))
 
-        def log_of(name: str, total: int) -> StepLog:
-            return StepLog(every, request.told, is_silent=is_silent, whose=name.ljust(width), total=total)
+            def log_of(trainee: Trainee) -> StepLog:
+                return StepLog(
+                    every,
+                    request.told,
+                    is_silent=is_silent,
+                    whose=trainee.name.ljust(width),
+                    total=trainee.total,
+                    bar=bar,
+                    output=str(trainee.output),
+                )
 
-        tenants = session.train(lambda trainee: log_of(trainee.name, trainee.total), stop, end_stuck)
-    log.say_fault(observer)
+            tenants = session.train(log_of, stop, end_stuck)
+    log.say_end(observer)
     return TenantsOutcome(session.loaded, tuple(tenants))
 
 
-def _begin(session: TenantsSession, log: StepLog) -> None:
+def _begin(session: TenantsSession, log: StepLog, detail: Detail) -> None:
     """Tell about the base, the data, and who is not trained."""
-    if session.loaded is not None:
-        log.say(str(session.loaded))
+    log.say_loaded(session.loaded, detail)
     for trainee in session.trainees:
         log.say(f"{trainee.name}: {count_of(trainee.total, 'step')}, {trainee.trained_count:,} parameters")
         log.say(describe_data(trainee.data))

@@ -6,16 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.cli.launch import TRAINING, fail, run_ranks
+from shardwise.cli.live_bar import LiveBar
 from shardwise.cli.observed import observed
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
-from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, end_stuck
+from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, end_stuck
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class TrainRequest:
     told: Told
     cache_root: Path | None = None
     """Where tokens are kept, where the configuration does not say."""
+    detail: Detail = "brief"
 
     @property
     def directory(self) -> str:
@@ -105,9 +107,16 @@ class TrainOutcome:
     "--accelerate-config", metavar="FILE", help="Shard as this file of accelerate's says, or of the Trainer's."
 )
 @click.option("--observe", is_flag=True, help="Write down memory and phases of each rank, as observe=true does.")
+@click.option("--verbose", is_flag=True, help="Tell the whole report of the load, not its ten lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
 def train_command(
-    arguments: Sequence[str], *, nproc_per_node: int, accelerate_config: str | None, observe: bool, as_json: bool
+    arguments: Sequence[str],
+    *,
+    nproc_per_node: int,
+    accelerate_config: str | None,
+    observe: bool,
+    verbose: bool,
+    as_json: bool,
 ) -> None:
     """Fine-tune a causal language model, as a YAML file and KEY=VALUE overrides say.
 
@@ -117,6 +126,7 @@ def train_command(
     try:
         told: Told = "stderr" if as_json else "stdout"
         request = read_request(arguments, told, accelerate_config, observe=observe)
+        request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)
         function: Callable[..., Any] = train_tenants_on_rank if is_of_many else train_on_rank
         preloaded = (*TRAINING, "shardwise.tenants.session") if is_of_many else TRAINING
@@ -182,12 +192,17 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
 
     with stopping_on_signals() as stop, observed(request.config, request.directory) as observer:
         session = Session.begin(request.config, request.cache_root)
-        log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
-        log.begin(session)
-        trained = session.train(log.tell, stop, end_stuck)
+        is_silent = session.rank != 0
+        with LiveBar(is_silent=is_silent) as bar:
+            log = StepLog(
+                request.config.log.every, request.told, is_silent=is_silent, bar=bar, output=request.directory
+            )
+            log.begin(session, request.detail)
+            trained = session.train(log.tell, stop, end_stuck)
+            log.close()
         saved = None if trained.is_stopped else session.save_last()
         pushed = None if trained.is_stopped else session.push()
-    log.say_fault(observer)
+    log.say_end(observer)
     return TrainOutcome(session.loaded, trained, saved, pushed)
 
 

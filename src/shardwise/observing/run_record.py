@@ -63,7 +63,7 @@ class RunReader:
         if not path.is_dir():
             raise StorageError(f"{path}: there is no such folder; name the output folder of a run")
         self._readers: dict[str, RankReader] = {}
-        self._metrics: dict[str, _Metrics] = {}
+        self._metrics: dict[str, MetricsLines] = {}
 
     def read(self) -> RunRecord:
         """What there is now.
@@ -98,10 +98,10 @@ class RunReader:
         places = {"": self.path / METRICS, **{entry.name: entry / METRICS for entry in below[:_MOST_TENANTS]}}
         for name, place in places.items():
             if place.is_file():
-                self._metrics.setdefault(name, _Metrics(place)).read_on()
+                self._metrics.setdefault(name, MetricsLines(place)).read_on()
 
 
-class _Metrics:
+class MetricsLines:
     """The lines of a file of metrics, which grows, or is replaced where a training goes on."""
 
     def __init__(self, path: Path) -> None:
@@ -111,6 +111,7 @@ class _Metrics:
         self._file = (0, 0)
 
     def read_on(self) -> None:
+        """Take in what is there now; raises OSError."""
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             if (status.st_dev, status.st_ino) != self._file or status.st_size < self._place:

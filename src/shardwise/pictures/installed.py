@@ -25,7 +25,7 @@ def require(*names: str) -> None:
         raise ConfigError(f"{' and '.join(lack)}, which draws, {are} not installed; {_INSTALL}")
 
 
-def note_of_curves() -> str:
+def note_on_curves() -> str:
     """Why a training has no curves drawn; "" where it has."""
     if not lacking("matplotlib"):
         return ""

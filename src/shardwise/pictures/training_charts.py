@@ -17,7 +17,6 @@ _POINTS = 60_000
 """Of all series of a chart."""
 
 _CURVES = (
-    ("loss", "Loss", "nats"),
     ("learning_rate", "Learning rate", ""),
     ("grad_norm", "Gradient norm, before clipping", ""),
     ("tokens_per_second", "Tokens a second, all ranks", ""),
@@ -35,21 +34,27 @@ def training_charts(runs: Sequence[tuple[str, RunRecord]]) -> tuple[list[Chart],
     if len(told) > _MOST_SERIES:
         notes.append(f"of {len(told)} trainings the first {_MOST_SERIES} are drawn")
         told = told[:_MOST_SERIES]
-    charts = []
+    charts = [loss_of(told)]
     for key, title, unit in _CURVES:
         series = [Series(name, *_values(lines, "step", key, _parts(len(told)))) for name, lines in told]
-        if key == "loss":
-            evaluated = [(name, _values(lines, "evaluation", key, _parts(len(told)))) for name, lines in told]
-            series += [
-                Series(f"{name} evaluation".strip(), x, y, Look.POINTS) for name, (x, y) in evaluated if len(x)
-            ]
         charts.append(Chart(key, title, "step", unit, [item for item in series if len(item.x)]))
     return [chart for chart in charts if not chart.is_empty], notes
 
 
-def peaks_by_step(lines: Sequence[Mapping[str, Any]], name: str) -> Series:
-    """The most memory so far, in GiB, as steps tell it."""
-    x, y = _values(lines, "step", "memory_bytes", _parts(1))
+def loss_of(told: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Chart:
+    """The losses of trainings, by name, with those of evaluations."""
+    parts = _parts(len(told))
+    steps = [Series(name or "loss", *_values(lines, "step", "loss", parts)) for name, lines in told]
+    evaluated = [
+        Series(f"{name} evaluation".strip(), *_values(lines, "evaluation", "loss", parts), Look.POINTS)
+        for name, lines in told
+    ]
+    return Chart("loss", "Loss", "step", "nats", [item for item in (*steps, *evaluated) if len(item.x)])
+
+
+def peaks_by_step(lines: Sequence[Mapping[str, Any]], name: str, key: str) -> Series:
+    """The most memory so far, in GiB, as steps tell it under this key."""
+    x, y = _values(lines, "step", key, _parts(1))
     return Series(name, x, y / 2**30)
 
 

@@ -279,7 +279,10 @@ class _Training:
     def _step(self, batches: Sequence[Batch], start: float) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
         number = self.step + 1
-        gradient = self.work.gradient(batches, lambda: (self.stop.is_made, self.failure is not None))
+        device = self.work.forward.device
+        gradient = self.work.gradient(
+            batches, lambda: (self.stop.is_made, self.failure is not None), peak_memory(device)
+        )
         is_asked, is_failed = gradient.is_heard
         if is_failed:
             self._raise_failure()
@@ -297,7 +300,8 @@ class _Training:
             tokens=gradient.tokens,
             supervised_tokens=gradient.supervised_tokens,
             seconds=time.perf_counter() - start,
-            memory_bytes=peak_memory(self.work.forward.device),
+            memory_bytes=peak_memory(device),
+            fullest_bytes=gradient.most,
             epoch=self.steps.epochs_done,
             parts={
                 part.name: PartFacts(rate, norm)
