@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import importlib.util
 import io
-import json
 import os
 import pty
 import re
@@ -26,7 +25,7 @@ from shardwise.cli.live_bar import LiveBar
 from shardwise.cli.train import train_command
 from shardwise.cli.training_log import StepLog
 from shardwise.observing.run_record import RunReader
-from shardwise.pictures import curves, installed
+from shardwise.pictures import installed
 from shardwise.pictures.curves import Curves
 from shardwise.report.forecast import RankForecast
 from shardwise.report.load_report import LoadReport
@@ -120,7 +119,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     asked += ["checkpoints.every=2", "training.batch_size=2", "log.every=1", "observe=50"]
     program = "from shardwise.cli.train import train_command; train_command()"
     start = [sys.executable, "-c", program, *asked, "--observe", "--nproc-per-node", "2"]
-    done = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True)
+    wanted = {**os.environ, "SHARDWISE_CURVES": "1"}
+    done = subprocess.run(start, check=False, timeout=100, capture_output=True, text=True, env=wanted)
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr
@@ -162,7 +162,7 @@ def test_curves_are_in_the_folder_or_a_note_says_why_not(trained: tuple[Path, st
 
 def test_what_lacks_is_noted_once_and_verbose_tells_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(installed, "lacking", lambda *names: list(names))
-    monkeypatch.setattr(curves, "lacking", lambda *names: list(names))
+    monkeypatch.delenv("SHARDWISE_CURVES")
     model, chats = tiny.write_model(tmp_path / "model"), tiny.write_chats(tmp_path / "chats.jsonl", 2)
     asked = [f"model={model}", f"data={chats}", f"output={tmp_path / 'out'}", "training.max_steps=1", "--verbose"]
     result = RUNNER.invoke(train_command, asked)
@@ -174,21 +174,27 @@ def test_what_lacks_is_noted_once_and_verbose_tells_all(monkeypatch: pytest.Monk
 
 
 @drawing
-def test_curves_are_drawn_anew_where_there_is_something_new(tmp_path: Path) -> None:
-    make_metrics(tmp_path, 5)
-    drawn = Curves(tmp_path)
-    drawn.draw()
-    first = (tmp_path / "loss.png").stat().st_ino
-    drawn.draw()
-    assert (tmp_path / "loss.png").stat().st_ino == first
-    with (tmp_path / "metrics.jsonl").open("a") as more:
-        more.write(json.dumps({"kind": "step", "step": 6, "loss": 1.0}) + "\n")
-    drawn.draw()
-    assert (tmp_path / "loss.png").stat().st_ino != first
-    assert (tmp_path / "memory.png").is_file()
-    (tmp_path / "metrics.jsonl").unlink()
-    drawn.draw()
-    assert "drawn no more" in drawn.fault
+def test_curves_are_drawn_beside_the_training_and_a_fault_is_told(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("ada", "bob", "cy")]
+    for folder in folders:
+        make_metrics(folder, 5)
+    with Curves() as drawn:
+        for folder in (*folders, *folders):
+            drawn.draw(folder)
+        assert not (folders[2] / "loss.png").exists()  # nobody has waited
+        drawn.finish()
+    assert drawn.fault == ""
+    for folder in folders:
+        for name in ("loss.png", "memory.png"):
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    with Curves() as drawn:
+        drawn.draw(tmp_path / "nowhere")
+        drawn.finish()
+        assert drawn.fault.startswith("loss.png and memory.png are drawn no more: FileNotFoundError")
+        drawn.draw(folders[0])
+        drawn.finish()
+    with Curves() as drawn:
+        drawn.draw(folders[0])  # and is left at once, as a training that fails does
 
 
 @pytest.mark.slow

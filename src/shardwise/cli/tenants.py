@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.live_bar import LiveBar
-from shardwise.cli.observed import observed
+from shardwise.cli.observed import curves_of, observed
 from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, describe_data, end_stuck
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
     from shardwise.tenants.session import TenantsSession
     from shardwise.training.stopping import stopping_on_signals
 
-    with stopping_on_signals() as stop, observed(request.config.shared, request.directory) as observer:
+    with (
+        stopping_on_signals() as stop,
+        curves_of(os.environ) as curves,
+        observed(request.config.shared, request.directory) as observer,
+    ):
         session = TenantsSession.begin(request.config, request.cache_root)
         is_silent = session.rank != 0
         every = request.config.shared.log.every
@@ -88,11 +93,12 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
                     whose=trainee.name.ljust(width),
                     total=trainee.total,
                     bar=bar,
-                    output=str(trainee.output),
+                    output=trainee.output,
+                    curves=curves,
                 )
 
             tenants = session.train(log_of, stop, end_stuck)
-    log.say_end(observer)
+        log.say_end(observer, curves)
     return TenantsOutcome(session.loaded, tuple(tenants))
 
 

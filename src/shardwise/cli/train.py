@@ -14,7 +14,7 @@ import click
 
 from shardwise.cli.launch import TRAINING, fail, run_ranks
 from shardwise.cli.live_bar import LiveBar
-from shardwise.cli.observed import observed
+from shardwise.cli.observed import curves_of, observed
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
 from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, end_stuck
 from shardwise.errors import ConfigError, ShardwiseError
@@ -190,19 +190,24 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
     from shardwise.training.session import Session
     from shardwise.training.stopping import stopping_on_signals
 
-    with stopping_on_signals() as stop, observed(request.config, request.directory) as observer:
+    with (
+        stopping_on_signals() as stop,
+        curves_of(os.environ) as curves,
+        observed(request.config, request.directory) as observer,
+    ):
         session = Session.begin(request.config, request.cache_root)
         is_silent = session.rank != 0
         with LiveBar(is_silent=is_silent) as bar:
+            output = Path(request.directory)
             log = StepLog(
-                request.config.log.every, request.told, is_silent=is_silent, bar=bar, output=request.directory
+                request.config.log.every, request.told, is_silent=is_silent, bar=bar, output=output, curves=curves
             )
             log.begin(session, request.detail)
             trained = session.train(log.tell, stop, end_stuck)
             log.close()
         saved = None if trained.is_stopped else session.save_last()
         pushed = None if trained.is_stopped else session.push()
-    log.say_end(observer)
+        log.say_end(observer, curves)
     return TrainOutcome(session.loaded, trained, saved, pushed)
 
 

@@ -12,7 +12,6 @@ import click
 from shardwise.cli.live_bar import LiveBar
 from shardwise.errors import RankLostError
 from shardwise.pictures.curves import Curves
-from shardwise.pictures.installed import note_on_curves
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class StepLog:
     """One line for every few steps, and for the last, written on the first rank as it happens.
 
     ``whose`` begins each line, where several are trained; ``total`` is how many steps there are. A ``bar`` is told
-    of steps, and lines go above it. In the folder ``output`` curves are drawn at checkpoints and at the end.
+    of steps, and lines go above it. ``curves`` of the folder ``output`` are drawn at checkpoints and at the end.
     """
 
     def __init__(
@@ -56,7 +55,8 @@ class StepLog:
         whose: str = "",
         total: int = 0,
         bar: LiveBar | None = None,
-        output: str | None = None,
+        output: Path | None = None,
+        curves: Curves | None = None,
     ) -> None:
         self.every = every
         self.whose = f"{whose}  " if whose else ""
@@ -64,7 +64,8 @@ class StepLog:
         self.is_silent = is_silent
         self.total = total
         self.bar = bar or LiveBar(is_silent=True)
-        self.curves = None if output is None or is_silent else Curves(Path(output))
+        self.output = output
+        self.curves = None if is_silent else curves
         self.since: list[StepFacts] = []
 
     def begin(self, session: Session, detail: Detail = "brief") -> None:
@@ -120,22 +121,21 @@ class StepLog:
     def close(self) -> None:
         """There is no more to be told."""
         self._draw()
-        if self.curves is not None and self.curves.fault:
-            self.say(f"{self.whose}{self.curves.fault}")
 
     def _draw(self) -> None:
-        if self.curves is not None:
-            self.curves.draw()
+        if self.curves is not None and self.output is not None:
+            self.curves.draw(self.output)
 
     def say_loaded(self, loaded: LoadReport | None, detail: Detail) -> None:
         """Tell of a load, where there was one."""
         if loaded is not None:
             self.say(loaded.brief() if detail == "brief" else str(loaded))
 
-    def say_end(self, observer: RankObserver | None) -> None:
+    def say_end(self, observer: RankObserver | None, curves: Curves) -> None:
         """Tell what has not been drawn, and why this rank was not observed to the end, where it was not."""
-        if note := note_on_curves():
-            self.say(note)
+        curves.finish()
+        if curves.fault:
+            self.say(curves.fault)
         if observer is not None and observer.fault:
             self.say(f"not observed to the end: {observer.fault}")
 

@@ -64,7 +64,7 @@ def write_png(chart: Chart, path: Path) -> None:
             places = np.array([place_of[row] for row in bars.rows], np.float64) + (number + 0.5) * thick - 0.4
             axes.barh(places, bars.length, left=bars.start, height=thick, label=bars.name)
         axes.set_yticks(range(len(chart.rows)), _escaped(*chart.rows))
-        axes.invert_yaxis()
+        axes.set_ylim(len(chart.rows) - 0.5, -0.5)
     elif chart.key != "loss":
         axes.set_ylim(bottom=0)
     axes.set_title(_escaped(chart.title)[0], loc="left", fontsize=11)
