@@ -52,6 +52,8 @@ def facts(step: int) -> StepFacts:
 def shown(screen: io.StringIO, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each state of the last line of a screen, while a training goes on from step 4."""
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
+    monkeypatch.setenv("COLUMNS", str(columns))  # tqdm 4.66 looks here
+    monkeypatch.setenv("LINES", "24")
     with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()), LiveBar() as bar:
         log = StepLog(5, bar=bar, total=10)
         bar.begin(10)

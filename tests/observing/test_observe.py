@@ -16,6 +16,7 @@ import torch
 from tests.training import tiny
 
 import shardwise
+from shardwise.models import accelerators
 from shardwise.observing.own_memory import OwnMemory
 from shardwise.observing.phases import is_listened_to, phase
 from shardwise.observing.rank_record import RankRecord
@@ -215,6 +216,33 @@ def test_ranks_write_a_file_each_and_raise_together(worlds, tmp_path: Path) -> N
     first, second = worlds(2).run(_one_cannot, str(tmp_path))
     assert "cannot be written" in first
     assert "cannot be written" in second
+
+
+class _Accelerator:
+    """As torch has one, with 10 bytes taken of 64."""
+
+    is_begun = False
+
+    def is_initialized(self) -> bool:
+        return self.is_begun
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        assert self.is_begun
+        return 54, 64
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 5
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 8
+
+
+def test_an_accelerator_is_looked_at_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Accelerator()
+    monkeypatch.setattr(accelerators, "module_of", lambda device: module)
+    assert accelerators.memory_in_use(torch.device("cuda")) == (0, 0, 0)
+    module.is_begun = True
+    assert accelerators.memory_in_use(torch.device("cuda")) == (5, 8, 10)
 
 
 def test_what_the_system_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

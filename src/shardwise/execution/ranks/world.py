@@ -77,7 +77,9 @@ class World:
         self._large_bytes = min(_LARGE_BYTES, _ANSWERED_BYTES // size)
         """An answer of this size or more is sent by a collective."""
         self._is_beside = bool(purpose)
-        self._observed = phases.phase(call) if call != ANY_CALL else contextlib.nullcontext()
+        self._call = call
+        self._marks: list[contextlib.AbstractContextManager[None]] = []
+        """Of the blocks that this one is in, for whoever observes this process."""
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             if around is not None:
@@ -136,13 +138,15 @@ class World:
     def __enter__(self) -> Self:
         if self._line is not None:
             self._line.join()
-        self._observed.__enter__()
+        mark = contextlib.nullcontext() if self._call == ANY_CALL else phases.phase(self._call)
+        mark.__enter__()
+        self._marks.append(mark)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._observed.__exit__(None, None, None)
+        self._marks.pop().__exit__(None, None, None)
         if self._line is None:
             return
         is_known = isinstance(error, (errors.ShardwiseError, Stopped)) or error is self._settled
