@@ -86,6 +86,9 @@ def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
         "[0,true,2,3,4,5,6,7,8,9,10,11,12]",
         '{"t":1,"tell":5}',
         "[null,1]",
+        f"[0,1,1{'0' * 400},3,4,5,6,7,8,9,10,11,12]",
+        "[0,1,2,3,4,Infinity,6,7,8,9,10,11,12]",
+        "[0,1,2,3,4,-5,6,7,8,9,10,11,12]",
     ],
 )
 def test_a_line_of_another_kind_is_passed_over(tmp_path: Path, line: str) -> None:

@@ -21,6 +21,7 @@ from shardwise.observing.rank_file import SAMPLED, SHARED, VERSION
 
 _MOST_DEEP = 64
 _MOST_NAME = 80
+_MOST_NUMBER = 1e18
 
 
 @dataclass(slots=True)
@@ -169,14 +170,21 @@ def _number(value: object) -> float:
     return number
 
 
+def _numbers(values: list[Any]) -> list[float]:
+    """The same, where all are numbers that may be: hundreds of thousands of them are looked at."""
+    if not set(map(type, values)) <= {int, float} or not (min(values) >= 0 and sum(values) < _MOST_NUMBER):
+        raise ValueError("no numbers")
+    return values
+
+
 def _take(record: RankRecord, line: list[Any]) -> bool:
     kind, *rest = line
     t = _number(rest[0])
     match kind:
         case rank_file.SAMPLE if len(rest) == len(SAMPLED):
-            record.rows.append([_number(value) for value in rest])
+            record.rows.append(_numbers(rest))
         case rank_file.SHARES if len(rest) == len(SHARED):
-            record.shares.append([_number(value) for value in rest])
+            record.shares.append(_numbers(rest))
         case rank_file.BEGIN:
             _, lane, name = rest
             stack = record.stacks.setdefault(int(lane), [])
