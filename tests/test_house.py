@@ -44,7 +44,19 @@ def test_a_verb_is_a_page():
     assert {page.name: length for page in pages if (length := len(page.read_text().splitlines())) > 120} == {}
 
 
-BELOW_TORCH = ("errors", "report", "tensors", "storage", "formats", "conversion", "layout", "planning", "cli")
+BELOW_TORCH = (
+    "errors",
+    "report",
+    "tensors",
+    "storage",
+    "formats",
+    "conversion",
+    "layout",
+    "planning",
+    "cli",
+    "observing",
+    "pictures",
+)
 
 
 def test_nothing_below_torch_imports_it_by_name():

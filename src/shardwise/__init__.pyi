@@ -29,6 +29,7 @@ from shardwise.verbs.accelerate_save import save_accelerate_optimizer as save_ac
 from shardwise.verbs.load import load as load
 from shardwise.verbs.merge_adapter import merge_adapter as merge_adapter
 from shardwise.verbs.merge_weights import merge_weights as merge_weights
+from shardwise.verbs.observe import observe as observe
 from shardwise.verbs.optimizer_state import optimizer_state as optimizer_state
 from shardwise.verbs.optimizer_state import set_optimizer_state as set_optimizer_state
 from shardwise.verbs.plan import plan as plan

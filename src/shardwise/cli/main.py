@@ -12,6 +12,8 @@ _COMMANDS = {
     "merge-adapter": "fold a LoRA into its base, in bounded memory",
     "merge-weights": "a sharded checkpoint as safetensors files of the hub",
     "plan": "what a load takes on every rank, before it",
+    "report": "a page and pictures of a run: memory, phases, curves",
+    "top": "what the ranks of a run do, live, from its files",
     "train": "fine-tune a model on chat data",
     "verify": "open a checkpoint again and compare; or load it on N ranks and compare",
 }

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, describe_data, end_stuck
+from shardwise.cli.live_bar import LiveBar
+from shardwise.cli.observed import curves_of, observed
+from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, describe_data, end_stuck
 
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.tenants.report import TenantReport
     from shardwise.tenants.sections import TenantsConfig
     from shardwise.tenants.session import TenantsSession
+    from shardwise.tenants.trainee import Trainee
 
 SOME_FAILED = 3
 """The exit code where some tenants were refused or have failed, and the others have been trained."""
@@ -30,6 +34,7 @@ class TenantsRequest:
     told: Told
     cache_root: Path | None = None
     """Where tokens are kept, where a configuration does not say."""
+    detail: Detail = "brief"
 
     @property
     def directory(self) -> str:
@@ -66,25 +71,40 @@ def train_tenants_on_rank(request: TenantsRequest) -> TenantsOutcome:
     from shardwise.tenants.session import TenantsSession
     from shardwise.training.stopping import stopping_on_signals
 
-    with stopping_on_signals() as stop:
+    with (
+        stopping_on_signals() as stop,
+        curves_of(os.environ) as curves,
+        observed(request.config.shared, request.directory) as observer,
+    ):
         session = TenantsSession.begin(request.config, request.cache_root)
         is_silent = session.rank != 0
         every = request.config.shared.log.every
         width = max((len(trainee.name) for trainee in session.trainees), default=0)
-        log = StepLog(every, request.told, is_silent=is_silent)
-        _begin(session, log)
+        with LiveBar(is_silent=is_silent) as bar:
+            log = StepLog(every, request.told, is_silent=is_silent, bar=bar)
+            _begin(session, log, request.detail)
+            bar.begin(sum(trainee.total for trainee in session.trainees))
 
-        def log_of(name: str, total: int) -> StepLog:
-            return StepLog(every, request.told, is_silent=is_silent, whose=name.ljust(width), total=total)
+            def log_of(trainee: Trainee) -> StepLog:
+                return StepLog(
+                    every,
+                    request.told,
+                    is_silent=is_silent,
+                    whose=trainee.name.ljust(width),
+                    total=trainee.total,
+                    bar=bar,
+                    output=trainee.output,
+                    curves=curves,
+                )
 
-        tenants = session.train(lambda trainee: log_of(trainee.name, trainee.total), stop, end_stuck)
+            tenants = session.train(log_of, stop, end_stuck)
+        log.say_end(observer, curves)
     return TenantsOutcome(session.loaded, tuple(tenants))
 
 
-def _begin(session: TenantsSession, log: StepLog) -> None:
+def _begin(session: TenantsSession, log: StepLog, detail: Detail) -> None:
     """Tell about the base, the data, and who is not trained."""
-    if session.loaded is not None:
-        log.say(str(session.loaded))
+    log.say_loaded(session.loaded, detail)
     for trainee in session.trainees:
         log.say(f"{trainee.name}: {count_of(trainee.total, 'step')}, {trainee.trained_count:,} parameters")
         log.say(describe_data(trainee.data))

@@ -6,15 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.cli.launch import TRAINING, fail, run_ranks
+from shardwise.cli.live_bar import LiveBar
+from shardwise.cli.observed import curves_of, observed
 from shardwise.cli.tenants import TenantsOutcome, TenantsRequest, print_tenants, train_tenants_on_rank
-from shardwise.cli.training_log import STOPPED, StepLog, Told, count_of, end_stuck
+from shardwise.cli.training_log import STOPPED, Detail, StepLog, Told, count_of, end_stuck
 from shardwise.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class TrainRequest:
     told: Told
     cache_root: Path | None = None
     """Where tokens are kept, where the configuration does not say."""
+    detail: Detail = "brief"
 
     @property
     def directory(self) -> str:
@@ -103,9 +106,17 @@ class TrainOutcome:
 @click.option(
     "--accelerate-config", metavar="FILE", help="Shard as this file of accelerate's says, or of the Trainer's."
 )
+@click.option("--observe", is_flag=True, help="Write down memory and phases of each rank, as observe=true does.")
+@click.option("--verbose", is_flag=True, help="Tell the whole report of the load, not its ten lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
 def train_command(
-    arguments: Sequence[str], *, nproc_per_node: int, accelerate_config: str | None, as_json: bool
+    arguments: Sequence[str],
+    *,
+    nproc_per_node: int,
+    accelerate_config: str | None,
+    observe: bool,
+    verbose: bool,
+    as_json: bool,
 ) -> None:
     """Fine-tune a causal language model, as a YAML file and KEY=VALUE overrides say.
 
@@ -113,7 +124,9 @@ def train_command(
     Under torchrun, the ranks are those it started; with --nproc-per-node they are started here.
     """
     try:
-        request = read_request(arguments, "stderr" if as_json else "stdout", accelerate_config)
+        told: Told = "stderr" if as_json else "stdout"
+        request = read_request(arguments, told, accelerate_config, observe=observe)
+        request = replace(request, detail="whole" if verbose else "brief")
         is_of_many = isinstance(request, TenantsRequest)
         function: Callable[..., Any] = train_tenants_on_rank if is_of_many else train_on_rank
         preloaded = (*TRAINING, "shardwise.tenants.session") if is_of_many else TRAINING
@@ -138,7 +151,7 @@ def train_command(
 
 
 def read_request(
-    arguments: Sequence[str], told: Told, accelerate_config: str | None = None
+    arguments: Sequence[str], told: Told, accelerate_config: str | None = None, *, observe: bool = False
 ) -> TrainRequest | TenantsRequest:
     """What a command line asks for; what accelerate's file says, and does not apply, is told by the first rank.
 
@@ -159,6 +172,8 @@ def read_request(
         values, notes = with_accelerate(values, accelerate_config)
         for note in notes if os.environ.get("RANK", "0") == "0" else ():
             click.echo(f"{accelerate_config}: {note}", err=True)
+    if observe and not values.get("observe"):
+        values["observe"] = True
     if is_of_many(values):
         return TenantsRequest(tenants_of(values, where), told, cache_root(os.environ))
     return TrainRequest(config_of(values, where), told, cache_root(os.environ))
@@ -175,13 +190,24 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
     from shardwise.training.session import Session
     from shardwise.training.stopping import stopping_on_signals
 
-    with stopping_on_signals() as stop:
+    with (
+        stopping_on_signals() as stop,
+        curves_of(os.environ) as curves,
+        observed(request.config, request.directory) as observer,
+    ):
         session = Session.begin(request.config, request.cache_root)
-        log = StepLog(request.config.log.every, request.told, is_silent=session.rank != 0)
-        log.begin(session)
-        trained = session.train(log.tell, stop, end_stuck)
+        is_silent = session.rank != 0
+        with LiveBar(is_silent=is_silent) as bar:
+            output = Path(request.directory)
+            log = StepLog(
+                request.config.log.every, request.told, is_silent=is_silent, bar=bar, output=output, curves=curves
+            )
+            log.begin(session, request.detail)
+            trained = session.train(log.tell, stop, end_stuck)
+            log.close()
         saved = None if trained.is_stopped else session.save_last()
         pushed = None if trained.is_stopped else session.push()
+        log.say_end(observer, curves)
     return TrainOutcome(session.loaded, trained, saved, pushed)
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
+from shardwise.cli.live_bar import LiveBar
 from shardwise.errors import RankLostError
+from shardwise.pictures.curves import Curves
 from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, StepFacts
 
 if TYPE_CHECKING:
+    from shardwise.observing.sampler import RankObserver
+    from shardwise.report.load_report import LoadReport
     from shardwise.training.config_sections import ShardingSection
     from shardwise.training.data import TrainData
     from shardwise.training.report import Event
@@ -22,6 +27,9 @@ STOPPED = 75
 
 Told: TypeAlias = Literal["stdout", "stderr"]
 """Where the console's lines go."""
+
+Detail: TypeAlias = Literal["brief", "whole"]
+"""How much is told of a load."""
 
 
 def end_stuck(error: RankLostError) -> None:
@@ -34,24 +42,36 @@ def end_stuck(error: RankLostError) -> None:
 class StepLog:
     """One line for every few steps, and for the last, written on the first rank as it happens.
 
-    ``whose`` begins each line, where several are trained; ``total`` is how many steps there are.
+    ``whose`` begins each line, where several are trained; ``total`` is how many steps there are. A ``bar`` is told
+    of steps, and lines go above it. ``curves`` of the folder ``output`` are drawn at checkpoints and at the end.
     """
 
     def __init__(
-        self, every: int, told: Told = "stdout", *, is_silent: bool = False, whose: str = "", total: int = 0
+        self,
+        every: int,
+        told: Told = "stdout",
+        *,
+        is_silent: bool = False,
+        whose: str = "",
+        total: int = 0,
+        bar: LiveBar | None = None,
+        output: Path | None = None,
+        curves: Curves | None = None,
     ) -> None:
         self.every = every
         self.whose = f"{whose}  " if whose else ""
         self.to_stderr = told == "stderr"
         self.is_silent = is_silent
         self.total = total
+        self.bar = bar or LiveBar(is_silent=True)
+        self.output = output
+        self.curves = None if is_silent else curves
         self.since: list[StepFacts] = []
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: Session, detail: Detail = "brief") -> None:
         """Tell about the model and the data."""
         self.total = len(session.steps)
-        if session.loaded is not None:
-            self.say(str(session.loaded))
+        self.say_loaded(session.loaded, detail)
         if session.data is None:
             buffer = session.config.data.shuffle_buffer
             self.say(f"data {session.steps.path}: read while it is trained on, shuffled {buffer:,} rows at a time")
@@ -61,6 +81,7 @@ class StepLog:
             self.say(describe_data(session.held_out, "evaluation"))
         ranks = count_of(session.size, "rank")
         self.say(f"training: {count_of(self.total, 'step')} on {ranks}, {_how(session.config.sharding)}")
+        self.bar.begin(self.total)
 
     def tell(self, facts: Event) -> None:
         """Tell about a step, where one of these is due, and about all else."""
@@ -68,6 +89,7 @@ class StepLog:
         place = f"{self.whose}step {facts.step:>{width}}/{self.total}"
         match facts:
             case StepFacts():
+                self.bar.step(facts)
                 self.since.append(facts)
                 if facts.step % self.every == 0 or facts.step in (1, self.total):
                     self.say(f"{place}  {self._interval(facts)}")
@@ -76,9 +98,11 @@ class StepLog:
                 best = "  the best so far" if facts.is_best else ""
                 self.say(f"{place}  evaluation: loss {facts.loss:.4f}  perplexity {facts.perplexity:.4g}{best}")
             case CheckpointFacts(kind="restored"):
+                self.bar.go_on_after(facts.step)
                 self.say(f"{self.whose}{facts.told}")
                 self.say(f"{self.whose}training goes on after step {facts.step}")
             case CheckpointFacts():
+                self._draw()
                 self.say(f"{place}  checkpoint, in {facts.seconds:.1f} s")
             case Remark():
                 self.say(f"{self.whose}{facts.text}")
@@ -91,15 +115,34 @@ class StepLog:
         return (
             f"loss {loss:7.4f}  lr {last.learning_rate:.2e}  grad norm {last.grad_norm:8.3f}  "
             f"{sum(step.tokens for step in self.since) / seconds:,.0f} tokens/s  "
-            f"memory {last.memory_bytes / 2**30:.2f} GiB"
+            f"memory {last.most_bytes / 2**30:.2f} GiB"
         )
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """There is no more to be told."""
+        self._draw()
+
+    def _draw(self) -> None:
+        if self.curves is not None and self.output is not None:
+            self.curves.draw(self.output)
+
+    def say_loaded(self, loaded: LoadReport | None, detail: Detail) -> None:
+        """Tell of a load, where there was one."""
+        if loaded is not None:
+            self.say(loaded.brief() if detail == "brief" else str(loaded))
+
+    def say_end(self, observer: RankObserver | None, curves: Curves) -> None:
+        """Tell what has not been drawn, and why this rank was not observed to the end, where it was not."""
+        curves.finish()
+        if curves.fault:
+            self.say(curves.fault)
+        if observer is not None and observer.fault:
+            self.say(f"not observed to the end: {observer.fault}")
 
     def say(self, text: str) -> None:
         if not self.is_silent:
-            click.echo(text, err=self.to_stderr)
+            with self.bar.aside():
+                click.echo(text, err=self.to_stderr)
 
 
 def _how(section: ShardingSection) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shardwise.observing import phases
+
 
 @dataclass
 class Clock:
@@ -18,7 +20,8 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start, before, self._inner = time.perf_counter(), self._inner, 0.0
-        yield
+        with phases.phase(name):
+            yield
         elapsed = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
         self._inner = before + elapsed

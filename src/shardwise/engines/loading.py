@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.shared_reads import SharePlan, plan_sharing, read_shared
 from shardwise.execution.reading.tied_values import unequal_twins
 from shardwise.layout import TensorKind
+from shardwise.observing import phases
 from shardwise.planning.loads.load_plan import Init, Keep, LoadPlan, Recompute, Tie
 from shardwise.report.load_report import LoadReport, TouchedPages
 
@@ -69,7 +71,20 @@ def carry_out(
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, ready, placer, sharing, clock)
-    return replace(report, recomputed=report.recomputed + attributes, pages=pages)
+    report = replace(report, recomputed=report.recomputed + attributes, pages=pages)
+    phases.tell("load", _told(report))
+    return report
+
+
+def _told(report: LoadReport) -> dict[str, Any]:
+    """What was foreseen and what was done, for whoever observes this rank."""
+    names = ("checkpoint", "parameters", "checkpoint_bytes", "read_bytes", "placed_bytes", "seconds")
+    forecast = report.forecast
+    foreseen = ("shard_bytes", "device_bytes", "host_bytes", "read_bytes")
+    return {
+        **{name: getattr(report, name) for name in names},
+        "forecast": {name: getattr(forecast, name) for name in foreseen},
+    }
 
 
 def require_equal_twins(world: World, plan: LoadPlan, placer: Placer) -> None:

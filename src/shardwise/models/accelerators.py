@@ -61,6 +61,18 @@ def free_memory(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0]) + int(kept)
 
 
+def memory_in_use(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of an accelerator: in tensors of this process, kept by torch for them, taken by whomever.
+
+    Nothing before this process has used it, which asking would begin.
+    """
+    module = module_of(device)
+    if not module.is_initialized():
+        return 0, 0, 0
+    free, total = module.mem_get_info(device)
+    return int(module.memory_allocated(device)), int(module.memory_reserved(device)), int(total - free)
+
+
 def settle(tensors: Iterable[torch.Tensor]) -> None:
     """Wait until these tensors have the values that this thread has asked for: other threads have other streams."""
     for device in {tensor.device for tensor in tensors}:

@@ -11,6 +11,8 @@ from shardwise.report.forecast import RankForecast
 from shardwise.report.names import listing, trainable_in_words
 from shardwise.report.sizes import in_bytes
 
+_BRIEF_LINES = 10
+
 
 @dataclass(frozen=True, slots=True)
 class TouchedPages:
@@ -112,6 +114,33 @@ class LoadReport:
             f"{word} {in_bytes(foreseen)}" + ("" if fact == foreseen else f" (was {in_bytes(fact)})")
             for word, foreseen, fact in pairs
         )
+
+    def brief(self) -> str:
+        """The report in ten lines at the most: counts in place of names."""
+        lines = str(self).splitlines()[:5]
+        counts = {
+            "tied": len(self.tied),
+            "initialized": len(self.initialized),
+            "recomputed": len(self.recomputed),
+            "kept": len(self.kept),
+            "cast": len(self.cast),
+            "computed": len(self.computed),
+            "read once": len(self.read_once),
+            "resized": len(self.resized),
+            "replicated": len(self.replicated),
+            "ignored": len(self.ignored_keys),
+            "not loaded": len(self.not_loaded),
+        }
+        if told := ", ".join(f"{count:,} {word}" for word, count in counts.items() if count):
+            lines.append(f"  tensors     {told}")
+        if self.trained:
+            lines.append(f"  {trainable_in_words(self.trainable_parameters, self.parameters)}")
+        room = _BRIEF_LINES - len(lines)
+        shown = self.notes if len(self.notes) <= room else self.notes[: room - 1]
+        lines += [f"  note        {note}" for note in shown]
+        if len(shown) < len(self.notes):
+            lines.append(f"  ... and {len(self.notes) - len(shown)} more notes")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         rate = self.read_bytes / max(self.seconds.get("read", 0.0), 1e-9)

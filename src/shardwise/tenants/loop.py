@@ -8,6 +8,7 @@ from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.errors import DisagreementError, RankLostError, ShardwiseError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
+from shardwise.observing.phases import phase
 from shardwise.report.save_report import SaveReport
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.trainee import Trainee
@@ -89,7 +90,8 @@ class TurnLoop:
         taken = next_pass([self.trainees[name].waiting() for name in queue], self.tokens_per_pass)
         self._queue = queue_after(self._queue, taken)
         try:
-            told = self.bank.forward_backward([(name, self.trainees[name].rows()) for name in taken])
+            with phase("pass"):
+                told = self.bank.forward_backward([(name, self.trainees[name].rows()) for name in taken])
         except (RankLostError, DisagreementError):
             raise
         except ShardwiseError as error:
@@ -104,7 +106,8 @@ class TurnLoop:
             trainee = self.trainees[name]
             trainee.note(told.tenants[name])
             if trainee.is_due:
-                self._do(name, lambda trainee: trainee.take_step(self.bank))
+                with phase("step"):
+                    self._do(name, lambda trainee: trainee.take_step(self.bank))
 
     def _do(self, name: str, what: Callable[[Trainee], object]) -> None:
         """Something of one tenant's, after which it may be at its end; if it fails, it ends alone."""

@@ -366,6 +366,8 @@ class TrainConfig(Section):
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     log: LogSection = LogSection()
+    observe: bool | Annotated[int, Field(ge=1, le=100)] = False
+    """Whether memory and phases of each rank are written down; a number: samples a second."""
 
     @field_validator("training")
     @classmethod

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
+from shardwise.observing.phases import phase
 from shardwise.storage.machine import file_space
 from shardwise.training.chat_options import ChatOptions
 from shardwise.training.encoding import Encoding
@@ -293,7 +294,7 @@ def _tokenised(world: World, files: Sequence[RowFile], encoding: Encoding, optio
     ) as bar:
         advance = bar.advance if world.rank == 0 else lambda nbytes: None
         blocks = encoded_blocks(files, encoding, options.effort, check=world.check, advance=advance)
-        with closing(blocks):  # and with them the processes
+        with closing(blocks), phase("tokenise"):  # and with them the processes
             return gathered(files, blocks)
 
 

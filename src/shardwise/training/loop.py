@@ -19,6 +19,7 @@ from shardwise.errors import RankLostError, ShardwiseError, TrainingError
 from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import module_of
+from shardwise.observing.phases import phase
 from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import (
     Checkpointing,
@@ -159,7 +160,8 @@ class _Training:
             return
         start = time.perf_counter()
         asked = settings_of(self.parts)
-        restored = checkpoints.keeper.restore(self._state())
+        with phase("resume"):
+            restored = checkpoints.keeper.restore(self._state())
         if restored is None:
             return
         self.progress = TrainingProgress.from_dict(restored.user)
@@ -204,7 +206,8 @@ class _Training:
             self._evaluate()
         start = time.perf_counter()
         for batches in () if self._is_over(evaluation) else self.steps:
-            facts, is_asked = self._step(batches, start)
+            with phase("step"):
+                facts, is_asked = self._step(batches, start)
             self.is_stopped = is_asked and self.step < self.total
             self.done.append(facts)
             self._tell(facts)
@@ -276,7 +279,10 @@ class _Training:
     def _step(self, batches: Sequence[Batch], start: float) -> tuple[StepFacts, bool]:
         """One step, and whether somebody has asked to stop after it. Collective: yes."""
         number = self.step + 1
-        gradient = self.work.gradient(batches, lambda: (self.stop.is_made, self.failure is not None))
+        device = self.work.forward.device
+        gradient = self.work.gradient(
+            batches, lambda: (self.stop.is_made, self.failure is not None), peak_memory(device)
+        )
         is_asked, is_failed = gradient.is_heard
         if is_failed:
             self._raise_failure()
@@ -294,7 +300,8 @@ class _Training:
             tokens=gradient.tokens,
             supervised_tokens=gradient.supervised_tokens,
             seconds=time.perf_counter() - start,
-            memory_bytes=peak_memory(self.work.forward.device),
+            memory_bytes=peak_memory(device),
+            fullest_bytes=gradient.most,
             epoch=self.steps.epochs_done,
             parts={
                 part.name: PartFacts(rate, norm)
@@ -354,7 +361,8 @@ class _Training:
     def _evaluate(self) -> None:
         assert isinstance(self.settings.evaluation, Evaluation)
         start = time.perf_counter()
-        loss, tokens = evaluate(self.world, self.work.forward, self.settings.evaluation.batches)
+        with phase("evaluate"):
+            loss, tokens = evaluate(self.world, self.work.forward, self.settings.evaluation.batches)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the evaluation after step {self.step}: the loss is {loss}; neither a checkpoint nor a model was "
@@ -374,7 +382,8 @@ class _Training:
     def _keep(self) -> None:
         assert isinstance(self.settings.checkpoints, Checkpoints)
         start = time.perf_counter()
-        self.settings.checkpoints.keeper.save(self.step, self._state())
+        with phase("checkpoint"):
+            self.settings.checkpoints.keeper.save(self.step, self._state())
         self.kept_step = self.step
         self._tell(CheckpointFacts(self.step, time.perf_counter() - start, "saved"))
 

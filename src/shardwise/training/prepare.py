@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import open_everywhere, read_index, resolve_everywhere
 from shardwise.engines.pretrained_options import Later, PretrainedOptions
-from shardwise.engines.save_options import CompareWithMemory, SaveOptions
+from shardwise.engines.save_options import CompareWithMemory
 from shardwise.engines.saving import require_writable
 from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import ConfigError, StorageError
@@ -128,7 +128,7 @@ class ModelRequest:
             "sharding": Sharding(mp_policy=policy) if self.sharding is None else self.sharding,
             "hub": HubOptions(revision=self.revision),
             "trust_remote_code": self.trust_remote_code,
-            "options": LoadOptions(seed=self.options.seed, device=this_device(), progress=False),
+            "options": LoadOptions(seed=self.options.seed, device=this_device()),
         }
         if self.vocab_size is not None:
             keywords["resize_vocab"] = self.vocab_size
@@ -295,9 +295,9 @@ def keep(
         ShardwiseError: as :func:`~shardwise.verbs.save.save`, and
             :func:`~shardwise.engines.verifying_files.verify_files`.
     """
-    compared, quiet = CompareWithMemory(), SaveOptions(progress=False)
+    compared = CompareWithMemory()
     if has_adapters(model):
-        return save_adapter(model, directory, tokenizer=tokenizer, verify=compared, options=quiet)
+        return save_adapter(model, directory, tokenizer=tokenizer, verify=compared)
     report = save(
         model,
         directory,
@@ -305,7 +305,6 @@ def keep(
         dtype=dtype,
         max_shard_size=max_shard_size,
         verify=compared,
-        options=quiet,
     )
     found = World.current().from_first(lambda: verify_files(directory))
     if not found.is_sound:

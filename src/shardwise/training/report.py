@@ -41,6 +41,13 @@ class StepFacts:
     """Passes over the data so far, this step included."""
     parts: Mapping[str, PartFacts] = field(default_factory=dict)
     """By name, where there are several; one is as the whole."""
+    fullest_bytes: int = 0
+    """The most that any rank had needed when the step began, as of ``memory_bytes``; 0 where nobody has asked."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that is known of any rank."""
+        return max(self.memory_bytes, self.fullest_bytes)
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.models import process_groups
+from shardwise.observing.phases import phase
 from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
 from shardwise.training.batches import Batch
 from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
@@ -36,6 +37,8 @@ class StepGradient:
     supervised_tokens: int
     is_heard: tuple[bool, ...] = ()
     """Of each thing that ranks were asked to tell, whether one of them did."""
+    most: int = 0
+    """The greatest of what ranks had measured."""
 
     @property
     def grad_norm(self) -> float:
@@ -61,7 +64,9 @@ class StepWork:
     accumulation: Accumulation = field(default_factory=WholeGradients)
     scaling: Scaling = field(default_factory=Unscaled)
 
-    def gradient(self, batches: Sequence[Batch], tell: Callable[[], Sequence[bool]] = lambda: ()) -> StepGradient:
+    def gradient(
+        self, batches: Sequence[Batch], tell: Callable[[], Sequence[bool]] = lambda: (), measured: int = 0
+    ) -> StepGradient:
         """Compute the gradient of all micro-batches, on all ranks, and clip that of each part.
 
         The loss is summed, and divided by what it counts (supervised tokens) on all ranks and in all micro-batches,
@@ -74,21 +79,27 @@ class StepWork:
         Args:
             batches: the micro-batches of this rank, as many on every one.
             tell: what else this rank has to say to all, asked for after the last backward pass.
+            measured: a number of this rank, of which all learn the greatest.
         """
         device = self.forward.device
-        counts = _Counts(self.world, batches, self.forward.loss)
+        counts = _Counts(self.world, batches, self.forward.loss, measured)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             exchange_gradients(self.forward.model, self.accumulation, is_last=index == len(batches) - 1)
-            loss = self.forward.summed(batch)
+            with phase("forward"):
+                loss = self.forward.summed(batch)
             # FSDP2 averages gradients over the ranks; as their sum is meant, the number of ranks is a factor.
-            (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
+            with phase("backward"):
+                (loss * counts.weight(self.scaling.scale * self.world.size, device)).backward()
             total += loss.detach()
-        loss_sum, norms, is_heard = self._summed(total, tell())
+        with phase("sum"):
+            loss_sum, norms, is_heard = self._summed(total, tell())
         for part, parameters, norm in zip(self.parts, self._members, norms, strict=True):
             scale_gradients(parameters, clip_factor(norm, part.max_grad_norm) / self.scaling.scale)
         tokens, supervised_tokens, counted = counts.read()
-        return StepGradient(loss_sum / max(counted, 1), norms, tokens, supervised_tokens, is_heard)
+        return StepGradient(
+            loss_sum / max(counted, 1), norms, tokens, supervised_tokens, is_heard, counts.greatest()
+        )
 
     @cached_property
     def _members(self) -> list[list[nn.Parameter]]:
@@ -124,10 +135,11 @@ class StepWork:
         Raises:
             TrainingError: no scale is small enough.
         """
-        if self.scaling.judge(gradient.grad_norm):
-            for part in self.parts:
-                part.optimizer.step()
-                part.schedule.step()
+        with phase("optimizer"):
+            if self.scaling.judge(gradient.grad_norm):
+                for part in self.parts:
+                    part.optimizer.step()
+                    part.schedule.step()
         for part in self.parts:
             part.optimizer.zero_grad()
 
@@ -187,13 +199,17 @@ class StepWork:
 
 
 class _Counts:
-    """The tokens of a step on all ranks. They are summed while the ranks begin to compute, and read at the end."""
+    """The tokens of a step on all ranks. They are summed while the ranks begin to compute, and read at the end.
 
-    def __init__(self, world: World, batches: Sequence[Batch], loss: Loss) -> None:
+    Beside them is a number of each rank, in a place of its own.
+    """
+
+    def __init__(self, world: World, batches: Sequence[Batch], loss: Loss, measured: int) -> None:
         own = (
             sum(batch.tokens for batch in batches),
             sum(batch.supervised_tokens for batch in batches),
             sum(loss.count(batch) for batch in batches),
+            *(measured if rank == world.rank else 0 for rank in range(world.size)),
         )
         self._sums = torch.tensor(own)
         self._work: dist.Work | None = None
@@ -214,5 +230,10 @@ class _Counts:
     def read(self) -> tuple[int, int, int]:
         """Tokens, supervised ones, and what the loss counts."""
         self._wait()
-        tokens, supervised_tokens, counted = self._sums.tolist()
+        tokens, supervised_tokens, counted = self._sums[:3].tolist()
         return tokens, supervised_tokens, counted
+
+    def greatest(self) -> int:
+        """Of what the ranks have measured."""
+        self._wait()
+        return int(self._sums[3:].max())

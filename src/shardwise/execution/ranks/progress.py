@@ -36,6 +36,7 @@ class ProgressBar:
             unit_divisor=1024,
             disable=None if shown else True,  # None: only when stderr is a terminal
             leave=False,
+            dynamic_ncols=True,
             mininterval=0.2,
         )
 

@@ -35,6 +35,7 @@ from shardwise.execution.ranks.messages import (
     unpacked,
 )
 from shardwise.models import process_groups
+from shardwise.observing import phases
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,6 +77,9 @@ class World:
         self._large_bytes = min(_LARGE_BYTES, _ANSWERED_BYTES // size)
         """An answer of this size or more is sent by a collective."""
         self._is_beside = bool(purpose)
+        self._call = call
+        self._marks: list[contextlib.AbstractContextManager[None]] = []
+        """Of the blocks that this one is in, for whoever observes this process."""
         if size > 1:
             name = f"shardwise/{group.group_name if group is not None else 'all'}{purpose}"
             if around is not None:
@@ -109,7 +113,7 @@ class World:
         A ``call`` is what users call it. Ranks that meet in different calls all raise one DisagreementError.
         """
         if not dist.is_initialized():
-            return cls(0, 1)
+            return cls(0, 1, call=call)
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the process group it was given")
         return cls(dist.get_rank(group), dist.get_world_size(group), group, patience, around, purpose, call)
@@ -134,11 +138,15 @@ class World:
     def __enter__(self) -> Self:
         if self._line is not None:
             self._line.join()
+        mark = contextlib.nullcontext() if self._call == ANY_CALL else phases.phase(self._call)
+        mark.__enter__()
+        self._marks.append(mark)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._marks.pop().__exit__(None, None, None)
         if self._line is None:
             return
         is_known = isinstance(error, (errors.ShardwiseError, Stopped)) or error is self._settled

@@ -1,0 +1,152 @@
+"""Observes this process: a thread that samples what it needs, and marks of the phases it is in.
+
+[Note: What observing costs] A sample takes some tens of microseconds, on a thread that otherwise sleeps. A mark is
+one line, appended. Dividing pages among processes (PSS) takes the kernel milliseconds, so that it is done at
+borders of phases alone, and there only as often as it takes less than half a percent of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from shardwise.observing.own_memory import OwnMemory
+from shardwise.observing.phases import listening
+from shardwise.observing.rank_file import BEGIN, END, SAMPLE, SHARED, SHARES, VERSION, RankFile
+
+_SHARE_OF_TIME = 0.005
+"""The most that dividing pages may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Bytes of an accelerator: in tensors of this process, kept by torch for them, and taken by whomever."""
+
+    allocated: int = 0
+    reserved: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank this is, and of which machine."""
+
+    rank: int
+    world_size: int
+    machine: str
+    device: str = ""
+    """In words; "" without an accelerator."""
+
+
+class RankObserver:
+    """Writes down what this process needs and does, from ``__enter__`` to ``__exit__``.
+
+    Whatever goes wrong with the file ends the observing and nothing else; ``fault`` says what it was.
+
+    Args:
+        file: is closed at the end.
+        place: of this rank.
+        memory: of this process; is closed at the end.
+        device: asked for the accelerator's memory, on the sampling thread.
+        samples_per_second: how often.
+    """
+
+    def __init__(
+        self,
+        file: RankFile,
+        place: Place,
+        memory: OwnMemory,
+        device: Callable[[], DeviceUse],
+        samples_per_second: float,
+    ) -> None:
+        self.fault = ""
+        self._is_closed = False
+        self._file = file
+        self._memory = memory
+        self._device = device
+        self._period_s = 1 / samples_per_second
+        self._began = time.perf_counter()
+        self._lanes: dict[int, int] = {}
+        self._shares_at = -1.0
+        self._shares_cost_s = 0.0
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._go, name="shardwise-observer", daemon=True)
+        self._listening = listening(self)
+        header = {"observed": VERSION, "began": round(time.time(), 3), "samples_per_second": samples_per_second}
+        who = {"rank": place.rank, "world_size": place.world_size, "machine": place.machine}
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "device": place.device}
+        self._write({**header, **who, **process})
+
+    def __enter__(self) -> Self:
+        self.sample()
+        self._thread.start()
+        self._listening.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.__exit__(None, None, None)
+        self._is_over.set()
+        self._thread.join()
+        self.sample()
+        self._write({"t": self._now(), "end": True, "peak_kib": self._memory.now().peak_kib})
+        with self._lock:
+            self._is_closed = True
+            self._file.close()
+            self._memory.close()
+
+    def begin(self, name: str) -> None:
+        self._write([BEGIN, self._now(), self._lane(), name])
+        self._divide()
+
+    def end(self) -> None:
+        self._divide()
+        self._write([END, self._now(), self._lane()])
+
+    def tell(self, what: str, facts: Mapping[str, Any]) -> None:
+        self._write({"t": self._now(), "tell": what, **facts})
+
+    def sample(self) -> None:
+        """Write down what is needed this moment."""
+        host, device = self._memory.now(), self._device()
+        bytes_of = (device.allocated, device.reserved, device.used, *self._memory.traffic())
+        kinds = (host.anonymous_kib, host.shared_kib, host.file_kib, host.peak_kib)
+        self._write([SAMPLE, self._now(), *kinds, *(number >> 10 for number in bytes_of)])
+
+    def _go(self) -> None:
+        while not self._is_over.wait(self._period_s):
+            try:
+                self.sample()
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of an accelerator that has failed
+                self.fault = self.fault or f"samples have ended: {error}"
+                return
+
+    def _divide(self) -> None:
+        """Look at how pages are shared, unless that has been done too much of late."""
+        start = time.perf_counter()
+        if start - self._shares_at < self._shares_cost_s / _SHARE_OF_TIME:
+            return
+        if found := self._memory.shares():
+            self._write([SHARES, self._now(), *(found[kind] for kind in SHARED[1:])])
+        self._shares_at = time.perf_counter()
+        self._shares_cost_s = self._shares_at - start
+
+    def _lane(self) -> int:
+        return self._lanes.setdefault(threading.get_ident(), len(self._lanes))
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._began, 4)
+
+    def _write(self, line: list[Any] | dict[str, Any]) -> None:
+        with self._lock:  # what another thread has to say after the end goes into no file
+            if self.fault or self._is_closed:
+                return
+            try:
+                self._file.write(line)
+            except OSError as error:
+                self.fault = f"{self._file.path}: it cannot be written any more ({error.strerror or error})"

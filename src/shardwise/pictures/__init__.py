@@ -1,0 +1,1 @@
+"""Pictures of runs: what is drawn is decided here, as values; Plotly and matplotlib draw it."""

@@ -1,0 +1,239 @@
+"""One page of HTML that needs nothing but a browser: Plotly and the figures are inside.
+
+[Note: A page on its own] Plotly's library is five megabytes, and one and a half when packed, so that it is packed,
+and the browser unpacks it (DecompressionStream, in browsers since 2023). The page's own policy forbids requests.
+Words come from folders and files of others, so that they are escaped wherever they go.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.pictures.chart import Bars, Chart, Floats, Look, Series, Table
+from shardwise.pictures.collection import Sheet
+from shardwise.pictures.installed import require
+
+_COLOURS = (
+    "#4c78a8",
+    "#f58518",
+    "#54a24b",
+    "#e45756",
+    "#72b7b2",
+    "#b279a2",
+    "#eeca3b",
+    "#9d755d",
+    "#ff9da6",
+    "#79706e",
+)
+_LEGEND_OF = 24
+"""Series in a legend, at the most."""
+
+
+def page_of(title: str, sections: Sequence[Sheet]) -> str:
+    """The whole page.
+
+    Raises:
+        ConfigError: Plotly is not installed.
+    """
+    require("plotly")
+    body = [f"<h1>{html.escape(title)}</h1>"]
+    figures: list[dict[str, Any]] = []
+    for section in sections:
+        body.append(f"<h2>{html.escape(section.title)}</h2>")
+        body += [f'<p class="note">{html.escape(note)}</p>' for note in section.notes]
+        for chart in section.charts:
+            body.append(f"<h3>{html.escape(chart.title)}</h3>")
+            body.append(f'<div class="chart" id="chart{len(figures)}"></div>')
+            figures.append(figure_of(chart))
+        body += [_table(table) for table in section.tables]
+    return _PAGE.format(
+        title=html.escape(title), body="\n".join(body), figures=_as_json(figures), plotly=_packed_plotly()
+    )
+
+
+def figure_of(chart: Chart) -> dict[str, Any]:
+    """A chart as Plotly has it: data, and layout."""
+    colour_of = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(_names(chart))}
+    data = [_trace(item, colour_of) for item in chart.series] + [_bars(item, colour_of) for item in chart.bars]
+    bands = [band for band in chart.bands if band.stop > band.start]
+    band_colours = {name: number for number, name in enumerate(dict.fromkeys(band.name for band in bands))}
+    whole = max((band.stop for band in bands), default=0.0)
+    shapes = [
+        {"type": "rect", "xref": "x", "yref": "paper", "x0": band.start, "x1": band.stop, "y0": 0, "y1": 1}
+        | {"layer": "below", "line": {"width": 0}, "opacity": 0.13}
+        | {"fillcolor": _COLOURS[(band_colours[band.name] + 4) % len(_COLOURS)]}
+        for band in bands
+    ]
+    words = [
+        {"x": (band.start + band.stop) / 2, "y": 1, "yref": "paper", "text": _plain(band.name), "showarrow": False}
+        | {"font": {"size": 10}, "yanchor": "bottom"}
+        for band in bands
+        if band.stop - band.start > whole / 12
+    ]
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": _plain(chart.x_title)}},
+        "yaxis": {"title": {"text": _plain(chart.y_title)}, "rangemode": "tozero"},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        "showlegend": 1 < sum(trace.get("showlegend", True) for trace in data) <= _LEGEND_OF,
+        "shapes": shapes,
+        "annotations": words,
+        "height": 340,
+    }
+    if chart.bars:
+        rows = [_plain(row) for row in chart.rows]
+        layout["yaxis"] = {"type": "category", "categoryarray": rows[::-1], "categoryorder": "array"}
+        layout |= {"barmode": "group", "height": 160 + 26 * len(rows)}
+    elif chart.key == "loss":
+        layout["yaxis"].pop("rangemode")
+    return {"data": data, "layout": layout}
+
+
+def _names(chart: Chart) -> list[str]:
+    """Of what has a colour of its own: a rank's dashes and points have that of its line."""
+    names = [item.name for item in chart.series] + [item.name for item in chart.bars]
+    return [*dict.fromkeys(_owner(name) for name in names)]
+
+
+def _owner(name: str) -> str:
+    return name.partition(",")[0].removesuffix(" evaluation").removeprefix("foreseen for ")
+
+
+def _trace(item: Series, colour_of: dict[str, str]) -> dict[str, Any]:
+    colour = colour_of[_owner(item.name)]
+    trace = {"type": "scatter", "name": _plain(item.name), "x": _rounded(item.x), "y": _rounded(item.y)}
+    match item.look:
+        case Look.POINTS:
+            is_told = not item.name.endswith(", PSS")
+            return trace | {"mode": "markers", "marker": {"color": colour, "size": 6}, "showlegend": is_told}
+        case Look.AREA:
+            return trace | {"mode": "lines", "stackgroup": "one", "line": {"width": 0.5, "color": colour}}
+        case Look.DASHED:
+            return trace | {"mode": "lines", "line": {"width": 1.2, "color": colour, "dash": "dash"}}
+        case Look.LINE:
+            return trace | {"mode": "lines", "line": {"width": 1.4, "color": colour}}
+
+
+def _bars(item: Bars, colour_of: dict[str, str]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": _plain(item.name),
+        "offsetgroup": _plain(item.name),
+        "y": [_plain(row) for row in item.rows],
+        "base": _rounded(item.start),
+        "x": _rounded(item.length),
+        "marker": {"color": colour_of[_owner(item.name)], "line": {"width": 0}},
+    }
+
+
+def _rounded(values: Floats) -> list[float]:
+    """Five digits of the greatest are enough for a picture, and for times with what is between them."""
+    most = float(np.abs(values).max(initial=0.0))
+    digits = int(np.clip(5 - np.ceil(np.log10(most)), 0, 12)) if most > 0 else 0
+    found: list[float] = np.round(values, digits).tolist()
+    return [int(value) if value == int(value) else value for value in found]
+
+
+def _plain(text: str) -> str:
+    """Without what Plotly would take for markup."""
+    return text.replace("&", "+").replace("<", "(").replace(">", ")")
+
+
+def _as_json(values: object) -> str:
+    """JSON that ends no script, whatever is in it."""
+    text = json.dumps(values, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _table(table: Table) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    rows = "\n".join(line(row, "td") for row in table.rows)
+    head = line(table.head, "th")
+    return f'<h3>{html.escape(table.title)}</h3><div class="table"><table>{head}\n{rows}</table></div>'
+
+
+@cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:">
+<title>{title}</title>
+<style>
+:root {{ --paper: #ffffff; --ink: #1c1e21; --faint: #6b7178; --rule: #d9dce0; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --paper: #15171a; --ink: #e6e8ea; --faint: #9aa1a9; --rule: #363b41; }}
+}}
+body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto;
+  max-width: 1100px; padding: 12px; }}
+h1 {{ font-size: 1.4em; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.15em; margin-top: 1.6em; border-bottom: 1px solid var(--rule); overflow-wrap: anywhere; }}
+h3 {{ font-size: 1em; margin: 1em 0 0; }}
+.note {{ color: var(--faint); margin: 0.3em 0; overflow-wrap: anywhere; }}
+.chart {{ width: 100%; margin: 10px 0; }}
+.table {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 0.9em; }}
+td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid var(--rule); white-space: nowrap; }}
+</style>
+</head>
+<body>
+{body}
+<p class="note" id="state">Drawing ...</p>
+<script type="application/json" id="figures">{figures}</script>
+<script type="text/plain" id="plotly">{plotly}</script>
+<script>
+(async () => {{
+  const state = document.getElementById("state");
+  try {{
+    const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+    const figures = JSON.parse(document.getElementById("figures").textContent);
+    const places = figures.map((_, number) => document.getElementById("chart" + number));
+    const dark = matchMedia("(prefers-color-scheme: dark)");
+    const paint = layout => {{
+      const style = getComputedStyle(document.documentElement);
+      const [ink, rule] = ["--ink", "--rule"].map(name => style.getPropertyValue(name).trim());
+      const axis = {{gridcolor: rule, zerolinecolor: rule, linecolor: rule, automargin: true}};
+      return {{...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+        font: {{color: ink, size: 12}}, margin: {{l: 48, r: 12, t: 24, b: 40}}, hovermode: "closest",
+        xaxis: {{...axis, ...layout.xaxis}}, yaxis: {{...axis, ...layout.yaxis}}}};
+    }};
+    const draw = () => Promise.all(figures.map((figure, number) => Plotly.react(
+      places[number], figure.data, paint(figure.layout),
+      {{responsive: true, displaylogo: false, displayModeBar: innerWidth > 700 ? "hover" : false}})));
+    dark.addEventListener("change", draw);
+    await draw();
+    state.textContent = "";
+    state.dataset.drawn = figures.length;
+  }} catch (error) {{
+    state.textContent = "The figures cannot be drawn by this browser (" + error + "); the PNG files " +
+      "beside this page show the same.";
+  }}
+}})();
+</script>
+</body>
+</html>
+"""

@@ -1,0 +1,278 @@
+"""Charts and tables of the observed ranks of one run, by time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardwise.observing.rank_record import PhaseSpan, RankRecord
+from shardwise.observing.run_record import RunRecord
+from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
+from shardwise.pictures.thinning import extremes, merged
+from shardwise.report.sizes import in_bytes
+
+_POINTS = 60_000
+"""Of all series of a chart."""
+
+_MOST_BANDS = 60
+_MOST_RANKS = 64
+"""Of which lines are drawn."""
+
+_MOST_RANKS_OF_BARS = 8
+_MOST_ROWS = 40
+_GIB = 2.0**20
+"""In KiB."""
+
+_TIME = "seconds since the beginning"
+
+
+class RankCharts:
+    """What there is to be seen of the ranks of a run."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
+        self.ranks = _shown(run.ranks, _MOST_RANKS)
+        self.samples = [rank.samples() for rank in self.ranks]
+        self.shifts = [rank.began - run.began for rank in self.ranks]
+        self.seconds = max((rank.until - run.began for rank in run.ranks), default=0.0)
+        self.bands = self._bands()
+        self.parts = max(40, min(1000, _POINTS // (2 * max(len(self.ranks), 1))))
+
+    def charts(self) -> list[Chart]:
+        """All that have something in them."""
+        charts = [self.memory(), *self.by_machine(), self.accelerator(), self.phases(), *self.traffic()]
+        return [chart for chart in charts if not chart.is_empty]
+
+    def memory(self) -> Chart:
+        """Of the host, by rank; the pages of mapped files are the kernel's."""
+        series = [
+            self._line(f"rank {rank.rank}", time, (samples["anonymous"] + samples["shared"]) / _GIB)
+            for rank, time, samples in self._each()
+        ]
+        series += self._foreseen()
+        shares = [np.array(rank.shares, np.float64).reshape(-1, 5) for rank in self.ranks]
+        series += [
+            Series(f"rank {rank.rank}, PSS", table[:, 0] + shift, (table[:, 2] + table[:, 3]) / _GIB, Look.POINTS)
+            for rank, table, shift in zip(self.ranks, shares, self.shifts, strict=True)
+            if 0 < len(table) <= 2000
+        ]
+        return Chart(
+            "memory", "Host memory by rank, anonymous and shared; points: PSS", _TIME, "GiB", series, self.bands
+        )
+
+    def by_machine(self) -> list[Chart]:
+        """The same, all ranks of a machine on top of each other; what they share counts once."""
+        machines: dict[str, list[int]] = {}
+        for number, rank in enumerate(self.ranks):
+            machines.setdefault(rank.machine, []).append(number)
+        charts = []
+        for number, members in enumerate(machines.values()):
+            host = self.ranks[members[0]].host
+            title = f"Host memory of {host}, its ranks stacked" + (f" (machine {number})" if number else "")
+            key = f"machine{number}" if len(machines) > 1 else "machine"
+            charts.append(Chart(key, title, _TIME, "GiB", self._stacked(members), self.bands))
+        return charts
+
+    def accelerator(self) -> Chart:
+        """Memory of accelerators, by rank; nothing where there is none."""
+        series = []
+        for rank, time, samples in self._each():
+            if samples["used"].any():
+                series.append(self._line(f"rank {rank.rank}, in tensors", time, samples["allocated"] / _GIB))
+                series.append(self._line(f"rank {rank.rank}, kept", time, samples["reserved"] / _GIB, Look.DASHED))
+        return Chart("accelerator", "Accelerator memory by rank", _TIME, "GiB", series, self.bands)
+
+    def phases(self) -> Chart:
+        """When each rank was in which phase; short ones that follow each other are one."""
+        shown = _shown(self.ranks, _MOST_RANKS_OF_BARS)
+        rows = [*dict.fromkeys(_row(span) for rank in shown for span in rank.phases)][:_MOST_ROWS]
+        known = set(rows)
+        bars = []
+        for rank in shown:
+            shift = rank.began - self.run.began
+            spans: dict[str, list[tuple[float, float]]] = {}
+            for span in rank.phases:
+                if (row := _row(span)) in known:
+                    stop = rank.last if span.stop is None else span.stop
+                    spans.setdefault(row, []).append((span.start + shift, stop + shift))
+            names: list[str] = []
+            starts, stops = [np.zeros(0)], [np.zeros(0)]
+            for row, pairs in spans.items():
+                table = np.array(pairs, np.float64)
+                start, ends = merged(table[:, 0], table[:, 1], self.seconds / 600)
+                names += [row] * len(start)
+                starts.append(start)
+                stops.append(ends)
+            start = np.concatenate(starts)
+            bars.append(Bars(f"rank {rank.rank}", names, start, np.concatenate(stops) - start))
+        return Chart("phases", "Phases", _TIME, "", bars=bars, rows=rows)
+
+    def traffic(self) -> list[Chart]:
+        """Bytes a second, by rank, where there is anything worth seeing."""
+        charts = []
+        for key, name, title in (
+            ("read", "read", "Read, by system calls"),
+            ("from_disk", "from_disk", "Read, from disks"),
+            ("written", "written", "Written, by system calls"),
+        ):
+            series = []
+            for rank, time, samples in self._each():
+                middle, rate = _rates(time, samples[name], 0.5 / rank.samples_per_second)
+                series.append(self._line(f"rank {rank.rank}", middle, rate * 1024 / 1e9))
+            if any(item.y.max(initial=0.0) > 0.001 for item in series):
+                charts.append(Chart(key, title, _TIME, "GB/s", series, self.bands))
+        return charts
+
+    def fullest(self, name: str) -> Series:
+        """Host memory of the fullest rank, at each moment."""
+        grid = self._grid()
+        if not len(grid):
+            return Series(name, grid, grid)
+        most = np.max([self._on(grid, number, "anonymous", "shared") for number in range(len(self.ranks))], axis=0)
+        return self._line(name, grid, most)
+
+    def tables(self) -> list[Table]:
+        """What was foreseen beside what happened, and seconds by phase."""
+        return [table for table in (self._loads(), self._seconds()) if table.rows]
+
+    def _each(self) -> list[tuple[RankRecord, Floats, Mapping[str, Floats]]]:
+        return [
+            (rank, samples["t"] + shift, samples)
+            for rank, samples, shift in zip(self.ranks, self.samples, self.shifts, strict=True)
+            if len(samples["t"])
+        ]
+
+    def _line(self, name: str, x: Floats, y: Floats, look: Look = Look.LINE) -> Series:
+        places = extremes(y, self.parts)
+        return Series(name, x[places], y[places], look)
+
+    def _grid(self) -> Floats:
+        """Moments, as far apart as samples are, but not more than some ten thousands."""
+        if not any(len(samples["t"]) for samples in self.samples):
+            return np.zeros(0)
+        rate = max(rank.samples_per_second for rank in self.ranks)
+        return np.linspace(0.0, self.seconds, int(np.clip(self.seconds * rate, 2, 50_000)))
+
+    def _on(self, grid: Floats, number: int, *names: str) -> Floats:
+        """Memory of a rank at these moments, in GiB; nothing before its first sample and after its last."""
+        samples = self.samples[number]
+        if not len(samples["t"]):
+            return np.zeros(len(grid))
+        total = sum((samples[name] for name in names), np.zeros(len(samples["t"])))
+        return np.interp(grid, samples["t"] + self.shifts[number], total, left=0.0, right=0.0) / _GIB
+
+    def _stacked(self, members: Sequence[int]) -> list[Series]:
+        grid = self._grid()
+        if not len(grid):
+            return []
+        own = {f"rank {self.ranks[number].rank}": self._on(grid, number, "anonymous") for number in members}
+        layers = {"shared": np.max([self._on(grid, number, "shared") for number in members], axis=0), **own}
+        places = extremes(np.sum(list(layers.values()), axis=0), self.parts)
+        return [Series(name, grid[places], layer[places], Look.AREA) for name, layer in layers.items()]
+
+    def _foreseen(self) -> list[Series]:
+        """The peak that was foreseen for a load, on top of what there was before, of the rank that needs most."""
+        found = []
+        for rank, time, samples in self._each():
+            total = (samples["anonymous"] + samples["shared"]) / _GIB
+            for load in _loads_of(rank):
+                start, stop = _around(rank, load)
+                before = float(np.interp(start + rank.began - self.run.began, time, total))
+                place = np.array([start, stop]) + rank.began - self.run.began
+                height = before + _forecast(load, "host_bytes") / 2**30
+                found.append(Series(f"foreseen for rank {rank.rank}", place, np.full(2, height), Look.DASHED))
+        return [max(found, key=lambda item: float(item.y[0]))] if found else []
+
+    def _loads(self) -> Table:
+        head = ("rank", "read, foreseen", "read", "held, foreseen", "held", "host peak, foreseen", "host, grown by")
+        rows = []
+        for rank, _, samples in self._each():
+            total = samples["anonymous"] + samples["shared"]
+            for load in _loads_of(rank):
+                start, stop = _around(rank, load)
+                inside = total[(samples["t"] >= start) & (samples["t"] <= stop)]
+                grown = (inside.max() - inside[0]) * 1024 if len(inside) else 0.0
+                held = ("read_bytes", _number(load, "read_bytes")), ("shard_bytes", _number(load, "placed_bytes"))
+                pairs = [in_bytes(int(value)) for name, was in held for value in (_forecast(load, name), was)]
+                rows.append(
+                    (str(rank.rank), *pairs, in_bytes(int(_forecast(load, "host_bytes"))), in_bytes(int(grown)))
+                )
+        return Table("Loading: foreseen, and done", head, rows[:_MOST_RANKS])
+
+    def _seconds(self) -> Table:
+        taken: dict[tuple[str, ...], dict[int, list[float]]] = {}
+        for rank in self.ranks:
+            for span in rank.phases:
+                stop = rank.last if span.stop is None else span.stop
+                taken.setdefault(span.path, {}).setdefault(rank.rank, []).append(stop - span.start)
+        rows = []
+        for path, by_rank in list(taken.items())[:_MOST_ROWS]:
+            sums = {rank: sum(each) for rank, each in by_rank.items()}
+            slowest = max(sums, key=lambda rank: sums[rank])
+            times = max(len(each) for each in by_rank.values())
+            mean = sum(sums.values()) / len(sums)
+            most = f"{sums[slowest]:.2f} s on rank {slowest}"
+            rows.append((": ".join(path), str(times), f"{mean:.2f} s", most))
+        return Table("Phases: seconds", ("phase", "times", "mean of ranks", "most"), rows)
+
+    def _bands(self) -> list[Band]:
+        """The outer phases of the first rank."""
+        if not self.ranks:
+            return []
+        first, shift = self.ranks[0], self.shifts[0]
+        by_name: dict[str, list[tuple[float, float]]] = {}
+        for span in first.phases:
+            if len(span.path) == 1 and span.lane == 0:
+                stop = first.last if span.stop is None else span.stop
+                by_name.setdefault(span.name, []).append((span.start + shift, stop + shift))
+        bands = []
+        for name, pairs in by_name.items():
+            table = np.array(pairs, np.float64)
+            starts, stops = merged(table[:, 0], table[:, 1], self.seconds / 100)
+            bands += [Band(name, float(a), float(b)) for a, b in zip(starts, stops, strict=True)]
+        longest = sorted(bands, key=lambda band: band.start - band.stop)[:_MOST_BANDS]
+        return sorted(longest, key=lambda band: band.start)
+
+
+def _shown(ranks: Sequence[RankRecord], most: int) -> list[RankRecord]:
+    """So many of the ranks, from the first to the last."""
+    places = np.unique(np.linspace(0, len(ranks) - 1, min(len(ranks), most)).astype(int))
+    return [ranks[int(place)] for place in places]
+
+
+def _row(span: PhaseSpan) -> str:
+    return ": ".join(span.path) + (f" (thread {span.lane})" if span.lane else "")
+
+
+def _rates(time: Floats, counted: Floats, least_s: float) -> tuple[Floats, Floats]:
+    """What was added a second, between samples; a count that went back has begun anew."""
+    if len(time) < 2:
+        return np.zeros(0), np.zeros(0)
+    passed = np.maximum(np.diff(time), least_s)
+    return (time[1:] + time[:-1]) / 2, np.maximum(np.diff(counted), 0.0) / passed
+
+
+def _loads_of(rank: RankRecord) -> list[Mapping[str, Any]]:
+    return [facts for facts in rank.facts if facts.get("tell") == "load"]
+
+
+def _around(rank: RankRecord, load: Mapping[str, Any]) -> tuple[float, float]:
+    """When the outermost phase that a load was told in began and ended, in the rank's own time."""
+    t = float(load["t"])
+    for span in rank.phases:
+        stop = rank.last if span.stop is None else span.stop
+        if len(span.path) == 1 and span.lane == 0 and span.start <= t <= stop:
+            return span.start, stop
+    return t, t
+
+
+def _number(facts: Mapping[str, Any], name: str) -> float:
+    value = facts.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _forecast(load: Mapping[str, Any], name: str) -> float:
+    forecast = load.get("forecast")
+    return _number(forecast, name) if isinstance(forecast, dict) else 0.0

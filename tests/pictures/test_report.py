@@ -1,0 +1,273 @@
+"""``shardwise report``: a page, and PNGs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.observing.made_runs import make_metrics, make_rank, make_run
+
+from shardwise.cli.report import report_command
+from shardwise.pictures import installed
+from shardwise.pictures.thinning import extremes, merged
+
+MIXES = "mix_stderr" in signature(CliRunner).parameters
+RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
+
+drawing = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("plotly", "matplotlib")),
+    reason="plotly or matplotlib is not installed",
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+
+
+def report(*arguments: object) -> Result:
+    return RUNNER.invoke(report_command, [str(argument) for argument in arguments])
+
+
+def page_in(folder: Path) -> str:
+    return (folder / "report.html").read_text("utf-8")
+
+
+def figures_in(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)
+    assert found is not None
+    figures: list[dict[str, Any]] = json.loads(found[1])
+    return figures
+
+
+def charts_in(page: str) -> dict[str, dict[str, Any]]:
+    """By title, the last of each."""
+    return dict(zip(re.findall(r"<h3>(.*?)</h3>\n<div class=\"chart\"", page), figures_in(page), strict=True))
+
+
+@drawing
+def test_a_run_as_a_page_and_pictures(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out", ranks=4, machines=2, device_gib=3.0)
+    result = report(run)
+    assert (result.exit_code, result.stderr) == (0, "")
+    page = page_in(run / "report")
+    charts = charts_in(page)
+    memory = charts["Host memory by rank, anonymous and shared; points: PSS"]
+    lines = [trace for trace in memory["data"] if trace["mode"] == "lines" and "dash" not in trace["line"]]
+    assert [trace["name"] for trace in lines] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert max(lines[0]["y"]) == pytest.approx(1 + 3 + 0.5 + 2, abs=0.4)  # in one sample alone
+    assert [shape["x0"] < shape["x1"] for shape in memory["layout"]["shapes"]] == [True, True]
+    assert {words["text"] for words in memory["layout"]["annotations"]} == {"from_pretrained", "step"}
+    [foreseen] = [trace for trace in memory["data"] if trace["name"].startswith("foreseen")]
+    assert foreseen["y"][0] == pytest.approx(lines[0]["y"][0] + 2, abs=0.4)
+    stacked = charts["Host memory of host-m1, its ranks stacked (machine 1)"]["data"]
+    assert [trace["name"] for trace in stacked] == ["shared", "rank 2", "rank 3"]
+    rows = charts["Phases"]["data"][0]["y"]
+    assert {"from_pretrained: read", "step: backward"} <= set(rows)
+    [read] = {max(trace["y"]) for trace in charts["Read, by system calls"]["data"]}
+    assert read == pytest.approx(2**30 / 1e9, rel=0.05)
+    assert charts["Loss"]["data"][0]["y"][0] == pytest.approx(3 * 0.95, abs=1e-3)
+    assert {"Learning rate", "Gradient norm, before clipping", "Tokens a second, all ranks"} <= charts.keys()
+    assert "Accelerator memory by rank" in charts
+    assert "<td>8.00 GiB</td>" not in page
+    assert "<td>2.00 GiB</td>" in page  # read by each of four
+    pictures = sorted(path.name for path in (run / "report").glob("*.png"))
+    assert {"loss.png", "memory.png", "phases.png", "machine0.png", "machine1.png", "read.png"} <= set(pictures)
+    assert all((run / "report" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+@drawing
+def test_the_page_asks_nobody(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out")
+    report(run)
+    page = page_in(run / "report")
+    ours = re.sub(r'<script type="text/plain" id="plotly">.*?</script>', "", page, flags=re.S)
+    assert "http" not in ours.replace("http-equiv", "")
+    assert "default-src 'none'" in ours
+    assert not re.search(r"""(src|href)\s*=""", ours)
+
+
+@drawing
+def test_ten_minutes_of_eight_ranks_are_a_small_page_in_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out", ranks=8, machines=2, seconds=600, rate=20, steps=1200, device_gib=4.0)
+    start = time.process_time()
+    result = report(run)
+    assert result.exit_code == 0
+    assert time.process_time() - start < 5
+    page = page_in(run / "report")
+    assert len(page.encode()) < 5_000_000
+    memory = charts_in(page)["Host memory by rank, anonymous and shared; points: PSS"]["data"][3]
+    assert max(memory["y"]) > 6  # the one sample of 12,000
+
+
+@drawing
+def test_runs_over_each_other_have_labels_of_their_own(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "a" / "out", model="models/One")
+    second = make_run(tmp_path / "b" / "out", model="models/Two", steps=30)
+    third = make_run(tmp_path / "c" / "out", model="models/Two")
+    result = report(first, second, third, "--output", tmp_path / "seen")
+    assert result.exit_code == 0, result.stderr
+    charts = charts_in(page_in(tmp_path / "seen"))
+    names = [trace["name"] for trace in charts["Loss"]["data"] if trace["mode"] == "lines"]
+    assert names == ["out (One)", f"{second}: out (Two)", f"{third}: out (Two)"]
+    fullest = charts["Host memory of the fullest rank, anonymous and shared"]["data"]
+    assert [trace["name"] for trace in fullest] == names
+
+
+@drawing
+def test_tenants_have_a_curve_each(tmp_path: Path) -> None:
+    make_rank(tmp_path, 0, 1)
+    for name in ("ada", "bob"):
+        make_metrics(tmp_path / name)
+    assert report(tmp_path).exit_code == 0
+    loss = charts_in(page_in(tmp_path / "report"))["Loss"]["data"]
+    assert [trace["name"] for trace in loss] == ["ada", "bob", "ada evaluation", "bob evaluation"]
+
+
+@drawing
+def test_a_killed_rank_and_one_that_lacks_are_told(tmp_path: Path) -> None:
+    make_rank(tmp_path, 0, 3)
+    make_rank(tmp_path, 1, 3, is_ended=False, seconds=4)
+    result = report(tmp_path)
+    assert result.exit_code == 0
+    assert "of 3 ranks nothing is there of rank 2" in result.stderr
+    assert re.search(r"rank 1 has left no end; it was last heard of \d\.\d s after the beginning", result.stderr)
+    assert "nothing is there of rank 2" in page_in(tmp_path / "report")
+
+
+@drawing
+def test_a_run_that_was_not_observed_has_its_curves(tmp_path: Path) -> None:
+    make_metrics(tmp_path)
+    result = report(tmp_path)
+    assert result.exit_code == 0
+    assert "no rank was observed" in result.stderr
+    assert list(charts_in(page_in(tmp_path / "report"))) == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm, before clipping",
+        "Tokens a second, all ranks",
+    ]
+
+
+@drawing
+def test_words_of_others_are_words(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>$x$_"
+    path = make_rank(tmp_path, 0, 1, model=f"m/{evil}")
+    path.write_text(
+        path.read_text().replace('"audit"', json.dumps(evil)).replace("host-one", json.dumps(evil)[1:-1])
+    )
+    assert report(tmp_path).exit_code == 0
+    page = page_in(tmp_path / "report")
+    assert "<script>alert" not in page
+    assert page.count("<script") == 3
+
+
+@drawing
+def test_a_rank_of_one_sample(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1)
+    lines = path.read_text().splitlines()
+    sample = next(line for line in lines if line.startswith("[0,"))
+    for kept in ([lines[0]], [lines[0], sample]):
+        path.write_text("\n".join(kept) + "\n")
+        assert report(tmp_path).exit_code == 0
+
+
+@drawing
+def test_there_is_no_need_of_a_display(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out", seconds=2)
+    words = "from shardwise.cli.report import report_command; report_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", words, str(run)],
+        env={"PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path), "MPLBACKEND": "TkAgg", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["plotly", "matplotlib"])
+def test_a_library_that_is_not_installed_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        installed.importlib.util, "find_spec", lambda asked: None if asked == name else find("json")
+    )
+    result = report(make_run(tmp_path / "out", seconds=2))
+    assert result.exit_code == 2
+    assert f"{name}, which draws, is not installed; pip install 'shardwise[report]'" in result.stderr
+    assert not (tmp_path / "out" / "report").exists()
+
+
+@drawing
+def test_a_folder_that_is_none_of_a_run(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "not here", "no such folder"), (tmp_path, "there is neither observed/")):
+        result = report(path)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
+    (tmp_path / "file").touch()
+    result = report(make_run(tmp_path / "out", seconds=2), "--output", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+@pytest.mark.slow
+@drawing
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [1100, 390])
+def test_a_browser_draws_it_without_a_word(tmp_path: Path, width: int) -> None:
+    run = make_run(tmp_path / "out", ranks=2, device_gib=1.0)
+    report(run)
+    place = run / "report" / "report.html"
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--enable-logging=stderr",
+    ]
+    done = subprocess.run(
+        [str(CHROMIUM), *options, f"--window-size={width},2000", "--dump-dom", place.as_uri()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    drawn = re.search(r'data-drawn="(\d+)"', done.stdout)
+    assert drawn is not None, done.stderr
+    assert int(drawn[1]) == len(figures_in(page_in(run / "report"))) == done.stdout.count('class="main-svg"') / 3
+    assert "CONSOLE" not in done.stderr
+    assert "Refused" not in done.stderr
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=0, max_size=300), st.integers(1, 20))
+def test_thinning_keeps_what_stands_out(values: Sequence[float], parts: int) -> None:
+    array = np.array(values, np.float64)
+    places = extremes(array, parts)
+    assert len(places) <= 2 * parts + 2
+    assert (np.diff(places) > 0).all()
+    if values:
+        kept = array[places]
+        assert (kept.max(), kept.min(), kept[0], kept[-1]) == (array.max(), array.min(), array[0], array[-1])
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=50), st.floats(0, 3))
+def test_spans_that_are_near_are_one(pairs: Sequence[tuple[float, float]], gap: float) -> None:
+    start = np.array([a for a, _ in pairs], np.float64)
+    stop = np.array([a + b for a, b in pairs], np.float64)
+    starts, stops = merged(start, stop, gap)
+    assert (starts[1:] - stops[:-1] > gap).all()
+    for a, b in zip(start, stop, strict=True):
+        assert ((starts <= a) & (b <= stops)).any()
