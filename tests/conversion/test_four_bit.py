@@ -19,6 +19,7 @@ from shardwise.conversion import (
     raw_scales_shape,
     scales_in,
     scales_shape,
+    scratch_bytes,
 )
 from shardwise.tensors import Form4
 
@@ -89,6 +90,21 @@ def test_each_element_by_itself(case):
         assert same(dequantised(packed, absmax, block, form, dtype), numbers.to(dtype))
 
 
+@pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 1024, 2048, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_several_chunks(dtype, block):
+    values = torch.randn(35, 4096, generator=torch.Generator().manual_seed(block)).to(dtype)
+    scales = values.float().unflatten(-1, (-1, block)).abs().amax(-1)
+    numbers = values.float() * (1 / scales).repeat_interleave(block, -1)
+    for form in Form4:
+        packed, absmax = quantised(values, block, form)
+        assert same(absmax, scales)
+        codes = torch.tensor(form.order)[torch.bucketize(numbers, torch.tensor(form.bounds))]
+        assert torch.equal(packed, (codes[:, ::2] << 4 | codes[:, 1::2]).byte())
+        wanted = torch.tensor(form.numbers)[codes] * scales.repeat_interleave(block, -1)
+        assert same(dequantised(packed, absmax, block, form, dtype), wanted.to(dtype))
+
+
 @pytest.mark.parametrize("form", list(Form4))
 def test_on_the_bounds_and_beside_them(form):
     bounds = torch.tensor(form.bounds)
@@ -134,7 +150,13 @@ def test_no_rows():
     [
         (torch.zeros(2, 96), 64, torch.zeros(2, 48).byte(), torch.zeros(2, 1), "whole blocks of 64"),
         (torch.zeros(2, 48), 48, torch.zeros(2, 24).byte(), torch.zeros(2, 1), "whole blocks of 48"),
-        (torch.zeros(2, 64), 64, torch.zeros(2, 64).byte(), torch.zeros(2, 1), "codes of"),
+        (
+            torch.zeros(2, 64),
+            64,
+            torch.zeros(2, 64).byte(),
+            torch.zeros(2, 1),
+            "codes of .* not torch.uint8 .2, 64",
+        ),
         (torch.zeros(2, 64), 64, torch.zeros(2, 32).char(), torch.zeros(2, 1), "codes of"),
         (torch.zeros(2, 64), 64, torch.zeros(2, 32).byte(), torch.zeros(2, 2), "scales of"),
         (torch.zeros(2, 64), 64, torch.zeros(2, 32).byte(), torch.zeros(2, 1).half(), "scales of"),
@@ -156,6 +178,10 @@ def test_sizes():
     assert scales_in(torch.zeros(10, 16, dtype=torch.uint8)).shape == (10, 4)
     assert quantised_bytes(10, 256, 64) == 10 * (128 + 16)
     assert nested_bytes(10, 256, 64, 100) == 10 * (128 + 4) + 4 * 2 + 4
+    assert nested_bytes(64, 256, 64, 64) == 64 * (128 + 4) + 4 * 1 + 4
+    assert nested_bytes(65, 256, 64, 65) == 65 * (128 + 4) + 4 * 2 + 4
+    assert scratch_bytes(100) == 1200
+    assert scratch_bytes(1 << 30) == 12 << 16
     assert fits_blocks((5, 128), 64)
     assert not fits_blocks((5, 96), 64)
     assert not fits_blocks((128,), 64)

@@ -84,6 +84,9 @@ def test_blocks_are_of_four_mib_at_most():
     assert max(block.nbytes for block in limited) <= 2 << 20
     assert limited[0].needs[0].numel > 1 << 17
     assert smallest_block_bytes(packed) == 17 * 1024
+    few = list(packed.operation.blocks(wanted, 10 * 17 * 1024))
+    assert few[0].needs[0].sizes == (10, 1024)
+    assert few[0].nbytes == 10 * 17 * 1024
 
 
 def test_values_are_rounded_first():
@@ -103,6 +106,7 @@ def test_values_are_rounded_first():
         (DType.BF16, math.nan, (5, 64), [(3, 7)], "row 3 has values that are not finite in BF16"),
         (DType.F16, 1e30, (5, 64), [(1, 7), (4, 0)], "rows 1, 4 have values that are not finite in F16"),
         (DType.F32, math.inf, (2, 3, 64), [(1, 2, 0)], r"row \(1, 2\) has values that are not finite in F32"),
+        (DType.F32, math.inf, (9, 64), [(n, 0) for n in range(5)], "rows 0, 1, 2, 3, 4 have"),
         (DType.F32, math.inf, (9, 64), [(n, 0) for n in range(8)], "rows 0, 1, 2, 3, 4 and 3 more have"),
     ],
 )

@@ -51,6 +51,7 @@ from shardwise.conversion.four_bit import (
     raw_scales_shape,
     scales_in,
     scales_shape,
+    scratch_bytes,
 )
 from shardwise.conversion.nested_scales import (
     dynamic_numbers,
@@ -117,6 +118,7 @@ __all__ = [
     "rows_stored",
     "scales_in",
     "scales_shape",
+    "scratch_bytes",
     "skeleton",
     "slice_dim",
     "smallest_block_bytes",
