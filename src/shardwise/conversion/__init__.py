@@ -2,6 +2,7 @@
 
 from shardwise.conversion.bindings import Bindings
 from shardwise.conversion.computed import (
+    BadValues,
     Computed,
     ComputedBlock,
     ComputeTask,
@@ -39,10 +40,34 @@ from shardwise.conversion.expression import (
     stored_leaves,
     substitute,
 )
+from shardwise.conversion.four_bit import (
+    BLOCKS,
+    dequantise_rows,
+    fits_blocks,
+    nested_bytes,
+    packed_shape,
+    quantise_rows,
+    quantised_bytes,
+    raw_scales_shape,
+    scales_in,
+    scales_shape,
+    scratch_bytes,
+)
+from shardwise.conversion.nested_scales import (
+    dynamic_numbers,
+    nest,
+    nest_about,
+    nested_codes,
+    offset_of,
+    unnest,
+)
+from shardwise.conversion.quantise import quantised
 from shardwise.conversion.region import Region
 from shardwise.conversion.strided_views import view
 
 __all__ = [
+    "BLOCKS",
+    "BadValues",
     "Bindings",
     "ComputeTask",
     "Computed",
@@ -70,19 +95,36 @@ __all__ = [
     "copies",
     "copies_and_computed",
     "covering_box",
+    "dequantise_rows",
     "dequantised",
+    "dynamic_numbers",
+    "fits_blocks",
     "key_of",
     "leaf_boxes",
     "leaves_of",
+    "nest",
+    "nest_about",
+    "nested_bytes",
+    "nested_codes",
+    "offset_of",
+    "packed_shape",
     "permute",
     "pieces",
+    "quantise_rows",
+    "quantised",
+    "quantised_bytes",
+    "raw_scales_shape",
     "reshape",
     "rows_stored",
+    "scales_in",
+    "scales_shape",
+    "scratch_bytes",
     "skeleton",
     "slice_dim",
     "smallest_block_bytes",
     "stack",
     "stored_leaves",
     "substitute",
+    "unnest",
     "view",
 ]
