@@ -39,10 +39,23 @@ from shardwise.conversion.expression import (
     stored_leaves,
     substitute,
 )
+from shardwise.conversion.four_bit import (
+    BLOCKS,
+    dequantise_rows,
+    fits_blocks,
+    nested_bytes,
+    packed_shape,
+    quantise_rows,
+    quantised_bytes,
+    raw_scales_shape,
+    scales_in,
+    scales_shape,
+)
 from shardwise.conversion.region import Region
 from shardwise.conversion.strided_views import view
 
 __all__ = [
+    "BLOCKS",
     "Bindings",
     "ComputeTask",
     "Computed",
@@ -70,14 +83,23 @@ __all__ = [
     "copies",
     "copies_and_computed",
     "covering_box",
+    "dequantise_rows",
     "dequantised",
+    "fits_blocks",
     "key_of",
     "leaf_boxes",
     "leaves_of",
+    "nested_bytes",
+    "packed_shape",
     "permute",
     "pieces",
+    "quantise_rows",
+    "quantised_bytes",
+    "raw_scales_shape",
     "reshape",
     "rows_stored",
+    "scales_in",
+    "scales_shape",
     "skeleton",
     "slice_dim",
     "smallest_block_bytes",

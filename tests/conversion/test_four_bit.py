@@ -1,0 +1,219 @@
+"""Weights in 4 bits: as each element by itself, and as bitsandbytes has them on a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.peers import use_peers
+
+from shardwise.conversion import (
+    BLOCKS,
+    dequantise_rows,
+    fits_blocks,
+    nested_bytes,
+    packed_shape,
+    quantise_rows,
+    quantised_bytes,
+    raw_scales_shape,
+    scales_in,
+    scales_shape,
+)
+from shardwise.tensors import Form4
+from shardwise.testing.world import run_world
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantised(values: torch.Tensor, block: int, form: Form4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, of which no row is refused."""
+    packed = torch.full(packed_shape(values.shape), 99, dtype=torch.uint8)
+    absmax = torch.full(scales_shape(values.shape, block), math.nan)
+    assert quantise_rows(values, block, form, packed, absmax) == ()
+    return packed, absmax
+
+
+def dequantised(
+    packed: torch.Tensor, absmax: torch.Tensor, block: int, form: Form4, dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.full((*packed.shape[:-1], 2 * packed.shape[-1]), math.nan, dtype=dtype)
+    dequantise_rows(packed, absmax, block, form, out)
+    return out
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """To the bit."""
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+# As each element by itself
+
+
+def code_of(value: torch.Tensor, scale: torch.Tensor, form: Form4) -> int:
+    """Of one float32: the number that is nearest, by the bounds, to it times the reciprocal of its scale."""
+    least = torch.tensor(1e-38)
+    number = value * (torch.tensor(1.0) / torch.maximum(scale, least))
+    by_size = sorted(range(16), key=lambda code: form.numbers[code])
+    numbers = torch.tensor([form.numbers[code] for code in by_size])
+    return by_size[int(((numbers[:-1] + numbers[1:]) / 2 < number).sum())]
+
+
+@st.composite
+def weights(draw):
+    dtype, block = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([32, 64]))
+    shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 2)))]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    values = torch.randn(*shape, block * draw(st.integers(1, 3)), generator=generator)
+    values *= 10.0 ** draw(st.integers(-44, 4))
+    if draw(st.booleans()):
+        values[torch.rand(values.shape, generator=generator) < 0.5] = draw(st.sampled_from([0.0, -0.0, 1e-45]))
+    return values.to(dtype), block, draw(st.sampled_from(list(Form4)))
+
+
+@given(weights())
+def test_each_element_by_itself(case):
+    values, block, form = case
+    packed, absmax = quantised(values, block, form)
+    scales = values.float().unflatten(-1, (-1, block)).abs().amax(-1)
+    assert same(absmax, scales)
+    codes = torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+    by_element = scales.repeat_interleave(block, -1)
+    wanted = [
+        code_of(value, scale, form)
+        for value, scale in zip(values.float().flatten(), by_element.flatten(), strict=True)
+    ]
+    assert codes.flatten().tolist() == wanted
+    numbers = torch.tensor(form.numbers)[codes.long()] * by_element
+    for dtype in DTYPES:
+        assert same(dequantised(packed, absmax, block, form, dtype), numbers.to(dtype))
+
+
+@pytest.mark.parametrize("form", list(Form4))
+def test_on_the_bounds_and_beside_them(form):
+    bounds = torch.tensor(form.bounds)
+    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
+    values = torch.cat([bounds, bounds.nextafter(up), bounds.nextafter(down), torch.zeros(18), torch.tensor([1.0])])
+    packed, absmax = quantised(values.view(1, 64), 64, form)
+    codes = torch.stack([packed >> 4, packed & 15], -1).flatten().tolist()
+    order = list(form.order)
+    assert codes[:15] == order[:15]
+    assert codes[15:30] == order[1:]
+    assert codes[30:45] == order[:15]
+    assert codes[63] == order[15]
+    assert absmax.tolist() == [[1.0]]
+
+
+def test_rows_are_quantised_as_among_all_others():
+    values = torch.randn(37, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, absmax = quantised(values, 64, Form4.NF4)
+    for start in range(0, 37, 5):
+        own = quantised(values[start : start + 5], 64, Form4.NF4)
+        assert same(own[0], packed[start : start + 5])
+        assert same(own[1], absmax[start : start + 5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_are_told(dtype, bad):
+    values = torch.ones(2, 3, 128, dtype=dtype)
+    values[0, 1, 5] = values[1, 2, 127] = bad
+    packed, absmax = torch.zeros(2, 3, 64, dtype=torch.uint8), torch.zeros(2, 3, 2)
+    assert quantise_rows(values, 64, Form4.NF4, packed, absmax) == (1, 5)
+    assert same(absmax[0, 0], torch.ones(2))
+    assert bool((packed[0, 0] == 255).all())
+
+
+def test_no_rows():
+    packed, absmax = quantised(torch.empty(0, 64), 64, Form4.FP4)
+    assert dequantised(packed, absmax, 64, Form4.FP4, torch.bfloat16).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("values", "block", "packed", "absmax", "told"),
+    [
+        (torch.zeros(2, 96), 64, torch.zeros(2, 48).byte(), torch.zeros(2, 1), "whole blocks of 64"),
+        (torch.zeros(2, 48), 48, torch.zeros(2, 24).byte(), torch.zeros(2, 1), "whole blocks of 48"),
+        (torch.zeros(2, 64), 64, torch.zeros(2, 64).byte(), torch.zeros(2, 1), "codes of"),
+        (torch.zeros(2, 64), 64, torch.zeros(2, 32).char(), torch.zeros(2, 1), "codes of"),
+        (torch.zeros(2, 64), 64, torch.zeros(2, 32).byte(), torch.zeros(2, 2), "scales of"),
+        (torch.zeros(2, 64), 64, torch.zeros(2, 32).byte(), torch.zeros(2, 1).half(), "scales of"),
+        (torch.zeros(2, 64).double(), 64, torch.zeros(2, 32).byte(), torch.zeros(2, 1), "not of torch.float64"),
+        (torch.zeros(64, 64).t(), 64, torch.zeros(64, 32).byte(), torch.zeros(64, 1), "contiguous"),
+    ],
+)
+def test_what_does_not_go_together(values, block, packed, absmax, told):
+    with pytest.raises(ValueError, match=told):
+        quantise_rows(values, block, Form4.NF4, packed, absmax)
+    with pytest.raises(ValueError, match=told):
+        dequantise_rows(packed, absmax, block, Form4.NF4, values)
+
+
+def test_sizes():
+    assert packed_shape((3, 10, 256)) == (3, 10, 128)
+    assert scales_shape((3, 10, 256), 64) == (3, 10, 4)
+    assert raw_scales_shape((3, 10, 256), 64) == (3, 10, 16)
+    assert scales_in(torch.zeros(10, 16, dtype=torch.uint8)).shape == (10, 4)
+    assert quantised_bytes(10, 256, 64) == 10 * (128 + 16)
+    assert nested_bytes(10, 256, 64, 100) == 10 * (128 + 4) + 4 * 2 + 4
+    assert fits_blocks((5, 128), 64)
+    assert not fits_blocks((5, 96), 64)
+    assert not fits_blocks((128,), 64)
+    assert not fits_blocks((5, 48), 48)
+
+
+# As bitsandbytes has them
+
+
+def inputs(dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Rows of all kinds: of every size, subnormal, huge, zero, with zeros of both signs, on the bounds."""
+    generator = torch.Generator().manual_seed(width)
+    rows = [torch.randn(width, generator=generator) * 10.0**power for power in range(-44, 39, 5)]
+    bounds = torch.tensor([*Form4.NF4.bounds, *Form4.FP4.bounds, 1.0, -0.0])
+    rows += [bounds.repeat(width // 32) * factor for factor in (1.0, 3.0, 0.7, 1e-40, 3e38)]
+    rows += [torch.zeros(width), -torch.zeros(width), torch.full((width,), 1e-45)]
+    rows += [torch.where(torch.rand(width, generator=generator) < 0.3, -0.0, rows[0])]
+    biggest = torch.finfo(dtype).max
+    return torch.stack(rows).clamp(-biggest, biggest).to(dtype)
+
+
+def compare() -> list[str]:
+    """What is not as bitsandbytes has it."""
+    use_peers()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what bitsandbytes would compile takes long, and says the same
+    import bitsandbytes.functional as bnb
+    from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
+
+    faults, count = [], 0
+    for form in Form4:
+        numbers = bnb.get_4bit_type(form.value, device="cpu")
+        bounds, order = _get_4bit_quantize_bounds(form.value, torch.device("cpu"))
+        if not (same(torch.tensor(form.numbers), numbers) and same(torch.tensor(form.bounds), bounds)):
+            faults.append(f"{form}: numbers")
+        if order.tolist() != list(form.order):
+            faults.append(f"{form}: order")
+        for dtype in DTYPES:
+            cases = [(inputs(dtype, block), block) for block in BLOCKS]
+            cases += [(torch.randn(2, 300, 384).to(dtype), 128), (torch.randn(7, 19200).to(dtype), 64)]
+            for values, block in cases:
+                count += 1
+                name = f"{form}, {dtype}, {block}"
+                packed, absmax = quantised(values, block, form)
+                theirs, state = bnb.quantize_4bit(values, blocksize=block, quant_type=form.value)
+                if not (torch.equal(packed.flatten(), theirs.flatten()) and same(absmax.flatten(), state.absmax)):
+                    faults.append(f"{name}: quantised")
+                small = dequantised(packed, absmax, block, form, torch.float32).abs() < 2.0**-126
+                for wide in DTYPES:
+                    state.dtype = wide
+                    mine, other = dequantised(packed, absmax, block, form, wide), bnb.dequantize_4bit(theirs, state)
+                    if not torch.equal(mine.masked_fill_(small, 0), other.masked_fill_(small, 0)):
+                        faults.append(f"{name}: dequantised to {wide}")
+    return [*faults, f"{count} compared"]
+
+
+@pytest.mark.distributed
+def test_as_bitsandbytes_has_them():
+    assert run_world(1, compare) == [["60 compared"]]
