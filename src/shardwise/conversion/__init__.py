@@ -2,6 +2,7 @@
 
 from shardwise.conversion.bindings import Bindings
 from shardwise.conversion.computed import (
+    BadValues,
     Computed,
     ComputedBlock,
     ComputeTask,
@@ -51,11 +52,21 @@ from shardwise.conversion.four_bit import (
     scales_in,
     scales_shape,
 )
+from shardwise.conversion.nested_scales import (
+    dynamic_numbers,
+    nest,
+    nest_about,
+    nested_codes,
+    offset_of,
+    unnest,
+)
+from shardwise.conversion.quantise import quantised
 from shardwise.conversion.region import Region
 from shardwise.conversion.strided_views import view
 
 __all__ = [
     "BLOCKS",
+    "BadValues",
     "Bindings",
     "ComputeTask",
     "Computed",
@@ -85,15 +96,21 @@ __all__ = [
     "covering_box",
     "dequantise_rows",
     "dequantised",
+    "dynamic_numbers",
     "fits_blocks",
     "key_of",
     "leaf_boxes",
     "leaves_of",
+    "nest",
+    "nest_about",
     "nested_bytes",
+    "nested_codes",
+    "offset_of",
     "packed_shape",
     "permute",
     "pieces",
     "quantise_rows",
+    "quantised",
     "quantised_bytes",
     "raw_scales_shape",
     "reshape",
@@ -106,5 +123,6 @@ __all__ = [
     "stack",
     "stored_leaves",
     "substitute",
+    "unnest",
     "view",
 ]

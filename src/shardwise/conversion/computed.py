@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from shardwise.conversion.covering import apart
 from shardwise.conversion.expression import Expression, Leaf, Shape, leaves_of
 from shardwise.conversion.region import Region
+from shardwise.errors import FormatError
 from shardwise.tensors import Box, DType, Strided, contiguous_strides, numel
 
 
@@ -31,6 +32,13 @@ class ComputedBlock:
     needs: tuple[Box, ...]
     gives: Mapping[str, Box]
     nbytes: int
+
+
+class BadValues(FormatError):
+    """An operation cannot make anything of the values that it was given.
+
+    It does not know whose they are; :meth:`ComputeTask.evaluate` does, and says so.
+    """
 
 
 class Operation(Hashable, Protocol):
@@ -125,6 +133,17 @@ class ComputeTask:
     def key(self) -> object:
         """Equal where the same is computed."""
         return self.operation, self.inputs, self.block
+
+    def evaluate(self, values: Sequence[Any]) -> Mapping[str, Any]:
+        """What the block gives, by output, for the boxes that it needs (:meth:`Operation.evaluate`).
+
+        Raises:
+            FormatError: with the names of the inputs, where the operation finds bad values in them.
+        """
+        try:
+            return self.operation.evaluate(self.block, values)
+        except BadValues as error:
+            raise FormatError(f"{', '.join(map(str, self.inputs))}: {self.operation.label}: {error}") from error
 
 
 def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int) -> Iterator[ComputeTask]:

@@ -30,8 +30,11 @@ from shardwise.tensors import DType, Form4
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """How many elements may have one scale."""
 
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 """Elements at a time: few enough for the cache, enough that calls cost nothing. Whole blocks of every size."""
+
+_SCRATCH_BYTES = 12
+"""For each element of a chunk: its magnitude, itself as float32, its rank, a comparison, a pair, its scale."""
 
 _SMALLEST = np.float32(1e-38)
 """A smaller scale counts as this one where it is divided by."""
@@ -61,7 +64,7 @@ def raw_scales_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
 
 def fits_blocks(shape: Sequence[int], block: int) -> bool:
     """Whether a weight of this shape is made of whole blocks within its rows."""
-    return len(shape) >= 2 and block in BLOCKS and shape[-1] % block == 0
+    return len(shape) >= 2 and block in BLOCKS and shape[-1] > 0 and shape[-1] % block == 0
 
 
 def scales_in(raw: Any) -> Any:
@@ -80,12 +83,17 @@ def nested_bytes(rows: int, width: int, block: int, whole_rows: int) -> int:
     return rows * (width // 2 + width // block) + 4 * scales + 4
 
 
+def scratch_bytes(elements: int) -> int:
+    """What :func:`quantise_rows` takes of memory besides what it is given, for so many elements."""
+    return _SCRATCH_BYTES * min(elements, CHUNK)
+
+
 def quantise_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_out: Any) -> tuple[int, ...]:
     """Put the codes and the scales of rows where they belong.
 
     ``values``: CPU tensor ``[..., width]`` in float32, bfloat16 or float16. ``packed_out``: uint8
-    ``[..., width / 2]``. ``absmax_out``: float32 ``[..., width / block]``. All are contiguous. Takes up to 0.8 MiB
-    besides. May be called by several threads at once.
+    ``[..., width / 2]``. ``absmax_out``: float32 ``[..., width / block]``. All are contiguous. Takes
+    :func:`scratch_bytes` besides. May be called by several threads at once.
 
     Returns:
         Which rows have values that are not finite, counted over all outer dimensions. What is written for
@@ -98,11 +106,11 @@ def quantise_rows(values: Any, block: int, form: Form4, packed_out: Any, absmax_
     dtype = _dtype_of(values)
     stored, packed = _bits_of(values, dtype), packed_out.detach().view(-1).numpy()
     absmax = absmax_out.detach().view(-1).numpy()
-    count = min(_CHUNK, stored.size)
+    count = min(CHUNK, stored.size)
     scratch = _Scratch(dtype, count, block)
     with np.errstate(all="ignore"):  # what is not finite is found by its scale
-        for start in range(0, stored.size, _CHUNK):
-            stop = min(start + _CHUNK, stored.size)
+        for start in range(0, stored.size, CHUNK):
+            stop = min(start + CHUNK, stored.size)
             scratch.quantise(
                 stored[start:stop], packed[start // 2 : stop // 2], absmax[start // block : stop // block], form
             )
@@ -173,10 +181,10 @@ def dequantise_rows(packed: Any, absmax: Any, block: int, form: Form4, out: Any)
     _check(out, block, packed, absmax)
     _dtype_of(out)
     keys, scales, flat = packed.detach().view(-1).numpy(), absmax.detach().view(-1).numpy(), out.detach().view(-1)
-    numbers = absmax.new_empty(min(_CHUNK, flat.numel()))
+    numbers = absmax.new_empty(min(CHUNK, flat.numel()))
     products = numbers.numpy()
-    for start in range(0, flat.numel(), _CHUNK):
-        stop = min(start + _CHUNK, flat.numel())
+    for start in range(0, flat.numel(), CHUNK):
+        stop = min(start + CHUNK, flat.numel())
         part = products[: stop - start]
         np.take(_pairs(form), keys[start // 2 : stop // 2], out=part.view(np.uint64), mode="clip")
         by_block = part.reshape(-1, block)

@@ -303,7 +303,7 @@ class Placer:
 
     def _evaluated(self, item: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         with torch.no_grad():
-            return item.operation.evaluate(item.block, values)
+            return item.evaluate(values)
 
     def _move(self, item: ComputeTask, outputs: Mapping[str, torch.Tensor], filling: _FilledTensors) -> None:
         for move in item.moves:

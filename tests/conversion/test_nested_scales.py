@@ -1,0 +1,63 @@
+"""Scales in a byte each, as bitsandbytes has them, in whole and in parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.test_four_bit import same
+
+from shardwise.conversion import dynamic_numbers, nest, nest_about, nested_codes, offset_of, unnest
+
+
+@given(st.integers(1, 900), st.integers(0, 99), st.integers(-8, 8), st.data())
+def test_parts_are_those_of_the_whole(count, seed, power, data):
+    absmax = torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 10.0**power
+    codes, nested, offset = nest(absmax)
+    scales = unnest(codes, 0, nested, offset)
+    moved = absmax - absmax.mean()
+    numbers = torch.tensor(dynamic_numbers())
+    for block, start in enumerate(range(0, count, 256)):
+        part = moved[start : start + 256]
+        assert nested[block] == part.abs().max()
+        found = numbers[codes[start : start + 256].long()]
+        assert same(scales[start : start + 256], found * nested[block] + offset)
+        if nested[block]:
+            nearest = (part[:, None] / nested[block] - numbers).abs().min(1).values
+            distance = (part / nested[block] - found).abs()
+            assert bool((distance <= nearest + 2 / 65535).all())
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    assert same(nested_codes(absmax[start:stop], start, nested, offset), codes[start:stop])
+    assert same(unnest(codes[start:stop], start, nested, offset), scales[start:stop])
+
+
+def test_an_offset_that_was_taken_before():
+    absmax = torch.rand(600)
+    codes, nested, offset = nest(absmax)
+    assert same(offset_of(absmax), offset)
+    again = nest_about(absmax, offset)
+    assert same(again[0], codes)
+    assert same(again[1], nested)
+    moved = nest_about(absmax, offset + 0.25)
+    assert not torch.equal(moved[0], codes)
+    torch.testing.assert_close(unnest(moved[0], 0, moved[1], offset + 0.25), absmax, rtol=0, atol=0.02)
+
+
+def test_shapes_stay():
+    absmax = torch.rand(10, 60)
+    codes, nested, offset = nest(absmax)
+    assert codes.shape == absmax.shape
+    assert nested.shape == (3,)
+    assert offset.shape == ()
+    assert unnest(codes, 0, nested, offset).shape == absmax.shape
+    assert same(codes.flatten(), nest(absmax.flatten())[0])
+
+
+@pytest.mark.parametrize("absmax", [torch.ones(3).double(), torch.tensor([1.0, math.nan]), torch.empty(0)])
+def test_what_are_no_scales(absmax):
+    with pytest.raises(ValueError, match="scales"):
+        nest(absmax)

@@ -1,0 +1,142 @@
+"""The node that puts weights into 4 bits: any rows, in blocks of any size, as the weight whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conversion.test_dequantise import part
+from tests.conversion.test_four_bit import quantised as by_kernel
+from tests.conversion.test_four_bit import same
+
+from shardwise.conversion import Computed, ComputeTask, Stored, quantised, scales_in, smallest_block_bytes
+from shardwise.errors import FormatError
+from shardwise.tensors import Box, DType, Form4
+
+DTYPES = {
+    DType.F64: torch.float64,
+    DType.F32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
+    DType.F8_E5M2: torch.float8_e5m2,
+}
+
+
+def node(shape, stored=DType.BF16, dtype=DType.BF16, block=64, form=Form4.NF4) -> tuple[Computed, Computed]:
+    packed, absmax = quantised(Stored("layer.weight", tuple(shape), stored), block, form, dtype)
+    assert isinstance(packed, Computed)
+    assert isinstance(absmax, Computed)
+    assert packed.operation == absmax.operation
+    return packed, absmax
+
+
+@st.composite
+def cases(draw):
+    shape = (*(draw(st.integers(1, 6)) for _ in range(draw(st.integers(1, 2)))), 32 * draw(st.integers(1, 3)))
+    stored = draw(st.sampled_from(list(DTYPES)))
+    dtype = draw(st.sampled_from([DType.F32, DType.BF16, DType.F16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    values = torch.randn(shape, generator=generator).to(DTYPES[stored])
+    leaves = node(shape, stored, dtype, 32, draw(st.sampled_from(list(Form4))))
+    wanted: dict[str, list[Box]] = {}
+    for leaf in leaves[: draw(st.integers(1, 2))]:
+        starts = [draw(st.integers(0, size - 1)) for size in leaf.shape]
+        sizes = [draw(st.integers(1, size - at)) for size, at in zip(leaf.shape, starts, strict=True)]
+        wanted[leaf.output] = [Box(tuple(starts), tuple(sizes))]
+    return values, leaves, wanted, draw(st.integers(1, 10_000)), dtype
+
+
+@given(cases())
+def test_any_rows_in_any_blocks(case):
+    values, leaves, wanted, most, dtype = case
+    operation = leaves[0].operation
+    packed, absmax = by_kernel(values.to(DTYPES[dtype]), operation.block, operation.form)
+    whole = {"packed": packed, "absmax": absmax.view(torch.uint8)}
+    found = {leaf.output: torch.full(leaf.shape, 99, dtype=torch.uint8) for leaf in leaves}
+    times = {leaf.output: torch.zeros(leaf.shape) for leaf in leaves}
+    for block in operation.blocks(wanted, most):
+        (needed,) = block.needs
+        assert block.nbytes <= most or needed.numel == values.shape[-1]
+        given_values = part(values, needed).contiguous().clone()
+        before = given_values.clone()
+        made = operation.evaluate(block, [given_values])
+        assert same(before, given_values)
+        for name, box in block.gives.items():
+            part(found[name], box).copy_(made[name])
+            part(times[name], box).add_(1)
+    for name, boxes in wanted.items():
+        for box in boxes:
+            assert bool((part(times[name], box) == 1).all())
+            assert torch.equal(part(found[name], box), part(whole[name], box))
+
+
+def test_blocks_are_of_four_mib_at_most():
+    packed, absmax = node((4096, 1024))
+    wanted = {leaf.output: [Box.whole(leaf.shape)] for leaf in (packed, absmax)}
+    blocks = list(packed.operation.blocks(wanted, 1 << 40))
+    assert [block.needs[0].sizes for block in blocks] == [(1024, 1024)] * 4
+    assert blocks[1].gives == {"packed": Box((1024, 0), (1024, 512)), "absmax": Box((1024, 0), (1024, 64))}
+    assert blocks[0].nbytes == 5 * (1 << 20) + 12 * (1 << 16)
+    limited = list(packed.operation.blocks(wanted, 2 << 20))
+    assert max(block.nbytes for block in limited) <= 2 << 20
+    assert limited[0].needs[0].numel > 1 << 17
+    assert smallest_block_bytes(packed) == 17 * 1024
+
+
+def test_values_are_rounded_first():
+    values = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = {}
+    for dtype in (DType.F32, DType.BF16, DType.F16):
+        packed, _ = node((3, 64), DType.F64, dtype)
+        (block,) = packed.operation.blocks({"absmax": [Box.whole((3, 4))]}, 1 << 20)
+        found[dtype] = scales_in(packed.operation.evaluate(block, [values])["absmax"])
+        assert same(found[dtype], values.to(DTYPES[dtype]).float().abs().amax(-1, keepdim=True))
+    assert not torch.equal(found[DType.F32], found[DType.BF16])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "shape", "at", "told"),
+    [
+        (DType.BF16, math.nan, (5, 64), [(3, 7)], "row 3 has values that are not finite in BF16"),
+        (DType.F16, 1e30, (5, 64), [(1, 7), (4, 0)], "rows 1, 4 have values that are not finite in F16"),
+        (DType.F32, math.inf, (2, 3, 64), [(1, 2, 0)], r"row \(1, 2\) has values that are not finite in F32"),
+        (DType.F32, math.inf, (9, 64), [(n, 0) for n in range(8)], "rows 0, 1, 2, 3, 4 and 3 more have"),
+    ],
+)
+def test_what_is_not_finite_is_named(dtype, value, shape, at, told):
+    values = torch.ones(shape)
+    for place in at:
+        values[place] = value
+    packed, _ = node(shape, DType.F32, dtype)
+    blocks = list(packed.operation.blocks({"packed": [Box.whole(packed.shape)]}, 1 << 20))
+    task = ComputeTask(packed.operation, packed.sources, blocks[0], ())
+    with pytest.raises(FormatError, match=f"^layer.weight: quantising: {told}.*leave this weight"):
+        task.evaluate([values])
+
+
+def test_rows_are_named_by_their_places_in_the_whole():
+    packed, _ = node((2, 300, 64), DType.F32, DType.F32)
+    (block,) = packed.operation.blocks({"packed": [Box((1, 200, 0), (1, 50, 32))]}, 1 << 20)
+    values = torch.ones(block.needs[0].sizes)
+    values[0, 7, 0] = math.nan
+    with pytest.raises(FormatError, match=r"row \(1, 207\) has"):
+        packed.operation.evaluate(block, [values])
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "dtype", "told"),
+    [
+        ((4, 96), DType.BF16, DType.BF16, "whole blocks"),
+        ((4, 0), DType.BF16, DType.BF16, "whole blocks"),
+        ((64,), DType.BF16, DType.BF16, "whole blocks"),
+        ((4, 64), DType.I8, DType.BF16, "cannot be put"),
+        ((4, 64), DType.F4, DType.BF16, "cannot be put"),
+        ((4, 64), DType.BF16, DType.F64, "cannot be put"),
+    ],
+)
+def test_what_cannot_be_quantised(shape, stored, dtype, told):
+    with pytest.raises(ValueError, match=told):
+        node(shape, stored, dtype)
