@@ -21,7 +21,7 @@ from shardwise.engines.loading import carry_out
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
-from shardwise.engines.tuning_arguments import alike, made_ready, resizing
+from shardwise.engines.tuning_arguments import alike, made_ready, require_trainable, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.execution.ranks.messages import OddRanks
@@ -64,6 +64,7 @@ def settle_call(
     require_known("from_pretrained", keywords, hints_of(PretrainedOptions))
     given = settled(keywords)
     require_meant(hints_of(PretrainedOptions), given)
+    require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
             f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.tensors import Box, ByteRange, Code, DType, Strided, numel
+from shardwise.tensors import Box, ByteRange, Code, DType, Form4, Strided, numel
 
 MAX_DIMS = 64
 """As many dimensions as a tensor of torch may have."""
@@ -71,7 +71,41 @@ class Scaled:
         return (self.values, self.scales, *([] if self.overall is None else [self.overall[0]]))
 
 
-ComposedPart: TypeAlias = Whole | View | Joined | Scaled
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """What scales that are bytes are scaled by themselves: one number for 256 of them, and an offset for all."""
+
+    scales: Whole
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Elements of four bits as bitsandbytes packs them, times the scales of their blocks.
+
+    Attributes:
+        values: the packed bytes, row by row.
+        scales: one for each block.
+        shape: of the elements; rows are whole blocks.
+        block: elements of a row with one scale.
+        form: what four bits stand for.
+        nested: where scales are bytes, what these stand for.
+    """
+
+    values: Whole
+    scales: Whole
+    shape: tuple[int, ...]
+    block: int
+    form: Form4
+    nested: Nested | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is stored of it."""
+        return (self.values.key, self.scales.key, *([] if self.nested is None else [self.nested.scales.key]))
+
+
+ComposedPart: TypeAlias = Whole | View | Joined | Scaled | FourBits
 
 
 @dataclass(frozen=True, slots=True)

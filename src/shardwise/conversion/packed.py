@@ -1,0 +1,155 @@
+"""Weights in four bits as expressions: packed while they are read, or taken as they are where they are stored so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.conversion import four_bit
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression, Shape, reshape
+from shardwise.conversion.quantise import PACKED, SCALES, Quantise
+from shardwise.tensors import Box, DType, Form4, numel
+from shardwise.tensors.codes import NESTED_BLOCK
+
+_OUT = "bytes"
+_NUMBERS = "numbers"
+_BYTES_A_NUMBER = 5
+"""The number, its half byte, and its part of a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsBytes:
+    """The bytes of numbers, in the order in which a machine has them: (.., n) of ``itemsize`` become (.., n * itemsize).
+
+    Attributes:
+        shape: of the bytes.
+        itemsize: of a number.
+    """
+
+    shape: Shape
+    itemsize: int
+    label: str = "taking bytes"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
+        for box in aligned_blocks(wanted[_OUT], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+            offsets = (*box.offsets[:-1], box.offsets[-1] // self.itemsize)
+            sizes = (*box.sizes[:-1], box.sizes[-1] // self.itemsize)
+            yield ComputedBlock((Box(offsets, sizes),), {_OUT: box}, 2 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_OUT: values[0].contiguous().view(values[0].new_empty(0).byte().dtype)}
+
+
+def as_bytes(numbers: Expression) -> Expression:
+    """See :class:`AsBytes`."""
+    shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize)
+    return Computed(AsBytes(shape, numbers.dtype.itemsize), _OUT, shape, DType.U8, (numbers,))
+
+
+def packed(
+    numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType
+) -> tuple[Expression, Expression]:
+    """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and float32 scales (.., out, in / block).
+
+    The latter as bytes, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they are packed. What is
+    stored in this very form, and in blocks of this size, is taken as it is.
+    """
+    stored = _stored_so(numbers, form, block_size)
+    if stored is not None:
+        values, scales = stored
+        return values, as_bytes(scales)
+    operation = Quantise(numbers.shape, block_size, form, rounds_to)
+    *outer, columns = numbers.shape
+    shapes = {PACKED: (*outer, columns // 2), SCALES: (*outer, 4 * columns // block_size)}
+    made = {name: Computed(operation, name, shape, DType.U8, (numbers,)) for name, shape in shapes.items()}
+    return made[PACKED], made[SCALES]
+
+
+def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int) -> Expression:
+    """Numbers, in float32, of packed bytes and float32 scales that are stored row by row under any shape.
+
+    Raises:
+        ValueError: there are not as many of them as ``shape`` has elements and blocks.
+    """
+    if not shape or shape[-1] % block_size or numel(values.shape) * 2 != numel(shape):
+        raise ValueError(f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}")
+    if numel(scales.shape) * block_size != numel(shape):
+        raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
+    *outer, columns = shape
+    sources = (reshape(values, (*outer, columns // 2)), reshape(scales, (*outer, columns // block_size)))
+    return Computed(Unpack(shape, block_size, form), _NUMBERS, shape, DType.F32, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Unnest:
+    """Scales that are kept in bytes, as the float32 that they stand for: ``number * scale of 256 + offset``.
+
+    Attributes:
+        count: of the scales.
+        offset: their mean, which was taken from all before they were packed.
+    """
+
+    count: int
+    offset: float
+    label: str = "unpacking scales"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 6)):
+            (start,), (size,) = box.offsets, box.sizes
+            first, last = start // NESTED_BLOCK, -(-(start + size) // NESTED_BLOCK)
+            yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 6 * size)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_NUMBERS: four_bit.unnest(values[0], values[1], self.offset)}
+
+
+def unnested(codes: Expression, nested: Expression, offset: float) -> Expression:
+    """See :class:`Unnest`."""
+    count = numel(codes.shape)
+    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
+    return Computed(Unnest(count, offset), _NUMBERS, (count,), DType.F32, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """``code[nibble] * scale`` for each half of a byte, in float32; see [Note: Four bits] in ``conversion/four_bit.py``.
+
+    Attributes:
+        shape: of the numbers (.., out, in).
+        block_size: so many in a row have one scale.
+        form: what four bits stand for.
+    """
+
+    shape: Shape
+    block_size: int
+    form: Form4
+    label: str = "unpacking"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (*(1 for _ in self.shape[:-1]), self.block_size)
+        for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_A_NUMBER)):
+            needs = tuple(
+                Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], box.sizes[-1] // step))
+                for step in (2, self.block_size)
+            )
+            yield ComputedBlock(needs, {_NUMBERS: box}, _BYTES_A_NUMBER * box.numel)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        packed, scales = values
+        out = scales.new_empty(block.gives[_NUMBERS].sizes)
+        four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
+        return {_NUMBERS: out}
+
+
+def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+    """The form of a matrix that is stored in four bits, and the size of its blocks; None of any other."""
+    operation = numbers.operation if isinstance(numbers, Computed) else None
+    return (operation.form, operation.block_size) if isinstance(operation, Unpack) else None
+
+
+def _stored_so(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
+    """The packed bytes and the scales of a matrix that is stored in this form; None of any other."""
+    return numbers.sources if stored_form(numbers) == (form, block_size) else None

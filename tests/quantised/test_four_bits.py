@@ -1,0 +1,47 @@
+"""A base in four bits: each rank's rows alone, and bit for bit what bitsandbytes has in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import zoo
+from tests.quantised import four_bits
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from shardwise.testing.world import run_world
+
+CONFIG = Qwen3Config(
+    vocab_size=97,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    zoo.fill(model)
+    folder = tmp_path_factory.mktemp("plain")
+    zoo.save_original(model, folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size"), [("flat", 1), ("flat", 2), ("flat", 3), ("flat", 5), ("hsdp", 4)])
+def test_bytes_answers_and_gradients(plain, mesh, size):
+    assert run_world(size, four_bits.differing, str(plain), mesh) == [[]] * size
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size", "placement"), [("flat", 2, "in blocks"), ("flat", 3, "replicated"), ("flat", 1, "in blocks")])
+def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
+    for told in run_world(size, four_bits.trained_alike, str(plain), mesh, placement):
+        assert told["same names"] and told["falls"] and told["kinds"] == ["Linear4bit"], told
+        assert told["losses"] < 1e-6 and told["gradients"] < 1e-5, told
