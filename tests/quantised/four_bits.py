@@ -90,7 +90,9 @@ def differing(folder: str, mesh: str, form: str = "nf4") -> list[str]:
 def lora_config(**settings: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": True, **settings})
+    return LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": True, **settings}
+    )
 
 
 def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
             own.data.copy_(values)
     tokens = torch.arange(48).view(4, 12)
     losses: dict[str, list[float]] = {"stock": [], "ours": []}
+    first: dict[str, torch.Tensor] = {}
     gradients = 0.0
     kinds = [type(ours.get_submodule(name.rpartition(".lora_A")[0])).__name__ for name in mine if "lora_A" in name]
     for kind, model in (("stock", stock), ("ours", ours)):

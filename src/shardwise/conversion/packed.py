@@ -49,9 +49,7 @@ def as_bytes(numbers: Expression) -> Expression:
     return Computed(AsBytes(shape, numbers.dtype.itemsize), _OUT, shape, DType.U8, (numbers,))
 
 
-def packed(
-    numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType
-) -> tuple[Expression, Expression]:
+def packed(numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType) -> tuple[Expression, Expression]:
     """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and float32 scales (.., out, in / block).
 
     The latter as bytes, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they are packed. What is
@@ -75,7 +73,9 @@ def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, 
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
     """
     if not shape or shape[-1] % block_size or numel(values.shape) * 2 != numel(shape):
-        raise ValueError(f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}")
+        raise ValueError(
+            f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}"
+        )
     if numel(scales.shape) * block_size != numel(shape):
         raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
     *outer, columns = shape

@@ -107,7 +107,10 @@ def _beside(index: CheckpointIndex, key: str) -> _Beside | None:
 
 def _small(reader: StorageReader, beside: _Beside) -> Mapping[str, bytes]:
     """The bytes of what is small: the JSON as "", and maps by the end of their keys; none of what is too large."""
-    wanted = {"": beside.state, **{end: beside.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in beside.entries}}
+    wanted = {
+        "": beside.state,
+        **{end: beside.entries[end] for end in (QUANT_MAP, NESTED_MAP) if end in beside.entries},
+    }
     return {
         end: reader.read(entry.file, entry.start, entry.stop)
         for end, entry in wanted.items()
@@ -148,16 +151,16 @@ def _composed(values: TensorEntry, beside: _Beside, texts: Mapping[str, bytes]) 
     return Composed(DType.F32, shape, part)
 
 
-def _nested(
-    beside: _Beside, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry
-) -> Nested:
+def _nested(beside: _Beside, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry) -> Nested:
     found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
     if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
         raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
     if told.get("nested_blocksize") != NESTED_BLOCK:
-        raise FormatError(f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256")
+        raise FormatError(
+            f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256"
+        )
     if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // NESTED_BLOCK):
         raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
     _require_map(texts, NESTED_MAP, NESTED_NUMBERS)

@@ -46,7 +46,9 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
             found.append(item)
             found += _constants(slot.module, item)
         else:
-            found.append(_renamed(item, _as_floats(item.tensor), TensorKind.PARAMETER, SCALES, f"{WEIGHT}.{ABSMAX}"))
+            found.append(
+                _renamed(item, _as_floats(item.tensor), TensorKind.PARAMETER, SCALES, f"{WEIGHT}.{ABSMAX}")
+            )
     return found
 
 

@@ -38,7 +38,10 @@ class Packing:
             count = packed.numel() // max(1, packed.shape[-1])
             if out.numel():
                 four_bit.dequantise_rows(
-                    _alias(packed).view(count, -1), _alias(scales).view(count, -1), self.block_size, self.form,
+                    _alias(packed).view(count, -1),
+                    _alias(scales).view(count, -1),
+                    self.block_size,
+                    self.form,
                     out.view(count, -1),
                 )
             return out

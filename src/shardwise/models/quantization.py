@@ -44,7 +44,9 @@ class _FourBit:
             raise ConfigError(f"scales={self.scales!r}: is PlainScales() or NestedScales()")
         dtype = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"compute_dtype={dtype!r}: is a floating dtype of torch, or None for that of the input")
+            raise ConfigError(
+                f"compute_dtype={dtype!r}: is a floating dtype of torch, or None for that of the input"
+            )
         if isinstance(self.stay, str) or not all(isinstance(name, str) for name in self.stay):
             raise ConfigError(f"stay={self.stay!r}: is a tuple of names of modules")
 
@@ -108,7 +110,8 @@ def of_transformers(config: Any) -> FourBit:
     storage = str(told.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
     if storage != "uint8":
         warnings.warn(
-            f"bnb_4bit_quant_storage={storage}: packed bytes are kept as uint8, which is sharded as it is", stacklevel=2
+            f"bnb_4bit_quant_storage={storage}: packed bytes are kept as uint8, which is sharded as it is",
+            stacklevel=2,
         )
     named = told.get("bnb_4bit_compute_dtype") or "float32"
     dtype = named if isinstance(named, torch.dtype) else getattr(torch, str(named).removeprefix("torch."), None)

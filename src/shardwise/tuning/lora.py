@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
-from shardwise.models.modules import parameters_in, walk
+from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.modules import modules_in, parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter, match_adapter
@@ -44,6 +45,7 @@ def with_lora(
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     known_as = {new: old for old, new in renamed.items()}
+    _require_numbers_where_copied(model, name)
     originals = _originals(model, name, new_names)
     offers: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): found for old, found in bindings.offers.items()
@@ -73,6 +75,17 @@ def with_lora(
         additions=replace(additions, base=base, known_as=known_as, copies=copied),
         notes=notes,
     )
+
+
+def _require_numbers_where_copied(model: Any, adapter: str) -> None:
+    """Raises ConfigError where a copy that is to be trained is in four bits."""
+    names = dict((id(module), module_name) for module_name, module in walk(model))
+    for original, copy in peft_compat.copies(model, adapter):
+        if any(is_in_four_bits(module) for module in modules_in(copy)):
+            raise ConfigError(
+                f"modules_to_save trains {names.get(id(original), 'a module')} whole, which is in four bits; name it "
+                'in quantization=Nf4(stay=("...",)) as well, or leave it out of modules_to_save'
+            )
 
 
 def _about_base(base: PreTrainedModel, adapter: Adapter) -> tuple[str, ...]:
@@ -133,7 +146,10 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
                 raise ConfigError(
-                    f"{name}: use_dora needs norms over the dimension that is sharded, for a "
+                    f"{name}: use_dora needs norms of rows of numbers, which weights in four bits are not; leave out "
+                    "use_dora, or quantization"
+                    if is_in_four_bits(layer.get_base_layer())
+                    else f"{name}: use_dora needs norms over the dimension that is sharded, for a "
                     f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"
                 )
             matrix = held[id(layer.get_base_layer().weight)].fqn
