@@ -8,8 +8,8 @@ from pathlib import Path
 def use_peers() -> None:
     """Put bitsandbytes and torchao on the path of this process, for good.
 
-    In a worker, and first of all there: PEFT and transformers look once. Not in the process of the tests, from which
-    every later worker would have them.
+    In a worker, and first of all there: PEFT and transformers look once. Not in the process of the tests, from
+    which every later worker would have them.
     """
     folder = Path(sys.prefix, "peers")
     if not folder.is_dir():

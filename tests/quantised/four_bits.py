@@ -53,7 +53,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differing(folder: str, mesh: str, form: str = "nf4") -> list[str]:
-    """Layers whose bytes or scales, and models whose answers or gradients, are not bit for bit those of bitsandbytes."""
+    """Layers and answers that are not bit for bit those of bitsandbytes."""
     use_peers()
     found = []
     for dtype in (torch.bfloat16, torch.float32):

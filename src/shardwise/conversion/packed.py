@@ -1,4 +1,4 @@
-"""Weights in four bits as expressions: packed while they are read, or taken as they are where they are stored so."""
+"""Weights in four bits as expressions: packed while they are read, or taken as they are stored."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from shardwise.conversion import four_bit
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.expression import Expression, Shape, reshape
-from shardwise.conversion.quantise import PACKED, SCALES, Quantise
+from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.conversion.quantise import quantised
 from shardwise.tensors import Box, DType, Form4, numel
-from shardwise.tensors.codes import NESTED_BLOCK
 
 _OUT = "bytes"
 _NUMBERS = "numbers"
@@ -21,7 +21,7 @@ _BYTES_A_NUMBER = 5
 
 @dataclass(frozen=True, slots=True)
 class AsBytes:
-    """The bytes of numbers, in the order in which a machine has them: (.., n) of ``itemsize`` become (.., n * itemsize).
+    """The bytes of numbers, as memory has them: (.., n) of ``itemsize`` become (.., n * itemsize).
 
     Attributes:
         shape: of the bytes.
@@ -50,20 +50,51 @@ def as_bytes(numbers: Expression) -> Expression:
 
 
 def packed(numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType) -> tuple[Expression, Expression]:
-    """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and float32 scales (.., out, in / block).
+    """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
 
-    The latter as bytes, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they are packed. What is
-    stored in this very form, and in blocks of this size, is taken as it is.
+    The latter as the bytes of float32, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they
+    are packed. What is stored in this very form, and in blocks of this size, is taken as it is.
     """
     stored = _stored_so(numbers, form, block_size)
     if stored is not None:
         values, scales = stored
         return values, as_bytes(scales)
-    operation = Quantise(numbers.shape, block_size, form, rounds_to)
-    *outer, columns = numbers.shape
-    shapes = {PACKED: (*outer, columns // 2), SCALES: (*outer, 4 * columns // block_size)}
-    made = {name: Computed(operation, name, shape, DType.U8, (numbers,)) for name, shape in shapes.items()}
-    return made[PACKED], made[SCALES]
+    return quantised(numbers, block_size, form, rounds_to)
+
+
+@dataclass(frozen=True, slots=True)
+class Unnest:
+    """``numbers[code] * scale of 256 + offset``: scales that are kept in a byte each, in float32.
+
+    Attributes:
+        count: of the scales.
+        offset: their mean, which was taken from all before they were packed.
+        numbers: what the 256 bytes stand for.
+    """
+
+    count: int
+    offset: float
+    numbers: tuple[float, ...]
+    label: str = "unpacking scales"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+            (start,), (size,) = box.offsets, box.sizes
+            first, last = start // NESTED_BLOCK, -(-(start + size) // NESTED_BLOCK)
+            yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 10 * size)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        codes, nested = values
+        found = nested.new_tensor(self.numbers)[codes.int()]
+        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
+        return {_NUMBERS: found.mul_(scales).add_(self.offset)}
+
+
+def unnested(codes: Expression, nested: Expression, offset: float, numbers: tuple[float, ...]) -> Expression:
+    """See :class:`Unnest`."""
+    count = numel(codes.shape)
+    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
+    return Computed(Unnest(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
 
 
 def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int) -> Expression:
@@ -84,38 +115,8 @@ def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, 
 
 
 @dataclass(frozen=True, slots=True)
-class Unnest:
-    """Scales that are kept in bytes, as the float32 that they stand for: ``number * scale of 256 + offset``.
-
-    Attributes:
-        count: of the scales.
-        offset: their mean, which was taken from all before they were packed.
-    """
-
-    count: int
-    offset: float
-    label: str = "unpacking scales"
-
-    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 6)):
-            (start,), (size,) = box.offsets, box.sizes
-            first, last = start // NESTED_BLOCK, -(-(start + size) // NESTED_BLOCK)
-            yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 6 * size)
-
-    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
-        return {_NUMBERS: four_bit.unnest(values[0], values[1], self.offset)}
-
-
-def unnested(codes: Expression, nested: Expression, offset: float) -> Expression:
-    """See :class:`Unnest`."""
-    count = numel(codes.shape)
-    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
-    return Computed(Unnest(count, offset), _NUMBERS, (count,), DType.F32, sources)
-
-
-@dataclass(frozen=True, slots=True)
 class Unpack:
-    """``code[nibble] * scale`` for each half of a byte, in float32; see [Note: Four bits] in ``conversion/four_bit.py``.
+    """``code[nibble] * scale`` for each half of a byte, in float32; see [Note: Four bits].
 
     Attributes:
         shape: of the numbers (.., out, in).

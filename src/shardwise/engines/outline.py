@@ -101,7 +101,8 @@ def settled(options: Options) -> Options:
         found = of_transformers(given.pop("quantization_config"))
         if given.setdefault("quantization", found) != found:
             raise ConfigError(
-                f"quantization={given['quantization']} and quantization_config say different things; pass quantization"
+                f"quantization={given['quantization']} and quantization_config say different things; pass the "
+                "former alone"
             )
     hub = given.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):

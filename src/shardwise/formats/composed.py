@@ -73,10 +73,17 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """What scales that are bytes are scaled by themselves: one number for 256 of them, and an offset for all."""
+    """What scales that are bytes stand for.
+
+    Attributes:
+        scales: what 256 of them are scaled by.
+        offset: is added to all.
+        numbers: of the 256 bytes.
+    """
 
     scales: Whole
     offset: float
+    numbers: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

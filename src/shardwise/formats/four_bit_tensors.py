@@ -1,9 +1,9 @@
 """Weights in four bits as bitsandbytes stores them: which tensors belong together, and whether they make sense.
 
-Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block;
-``weight.quant_map``, the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with the
-shape, the dtype and the size of a block. Nested scales are bytes, and have ``weight.nested_absmax``, one for 256 of
-them, ``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The small ones are
+Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, one scale for each block; ``weight.quant_map``,
+the sixteen numbers; and ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), JSON with the shape, the dtype and
+the size of a block. Nested scales are bytes, and have ``weight.nested_absmax``, one for 256 of them,
+``weight.nested_quant_map``, and an offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.) The small ones are
 read, and held against what is known: a map that is another one would make other numbers.
 """
 
@@ -23,7 +23,6 @@ from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import DType, Form4, numel
-from shardwise.tensors.codes import NESTED_BLOCK, NESTED_NUMBERS
 
 ABSMAX = ".absmax"
 QUANT_MAP = ".quant_map"
@@ -34,6 +33,8 @@ QUANT_STATE = ".quant_state.bitsandbytes__"
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 1 << 16
 _READERS = 8
+_NESTED_BLOCK = 256
+_BYTES_OF_MAP = 4 * 256
 _SHOWN = 5
 
 
@@ -157,14 +158,16 @@ def _nested(beside: _Beside, texts: Mapping[str, bytes], told: Mapping[str, obje
         raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
-    if told.get("nested_blocksize") != NESTED_BLOCK:
+    if told.get("nested_blocksize") != _NESTED_BLOCK:
         raise FormatError(
             f"its scales are nested in blocks of {shown(repr(told.get('nested_blocksize')))}, not 256"
         )
-    if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // NESTED_BLOCK):
+    if found.dtype is not DType.F32 or numel(found.shape) != -(-numel(scales.shape) // _NESTED_BLOCK):
         raise FormatError(f"its nested_absmax is {found.dtype.label} {found.shape}")
-    _require_map(texts, NESTED_MAP, NESTED_NUMBERS)
-    return Nested(Whole(found.key), float(offset))
+    numbers = texts.get(NESTED_MAP, b"")
+    if beside.entries[NESTED_MAP].dtype is not DType.F32 or len(numbers) != _BYTES_OF_MAP:
+        raise FormatError("its nested_quant_map has not 256 float32")
+    return Nested(Whole(found.key), float(offset), struct.unpack("<256f", numbers))
 
 
 def _shape_in(told: Mapping[str, object]) -> tuple[int, ...]:

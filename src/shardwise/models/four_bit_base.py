@@ -1,4 +1,4 @@
-"""Puts a base into four bits, on meta: which layers, what the checkpoint offers for them, what the model then says."""
+"""Puts a base into four bits, on meta: which layers, what is offered for them, what the model then says."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Chosen:
 def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
     """The linear layers of a model on meta, tied, that are to be in four bits.
 
-    What computes logits stays, whatever is tied, routers, what the checkpoint does not hold (``offered`` is asked by
-    the name of a weight), and what is named.
+    What computes logits stays, whatever is tied, routers, what the checkpoint does not hold (``offered`` is asked
+    by the name of a weight), and what is named.
 
     Raises:
         ConfigError: something named matches nothing, or nothing is left.
@@ -123,8 +123,8 @@ def put_base_into_four_bits(
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
-    form, block = quantization.form.name, quantization.block_size
-    notes = [f"{len(chosen.layers)} linear layers are in four bits ({form}, blocks of {block})"]
+    how = f"{quantization.form.name}, blocks of {quantization.block_size}"
+    notes = [f"{len(chosen.layers)} linear layers are in four bits ({how})"]
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()

@@ -1,9 +1,9 @@
 """Layers in four bits as files of bitsandbytes have them: which tensors, under which keys, of which shapes.
 
-Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block; ``weight.quant_map``, what
-the sixteen codes stand for; and ``weight.quant_state.bitsandbytes__nf4``, JSON with the shape, the dtype and the size of
-a block. Nested scales are bytes, with ``weight.nested_absmax`` and ``weight.nested_quant_map``, and their offset in the
-JSON. (``QuantState.as_dict`` of bitsandbytes.)
+Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block; ``weight.quant_map``,
+what the sixteen codes stand for; and ``weight.quant_state.bitsandbytes__nf4``, JSON with the shape, the dtype and
+the size of a block. Nested scales are bytes, with ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
+their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
 """
 
 from __future__ import annotations

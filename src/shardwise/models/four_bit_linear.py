@@ -1,11 +1,11 @@
 """Turns linear layers, on meta, into ones whose weights are in four bits; and knows them again.
 
 [Note: A layer in four bits] The layer keeps its place, its name and its class's methods; its weight is a uint8
-parameter (out, in / 2), beside which its scales are, as the bytes of float32: a parameter ``weight_scales``
-(out, 4 * in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts
-floats to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. Where bitsandbytes
-is installed the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers; what that class does with
-a ``quant_state`` is not used.
+parameter (out, in / 2), beside which its scales are, as the bytes of float32: a parameter ``weight_scales`` (out, 4
+* in / block) of uint8. Both are frozen, and sharded by rows in the group of the layer's block. FSDP2 casts floats
+to the dtype of the mixed precision, and leaves integers alone: that is why scales are bytes. Where bitsandbytes is
+installed the layer is one of its ``Linear4bit``, by which PEFT chooses its own 4-bit layers; what that class does
+with a ``quant_state`` is not used.
 
 Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block); what they are scaled by is whole on
 every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
@@ -68,8 +68,8 @@ class InFourBits:
             f"{form} in blocks of {block}"
         )
 
-    _save_to_state_dict = nn.Module._save_to_state_dict  # noqa: SLF001 - in place of that of bitsandbytes
-    _load_from_state_dict = nn.Module._load_from_state_dict  # noqa: SLF001
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
 
 
 @cache

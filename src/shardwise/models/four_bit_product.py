@@ -1,4 +1,4 @@
-"""Multiplies by weights that are kept in four bits: one at a time exists as numbers, and again in the backward pass."""
+"""Multiplies by weights that are kept in four bits: one at a time exists as numbers."""
 
 from __future__ import annotations
 

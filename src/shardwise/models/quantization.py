@@ -40,15 +40,14 @@ class _FourBit:
     def __post_init__(self) -> None:
         if self.block_size not in _BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r}: is one of {', '.join(map(str, _BLOCK_SIZES))}")
-        if not isinstance(self.scales, (PlainScales, NestedScales)):
-            raise ConfigError(f"scales={self.scales!r}: is PlainScales() or NestedScales()")
-        dtype = self.compute_dtype
+        dtype: object = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"compute_dtype={dtype!r}: is a floating dtype of torch, or None for that of the input"
             )
-        if isinstance(self.stay, str) or not all(isinstance(name, str) for name in self.stay):
-            raise ConfigError(f"stay={self.stay!r}: is a tuple of names of modules")
+        names: object = self.stay
+        if not isinstance(names, tuple):
+            raise ConfigError(f"stay={names!r}: is a tuple of names of modules, as in stay=('lm_head',)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,9 @@ class Nf4(_FourBit):
     """Weights of linear layers in four bits, on the quantiles of a normal distribution (QLoRA's NF4).
 
     Attributes:
-        block_size: so many elements of a row have one scale, their largest magnitude.
-        scales: how these are kept.
-        compute_dtype: of the products; None for the dtype of what comes in.
-        stay: modules that keep their weights as they are, by name: from the beginning, at the end, or as a regex, as
+        block_size: so many elements of a row have one scale, their largest magnitude. scales: how these are kept.
+        compute_dtype: of the products; None for the dtype of what comes in. stay: modules that keep their weights
+        as they are, by name: from the beginning, at the end, or as a regex, as
             ``llm_int8_skip_modules`` of transformers has it. What computes logits stays in any case.
     """
 

@@ -128,7 +128,3 @@ def _bounds(form: Form4) -> tuple[float, ...]:
 
 
 _FP4 = tuple(_single(twelfths / 12) for twelfths in _FP4_TWELFTHS)
-
-
-NESTED_BLOCK = 256
-NESTED_NUMBERS: tuple[float, ...] = ()

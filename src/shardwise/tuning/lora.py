@@ -79,12 +79,12 @@ def with_lora(
 
 def _require_numbers_where_copied(model: Any, adapter: str) -> None:
     """Raises ConfigError where a copy that is to be trained is in four bits."""
-    names = dict((id(module), module_name) for module_name, module in walk(model))
+    names = {id(module): module_name for module_name, module in walk(model)}
     for original, copy in peft_compat.copies(model, adapter):
         if any(is_in_four_bits(module) for module in modules_in(copy)):
             raise ConfigError(
-                f"modules_to_save trains {names.get(id(original), 'a module')} whole, which is in four bits; name it "
-                'in quantization=Nf4(stay=("...",)) as well, or leave it out of modules_to_save'
+                f"modules_to_save trains {names.get(id(original), 'a module')} whole, which is in four bits; name "
+                'it in quantization=Nf4(stay=("...",)) as well, or leave it out of modules_to_save'
             )
 
 
@@ -146,8 +146,8 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
                 raise ConfigError(
-                    f"{name}: use_dora needs norms of rows of numbers, which weights in four bits are not; leave out "
-                    "use_dora, or quantization"
+                    f"{name}: use_dora needs norms of rows of numbers, which weights in four bits are not; leave "
+                    "out use_dora, or quantization"
                     if is_in_four_bits(layer.get_base_layer())
                     else f"{name}: use_dora needs norms over the dimension that is sharded, for a "
                     f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"

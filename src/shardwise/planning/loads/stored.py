@@ -33,7 +33,7 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
         case FourBits(values, scales, shape, block, form, nested):
             factors: Expression = _leaf(index, scales.key)
             if nested is not None:
-                factors = unnested(factors, _leaf(index, nested.scales.key), nested.offset)
+                factors = unnested(factors, _leaf(index, nested.scales.key), nested.offset, nested.numbers)
             return unpacked(_leaf(index, values.key), factors, shape, form, block)
         case _:
             assert_never(part)
