@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise
-from shardwise.options import Fp4, InBlocks, LoadOptions, Nf4, Replicated
+from shardwise.options import Fp4, InBlocks, LoadOptions, NestedScales, Nf4, PlainScales, Replicated
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}
 STEPS = 20
@@ -39,9 +39,11 @@ def stock_model(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> 
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
-def our_model(folder: str, form: str, dtype: torch.dtype, mesh: str, **keywords: Any) -> Any:
+def our_model(
+    folder: str, form: str, dtype: torch.dtype, mesh: str, scales: Any = PlainScales(), **keywords: Any
+) -> Any:
     options = LoadOptions(progress=False, budget_bytes=1 << 16)
-    quantization = FORMS[form](compute_dtype=dtype)
+    quantization = FORMS[form](compute_dtype=dtype, scales=scales)
     sharding = sharding_on(mesh)
     return shardwise.from_pretrained(
         folder, quantization=quantization, dtype=dtype, sharding=sharding, options=options, **keywords
@@ -52,39 +54,56 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "packing"))
 
 
-def differing(folder: str, mesh: str, form: str = "nf4") -> list[str]:
-    """Layers and answers that are not bit for bit those of bitsandbytes."""
+def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[str]:
+    """Layers, answers and files that are not bit for bit those of bitsandbytes."""
     use_peers()
-    found = []
+    found: list[str] = []
+    is_nested = scales == "nested"
     for dtype in (torch.bfloat16, torch.float32):
-        stock, ours = stock_model(folder, form, dtype), our_model(folder, form, dtype, mesh)
+        kind = NestedScales() if is_nested else PlainScales()
+        stock = stock_model(folder, form, dtype, bnb_4bit_use_double_quant=is_nested)
+        ours = our_model(folder, form, dtype, mesh, kind)
+        saved = f"{out}/{str(dtype).removeprefix('torch.')}"
+        shardwise.save(ours, saved)
+        again = our_model(saved, form, dtype, mesh, kind)
         for name, layer in layers_of(ours):
             weight = stock.get_submodule(name).weight
-            if not torch.equal(whole(layer.weight).view(-1), weight.data.view(-1)):
-                found.append(f"{dtype} {name}: bytes")
-            scales = whole(layer.weight_scales).view(torch.float32)
-            if not torch.equal(scales.view(-1), weight.quant_state.absmax.view(-1)):
-                found.append(f"{dtype} {name}: scales")
-            local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-            rows, columns = len(local), 2 * local.shape[1]
-            scales = layer.weight_scales
-            held = (scales.to_local() if isinstance(scales, DTensor) else scales).nbytes
-            if local.nbytes + held != rows * (columns // 2 + 4 * columns // 64):
-                found.append(f"{name}: {local.nbytes + held} bytes for {rows} rows")
-        tokens = torch.arange(24).view(2, 12)
-        answers = []
-        for model in (stock, ours):
-            embedded = model.get_input_embeddings().weight
-            rows = whole(embedded).detach()[tokens].requires_grad_()
-            logits = model(inputs_embeds=rows).logits
-            logits.float().square().mean().backward()
-            answers.append((logits.detach(), rows.grad))
-        found += [
-            f"{dtype}: {what}"
-            for what, first, second in zip(("logits", "gradients"), *answers, strict=True)
-            if not torch.equal(first, second)
-        ]
+            other = again.get_submodule(name)
+            state = weight.quant_state
+            wanted = {"weight": weight.data, "weight_scales": state.absmax}
+            if is_nested:
+                wanted |= {"weight_nested_scales": state.state2.absmax, "weight_nested_offset": state.offset}
+            for local, values in wanted.items():
+                for what, module in (("", layer), (" read again", other)):
+                    mine = whole(getattr(module, local)).view(-1)
+                    mine = mine.view(values.dtype) if mine.dtype != values.dtype else mine
+                    if not torch.equal(mine, values.view(-1)):
+                        found.append(f"{dtype} {name}: {local}{what}")
+            held = sum(local_of(item).nbytes for item in (layer.weight, layer.weight_scales))
+            rows, columns = len(local_of(layer.weight)), layer.in_features
+            if held != rows * (columns // 2 + (1 if is_nested else 4) * columns // 64):
+                found.append(f"{name}: {held} bytes for {rows} rows")
+        first, second = answers_of(stock), answers_of(ours)
+        found += [f"{dtype}: {what}" for what in first if not torch.equal(first[what], second[what])]
+        if torch.distributed.get_rank() == 0:
+            opened = stock_model(saved, form, dtype)  # by transformers and bitsandbytes alone
+            third = answers_of(opened)
+            found += [f"{dtype}: {what} as opened" for what in first if not torch.equal(first[what], third[what])]
+        torch.distributed.barrier()
     return found
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def answers_of(model: Any) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(24).view(2, 12)
+    rows = whole(model.get_input_embeddings().weight).detach()[tokens].requires_grad_()
+    logits = model(inputs_embeds=rows).logits
+    logits.float().square().mean().backward()
+    assert rows.grad is not None
+    return {"logits": logits.detach(), "gradients": rows.grad}
 
 
 def lora_config(**settings: Any) -> Any:

@@ -34,9 +34,20 @@ def plain(tmp_path_factory) -> Path:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("mesh", "size"), [("flat", 1), ("flat", 2), ("flat", 3), ("flat", 5), ("hsdp", 4)])
-def test_bytes_answers_and_gradients(plain, mesh, size):
-    assert run_world(size, four_bits.differing, str(plain), mesh) == [[]] * size
+@pytest.mark.parametrize(
+    ("mesh", "size", "form", "scales"),
+    [
+        ("flat", 2, "nf4", "plain"),
+        ("flat", 3, "nf4", "nested"),
+        pytest.param("flat", 1, "nf4", "plain", marks=pytest.mark.slow),
+        pytest.param("flat", 1, "fp4", "nested", marks=pytest.mark.slow),
+        pytest.param("flat", 5, "nf4", "plain", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "nf4", "nested", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
+    found = run_world(size, four_bits.differing, str(plain), mesh, form, scales, str(tmp_path), timeout_s=240.0)
+    assert found == [[]] * size
 
 
 @pytest.mark.distributed

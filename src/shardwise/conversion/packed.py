@@ -8,8 +8,8 @@ from typing import Any
 
 from shardwise.conversion import four_bit
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
-from shardwise.conversion.expression import Expression, Shape, reshape
-from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.conversion.expression import Expression, Reshape, Shape, reshape
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.conversion.quantise import quantised
 from shardwise.tensors import Box, DType, Form4, numel
 
@@ -143,6 +143,54 @@ class Unpack:
         out = scales.new_empty(block.gives[_NUMBERS].sizes)
         four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
         return {_NUMBERS: out}
+
+
+def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> NestedParts | None:
+    """What is kept of a matrix that is stored in this form, its scales in a byte each; None of any other.
+
+    Only where these bytes stand for what they stand for here.
+    """
+    stored = _stored_so(numbers, form, block_size)
+    if stored is None:
+        return None
+    values, scales = stored
+    inner = scales.source if isinstance(scales, Reshape) else scales
+    if not isinstance(inner, Computed) or not isinstance(inner.operation, Unnest):
+        return None
+    if inner.operation.numbers != dynamic_numbers():
+        return None
+    codes, nested = inner.sources
+    return NestedParts(values, reshape(codes, scales.shape), nested, _constant(inner.operation.offset, nested))
+
+
+@dataclass(frozen=True, slots=True)
+class NestedParts:
+    """Packed bytes (.., out, in / 2), codes (.., out, in / block), a float32 for 256 of these, the offset (1,)."""
+
+    packed: Expression
+    codes: Expression
+    nested: Expression
+    offset: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number that no file has as a tensor, float32 (1,); its input, some float32, says what a tensor is."""
+
+    number: float
+    label: str = "a constant"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(wanted.values()):
+            one = Box((0,), (1,))
+            yield ComputedBlock((one,), {_NUMBERS: one}, 8)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_NUMBERS: values[0].new_tensor((self.number,))}
+
+
+def _constant(number: float, beside: Expression) -> Expression:
+    return Computed(Constant(number), _NUMBERS, (1,), DType.F32, (beside,))
 
 
 def stored_form(numbers: Expression) -> tuple[Form4, int] | None:

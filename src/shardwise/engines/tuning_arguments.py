@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
+from shardwise.engines.nesting import names_to_nest
 from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
@@ -100,7 +101,8 @@ def made_ready(
         adapters=adapters,
         casts_to=casts_to,
     )
-    return replace(tuned, notes=(*notes, *tuned.notes))
+    additions = replace(tuned.additions, nested=names_to_nest(tuned.model))
+    return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 
 def base_in_four_bits(

@@ -12,10 +12,19 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
 from shardwise.conversion import Bindings, Expression
-from shardwise.conversion.packed import packed, stored_form
+from shardwise.conversion.packed import nested_as_stored, packed, stored_form
 from shardwise.errors import ConfigError
 from shardwise.models.dtypes import from_torch
-from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits, put_into_four_bits, why_it_stays
+from shardwise.models.four_bit_linear import (
+    NESTED,
+    OFFSET,
+    SCALES,
+    WEIGHT,
+    WHOLE_SCALES,
+    is_in_four_bits,
+    put_into_four_bits,
+    why_it_stays,
+)
 from shardwise.models.modules import original_class, parameters_of, walk
 from shardwise.models.quantization import FourBit, of_form, to_transformers
 from shardwise.report.names import collapse
@@ -160,17 +169,21 @@ def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
         if not is_in_four_bits(module):
             continue
         weight = f"{name}.{WEIGHT}" if name else WEIGHT
-        scales = f"{name}.{SCALES}" if name else SCALES
         claims = offers.get(weight, ())
-        dtype = from_torch(module.packing.dtype, weight)
         if all(item.dtype is DType.U8 and item.shape == tuple(module.weight.shape) for item in claims):
             continue  # the model's own tensors, as InternalNames() have them
-        pairs = [_packed(expression, module.packing, dtype) for expression in claims]
-        if pairs:
-            offers[weight] = tuple(first for first, _ in pairs)
-            offers[scales] = tuple(found for _, found in pairs)
+        prefix = f"{name}." if name else ""
+        found = [_kept(module, expression, weight) for expression in claims]
+        offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
+        if module.is_nested and SCALES not in found[0]:
+            module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
     return replace(bindings, offers=offers)
 
 
-def _packed(expression: Expression, packing: Any, dtype: Any) -> tuple[Expression, Expression]:
-    return packed(expression, packing.form, packing.block_size, rounds_to=dtype)
+def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+    """What is kept of a weight, by local name; nested scales that are not stored so come as they are."""
+    form, block = layer.packing.form, layer.packing.block_size
+    if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
+        return {WEIGHT: parts.packed, SCALES: parts.codes, NESTED: parts.nested, OFFSET: parts.offset}
+    weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    return {WEIGHT: weight, (WHOLE_SCALES if layer.is_nested else SCALES): scales}

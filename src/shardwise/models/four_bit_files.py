@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, reshape
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.layout import TensorKind
-from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
 from shardwise.models.view import Held, Slot
@@ -27,6 +28,8 @@ from shardwise.tensors import numel
 
 ABSMAX = "absmax"
 QUANT_MAP = "quant_map"
+NESTED_ABSMAX = "nested_absmax"
+NESTED_MAP = "nested_quant_map"
 QUANT_STATE = "quant_state.bitsandbytes__"
 
 
@@ -40,15 +43,16 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     found: list[Held] = []
     for item in held:
         slot = item.slots[0]
-        if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES):
+        if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
             found.append(item)
         elif slot.name == WEIGHT:
             found.append(item)
             found += _constants(slot.module, item)
-        else:
-            found.append(
-                _renamed(item, _as_floats(item.tensor), TensorKind.PARAMETER, SCALES, f"{WEIGHT}.{ABSMAX}")
-            )
+        elif slot.name == SCALES:
+            scales = item.tensor if slot.module.is_nested else _as_floats(item.tensor)
+            found.append(_renamed(item, scales, item.kind, SCALES, f"{WEIGHT}.{ABSMAX}"))
+        elif slot.name == NESTED:
+            found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
     return found
 
 
@@ -61,9 +65,17 @@ def _constants(layer: Any, weight: Held) -> Iterator[Held]:
         "dtype": str(layer.packing.dtype).removeprefix("torch."),
         "shape": [layer.out_features, layer.in_features],
     }
-    numbers = torch.tensor(form.numbers, dtype=torch.float32)
+    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    if layer.is_nested:
+        told |= {
+            "nested_blocksize": NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": layer.weight_nested_offset.item(),
+        }
+        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
     text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    for name, tensor in ((QUANT_MAP, numbers), (f"{QUANT_STATE}{form.value}", text)):
+    constants[f"{QUANT_STATE}{form.value}"] = text
+    for name, tensor in constants.items():
         yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
 
 

@@ -9,6 +9,8 @@ with a ``quant_state`` is not used.
 
 Nested scales are codes, a uint8 parameter ``weight_scales`` (out, in / block); what they are scaled by is whole on
 every rank: the buffers ``weight_nested_scales`` (float32, one for 256) and ``weight_nested_offset`` (float32, one).
+While such a layer is loaded, its scales are there as they are for a moment, as ``weight_whole_scales``
+(``engines/nesting.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from shardwise.models.four_bit_product import Packing, product
+from shardwise.conversion import Expression
+from shardwise.conversion.nested_scales import NESTED_BLOCK
+from shardwise.models.four_bit_product import Packing, product, unnested_scales
 from shardwise.models.quantization import FourBit, NestedScales
 
 WEIGHT = "weight"
 SCALES = "weight_scales"
 NESTED = "weight_nested_scales"
 OFFSET = "weight_nested_offset"
+WHOLE_SCALES = "weight_whole_scales"
 
 _SUFFIX = "InFourBits"
 
@@ -37,16 +42,20 @@ class InFourBits:
     Attributes:
         packing: how its weight is kept.
         quantization: what was asked for.
+        whole_scales: while it is loaded, what its scales are read from before they are nested.
     """
 
     weight: nn.Parameter
     weight_scales: nn.Parameter
+    weight_nested_scales: torch.Tensor
+    weight_nested_offset: torch.Tensor
     bias: nn.Parameter | None
     in_features: int
     out_features: int
     packing: Packing
     quantization: FourBit
     compute_dtype: torch.dtype | None
+    whole_scales: tuple[Expression, ...]
 
     def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight (out, in), of gathered parameters; in the dtype it had, if no other is given."""
@@ -54,7 +63,14 @@ class InFourBits:
 
     def scales(self) -> torch.Tensor:
         """The scales, float32 (out, in / block), of gathered parameters."""
+        if self.is_nested:
+            return unnested_scales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
         return self.weight_scales.view(torch.float32)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its scales are kept in a byte each."""
+        return isinstance(self.quantization.scales, NestedScales)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or rows.dtype
@@ -109,11 +125,17 @@ def put_into_four_bits(module: nn.Linear, quantization: FourBit) -> None:
     module.__class__ = _class()
     layer: Any = module
     layer.register_parameter(WEIGHT, weight)
-    layer.register_parameter(SCALES, _frozen(rows, 4 * columns // block))
+    blocks = columns // block
+    layer.register_parameter(SCALES, _frozen(rows, blocks if is_nested else 4 * blocks))
+    if is_nested:
+        nested = torch.empty(-(-rows * blocks // NESTED_BLOCK), dtype=torch.float32, device="meta")
+        layer.register_buffer(NESTED, nested)
+        layer.register_buffer(OFFSET, torch.empty(1, dtype=torch.float32, device="meta"))
     layer.packing = Packing(form, block, dtype)
     layer.quantization = quantization
     layer.compute_dtype = quantization.compute_dtype
     layer.quant_state = None
+    layer.whole_scales = ()
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad_(False)
 

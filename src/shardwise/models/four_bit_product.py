@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.conversion import four_bit
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers, unnest
 from shardwise.tensors import Form4
 
 
@@ -49,6 +50,16 @@ class Packing:
         halves = torch.stack([packed >> 4, packed & 15], dim=-1).int()
         numbers = table[halves].view(*packed.shape[:-1], -1, self.block_size)
         return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
+
+
+def unnested_scales(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The float32 scales of a whole matrix that are kept in a byte each; see [Note: Nested scales]."""
+    if codes.device.type == "cpu":
+        found: torch.Tensor = unnest(_alias(codes).view(codes.shape), 0, nested, offset)
+        return found
+    numbers = torch.tensor(dynamic_numbers(), dtype=torch.float32, device=codes.device)[codes.int()]
+    factors = nested.repeat_interleave(NESTED_BLOCK)[: codes.numel()].view(codes.shape)
+    return numbers.mul_(factors).add_(offset)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
