@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tests.peers import use_peers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
-from shardwise.options import Fp4, InBlocks, LoadOptions, NestedScales, Nf4, PlainScales, Replicated
+from shardwise.options import Fp4, InBlocks, LoadOptions, MergedAdapter, NestedScales, Nf4, PlainScales, Replicated
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}
 STEPS = 20
+PLAIN = PlainScales()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,9 +42,7 @@ def stock_model(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> 
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
-def our_model(
-    folder: str, form: str, dtype: torch.dtype, mesh: str, scales: Any = PlainScales(), **keywords: Any
-) -> Any:
+def our_model(folder: str, form: str, dtype: torch.dtype, mesh: str, scales: Any = PLAIN, **keywords: Any) -> Any:
     options = LoadOptions(progress=False, budget_bytes=1 << 16)
     quantization = FORMS[form](compute_dtype=dtype, scales=scales)
     sharding = sharding_on(mesh)
@@ -86,10 +87,31 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
         first, second = answers_of(stock), answers_of(ours)
         found += [f"{dtype}: {what}" for what in first if not torch.equal(first[what], second[what])]
         if torch.distributed.get_rank() == 0:
+            torch.save(first, f"{saved}.answers")
             opened = stock_model(saved, form, dtype)  # by transformers and bitsandbytes alone
             third = answers_of(opened)
             found += [f"{dtype}: {what} as opened" for what in first if not torch.equal(first[what], third[what])]
         torch.distributed.barrier()
+    return found
+
+
+def differing_alone(folder: str, mesh: str, form: str, scales: str, out: str) -> list[str]:
+    """What is otherwise where bitsandbytes is not installed."""
+    found: list[str] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        saved = f"{out}/{str(dtype).removeprefix('torch.')}"
+        wanted = torch.load(f"{saved}.answers")
+        kind = NestedScales() if scales == "nested" else PLAIN
+        for what, place in (("packed here", folder), ("read", saved)):
+            ours = our_model(place, form, dtype, mesh, kind)
+            answers = answers_of(ours)
+            found += [f"{dtype} {what}: {name}" for name in wanted if not torch.equal(answers[name], wanted[name])]
+            found += [name for name, layer in layers_of(ours) if type(layer).__name__ != "LinearInFourBits"]
+        shardwise.save(ours, f"{saved}-again")
+        if torch.distributed.get_rank() == 0:
+            first, second = (load_file(f"{place}/model.safetensors") for place in (saved, f"{saved}-again"))
+            if first.keys() != second.keys() or not all(torch.equal(first[key], second[key]) for key in first):
+                found.append(f"{dtype}: files")
     return found
 
 
@@ -163,3 +185,47 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
+    """How far the numbers of a base in four bits with a LoRA merged in are from those by hand."""
+    ours = our_model(
+        folder,
+        "nf4",
+        torch.float32,
+        mesh,
+        NestedScales() if scales == "nested" else PLAIN,
+        tuning=shardwise.Lora(lora_config(target_modules=["q_proj", "down_proj"])),
+    )
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                values = 0.2 * (torch.rand(parameter.shape, generator=generator) - 0.5)
+                if isinstance(parameter, DTensor):
+                    values = distribute_tensor(
+                        values, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+                parameter.copy_(values)
+    wanted = {}
+    for name, layer in layers_of(ours):
+        scales_of_it = layer.scales_of(whole(layer.weight_scales), 0)
+        wanted[name] = layer.packing.numbers(whole(layer.weight), scales_of_it, torch.float32)
+    for name, parameter in list(ours.named_parameters()):
+        if ".lora_A." in name:
+            base = name.partition(".lora_A.")[0]
+            product = whole(ours.get_parameter(name.replace("lora_A", "lora_B"))) @ whole(parameter)
+            wanted[f"{base}.base_layer"] += 2.0 * product.detach()
+    tensors = dict(shardwise.iter_hf_tensors(ours, only=MergedAdapter()))
+    bare = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): values for name, values in wanted.items()
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.load_state_dict(tensors)
+    tokens = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        answers = [item.eval()(input_ids=tokens).logits for item in (ours, model)]
+    return {
+        "numbers": max(relative(tensors[f"{name}.weight"], values) for name, values in bare.items()),
+        "answers": relative(answers[0], answers[1]),
+    }

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, reshape
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
-from shardwise.layout import TensorKind
+from shardwise.layout import ModelLayout, TensorKind, TensorLayout
+from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
@@ -99,6 +100,25 @@ def _as_floats(raw: torch.Tensor) -> torch.Tensor:
         shape=torch.Size((rows, columns)),
         stride=(columns, 1),
     )
+
+
+def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
+    """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
+
+    Boxes are of rows.
+    """
+    layers = {item.fqn: item.slots[0] for item in held if is_in_four_bits(item.slots[0].module)}
+    tensors: list[TensorLayout] = []
+    for tensor in layout.tensors:
+        slot = layers.get(tensor.fqn)
+        if slot is None or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
+            tensors.append(tensor)
+        elif slot.name == WEIGHT:
+            shape = (tensor.shape[0], 2 * tensor.shape[1])
+            layer: Any = slot.module
+            dtype = from_torch(layer.packing.dtype, tensor.fqn)
+            tensors.append(replace(tensor, shape=shape, dtype=dtype, boxes=()))
+    return ModelLayout(tuple(tensors))
 
 
 def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:

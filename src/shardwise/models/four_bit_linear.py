@@ -63,9 +63,14 @@ class InFourBits:
 
     def scales(self) -> torch.Tensor:
         """The scales, float32 (out, in / block), of gathered parameters."""
-        if self.is_nested:
-            return unnested_scales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
-        return self.weight_scales.view(torch.float32)
+        return self.scales_of(self.weight_scales, 0)
+
+    def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
+        if not self.is_nested:
+            return kept.view(torch.float32)
+        start = row * (self.in_features // self.packing.block_size)
+        return unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:

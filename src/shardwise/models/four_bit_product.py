@@ -52,14 +52,17 @@ class Packing:
         return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
 
 
-def unnested_scales(codes: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """The float32 scales of a whole matrix that are kept in a byte each; see [Note: Nested scales]."""
+def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The float32 scales that are kept in a byte each, the first of which is a matrix' ``start``-th.
+
+    See [Note: Nested scales]. ``nested`` and ``offset`` are those of the whole matrix.
+    """
     if codes.device.type == "cpu":
-        found: torch.Tensor = unnest(_alias(codes).view(codes.shape), 0, nested, offset)
+        found: torch.Tensor = unnest(_alias(codes).view(codes.shape), start, nested, offset)
         return found
     numbers = torch.tensor(dynamic_numbers(), dtype=torch.float32, device=codes.device)[codes.int()]
-    factors = nested.repeat_interleave(NESTED_BLOCK)[: codes.numel()].view(codes.shape)
-    return numbers.mul_(factors).add_(offset)
+    places = torch.arange(start, start + codes.numel(), device=codes.device) // NESTED_BLOCK
+    return numbers.mul_(nested[places].view(codes.shape)).add_(offset)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

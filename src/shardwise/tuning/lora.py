@@ -14,7 +14,7 @@ from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
 from shardwise.models.four_bit_linear import is_in_four_bits
-from shardwise.models.modules import modules_in, parameters_in, walk
+from shardwise.models.modules import parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
 from shardwise.tuning.existing import Adapter, match_adapter
@@ -29,6 +29,7 @@ def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
     """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
+    _require_numbers(base, config)
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
     modules = [module_name for module_name, _ in walk(base)]
@@ -45,7 +46,6 @@ def with_lora(
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
     known_as = {new: old for old, new in renamed.items()}
-    _require_numbers_where_copied(model, name)
     originals = _originals(model, name, new_names)
     offers: dict[str, tuple[Expression, ...]] = {
         renamed.get(old, old): found for old, found in bindings.offers.items()
@@ -77,14 +77,20 @@ def with_lora(
     )
 
 
-def _require_numbers_where_copied(model: Any, adapter: str) -> None:
-    """Raises ConfigError where a copy that is to be trained is in four bits."""
-    names = {id(module): module_name for module_name, module in walk(model)}
-    for original, copy in peft_compat.copies(model, adapter):
-        if any(is_in_four_bits(module) for module in modules_in(copy)):
+def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
+    """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
+    packed = [name for name, module in walk(base) if is_in_four_bits(module)]
+    if packed and config.use_dora:
+        raise ConfigError(
+            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
+            "use_dora, or quantization"
+        )
+    for wanted in config.modules_to_save or ():
+        found = next((name for name in packed if wanted in name.split(".")), None)
+        if found is not None:
             raise ConfigError(
-                f"modules_to_save trains {names.get(id(original), 'a module')} whole, which is in four bits; name "
-                'it in quantization=Nf4(stay=("...",)) as well, or leave it out of modules_to_save'
+                f"modules_to_save trains {found} whole, which is in four bits; name it in "
+                f'quantization=Nf4(stay=("{wanted}",)) as well, or leave it out of modules_to_save'
             )
 
 
@@ -146,10 +152,7 @@ def _additions(model: Any, adapter: str, config: LoraConfig, held: Mapping[int, 
         if magnitude is not None:
             if not peft_compat.has_row_norms(layer):
                 raise ConfigError(
-                    f"{name}: use_dora needs norms of rows of numbers, which weights in four bits are not; leave "
-                    "out use_dora, or quantization"
-                    if is_in_four_bits(layer.get_base_layer())
-                    else f"{name}: use_dora needs norms over the dimension that is sharded, for a "
+                    f"{name}: use_dora needs norms over the dimension that is sharded, for a "
                     f"{type(layer.get_base_layer()).__name__}; leave it out of target_modules, or use_dora"
                 )
             matrix = held[id(layer.get_base_layer().weight)].fqn

@@ -231,7 +231,7 @@ def magnitude(layer: Any, adapter: str) -> nn.Module | None:
 def has_row_norms(layer: Any) -> bool:
     """Whether the magnitudes of DoRA are norms of single rows of the weight as it is stored."""
     base = layer.get_base_layer()
-    return isinstance(base, nn.Linear) and not is_in_four_bits(base) and not getattr(layer, "fan_in_fan_out", False)
+    return isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
 
 
 def initialise(layer: Any, adapter: str, init: bool | str) -> None:  # noqa: FBT001 - as PEFT has it
