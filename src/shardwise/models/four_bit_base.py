@@ -22,6 +22,7 @@ from shardwise.models.four_bit_linear import (
     WEIGHT,
     WHOLE_SCALES,
     is_in_four_bits,
+    is_of_bitsandbytes,
     put_into_four_bits,
     why_it_stays,
 )
@@ -155,7 +156,8 @@ class _Quantiser:
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
     """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""
     told: Any = model
-    told.is_loaded_in_4bit = True
+    if is_of_bitsandbytes():  # whoever asks for this goes on to import it
+        told.is_loaded_in_4bit = True
     told.is_quantized = True
     told.quantization_method = QuantizationMethod.BITS_AND_BYTES
     told.hf_quantizer = _Quantiser(config)

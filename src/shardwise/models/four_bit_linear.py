@@ -93,10 +93,15 @@ class InFourBits:
     _load_from_state_dict = nn.Module._load_from_state_dict
 
 
+def is_of_bitsandbytes() -> bool:
+    """Whether layers are of a class of bitsandbytes', which is installed then."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
 @cache
 def _class() -> type[nn.Linear]:
     """The class of the layers: of bitsandbytes where that is installed, which PEFT asks for."""
-    if importlib.util.find_spec("bitsandbytes") is not None:
+    if is_of_bitsandbytes():
         from bitsandbytes.nn import Linear4bit
 
         return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})
