@@ -10,12 +10,13 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
+from tests.merging.adapters import save_adapter
 from tests.quantised import four_bits
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
 from shardwise.models.quantization import of_transformers
-from shardwise.options import AsNumbers, Fp4, NestedScales, Nf4
+from shardwise.options import AsNumbers, Fp4, Later, NestedScales, Nf4, PlainScales
 from shardwise.testing.world import run_world
 
 CONFIG = Qwen3Config(
@@ -240,3 +241,26 @@ def test_the_plan_counts_packed_bytes(plain):
     layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
     saved = layers * 2 - layers // 2 - layers // 64 * 4
     assert sum(rank.shard_bytes for rank in whole.ranks) - sum(rank.shard_bytes for rank in made.ranks) == saved
+
+
+@pytest.mark.parametrize("scales", [PlainScales(), NestedScales()])
+def test_loaded_later(plain, scales):
+    quantization = Nf4(scales=scales)
+    wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
+    found = shardwise.from_pretrained(str(plain), quantization=quantization, weights=Later())
+    shardwise.load(found, str(plain))
+    first, second = wanted.state_dict(), found.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
+    numbers = tmp_path / "numbers"
+    shardwise.save(shardwise.from_pretrained(str(stored), quantization=AsNumbers()), numbers)
+    adapter = save_adapter(numbers, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
+    for base, out in ((numbers, "wanted"), (stored, "found")):
+        shardwise.merge_adapter(base, adapter, tmp_path / out)
+    wanted, found = (load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())

@@ -97,8 +97,10 @@ def unnested(codes: Expression, nested: Expression, offset: float, numbers: tupl
     return Computed(Unnest(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
 
 
-def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int) -> Expression:
-    """Numbers, in float32, of packed bytes and float32 scales that are stored row by row under any shape.
+def unpacked(
+    values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
+) -> Expression:
+    """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
 
     Raises:
         ValueError: there are not as many of them as ``shape`` has elements and blocks.
@@ -111,22 +113,24 @@ def unpacked(values: Expression, scales: Expression, shape: Shape, form: Form4, 
         raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
     *outer, columns = shape
     sources = (reshape(values, (*outer, columns // 2)), reshape(scales, (*outer, columns // block_size)))
-    return Computed(Unpack(shape, block_size, form), _NUMBERS, shape, DType.F32, sources)
+    return Computed(Unpack(shape, block_size, form, dtype), _NUMBERS, shape, dtype, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """``code[nibble] * scale`` for each half of a byte, in float32; see [Note: Four bits].
+    """``code[nibble] * scale`` for each half of a byte, in float32, rounded once; see [Note: Four bits].
 
     Attributes:
         shape: of the numbers (.., out, in).
         block_size: so many in a row have one scale.
         form: what four bits stand for.
+        dtype: of the numbers.
     """
 
     shape: Shape
     block_size: int
     form: Form4
+    dtype: DType
     label: str = "unpacking"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
@@ -140,7 +144,9 @@ class Unpack:
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
         packed, scales = values
-        out = scales.new_empty(block.gives[_NUMBERS].sizes)
+        none = scales.new_empty(0)
+        kinds = {DType.BF16: none.bfloat16, DType.F16: none.half}
+        out = kinds.get(self.dtype, none.float)().new_empty(block.gives[_NUMBERS].sizes)
         four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
         return {_NUMBERS: out}
 

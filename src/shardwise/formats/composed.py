@@ -96,6 +96,7 @@ class FourBits:
         shape: of the elements; rows are whole blocks.
         block: elements of a row with one scale.
         form: what four bits stand for.
+        dtype: that numbers had before they were packed.
         nested: where scales are bytes, what these stand for.
     """
 
@@ -104,6 +105,7 @@ class FourBits:
     shape: tuple[int, ...]
     block: int
     form: Form4
+    dtype: DType
     nested: Nested | None = None
 
     @property

@@ -30,6 +30,7 @@ NESTED_ABSMAX = ".nested_absmax"
 NESTED_MAP = ".nested_quant_map"
 QUANT_STATE = ".quant_state.bitsandbytes__"
 
+_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_STATE_BYTES = 1 << 16
 _READERS = 8
@@ -39,7 +40,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class _Companions:
     """What lies beside packed bytes.
 
     Attributes:
@@ -60,7 +61,7 @@ def with_four_bits(reader: StorageReader, index: CheckpointIndex) -> CheckpointI
         StorageError: it cannot be read.
     """
     faults: list[str] = []
-    found = {key: beside for key in index.entries if (beside := _beside(index, key)) is not None}
+    found = {key: beside for key in index.entries if (beside := _companions_of(index, key)) is not None}
     with ThreadPoolExecutor(_READERS) as readers:
         read = readers.map(lambda beside: _small(reader, beside), found.values())
         texts = dict(zip(found, read, strict=True))
@@ -95,18 +96,18 @@ def _as_bytes(entry: TensorEntry) -> TensorEntry:
     return replace(entry, dtype=DType.U8, shape=(entry.nbytes,))
 
 
-def _beside(index: CheckpointIndex, key: str) -> _Beside | None:
+def _companions_of(index: CheckpointIndex, key: str) -> _Companions | None:
     """What lies beside an entry, where it is packed bytes."""
     for form in Form4:
         state = index.entries.get(f"{key}{QUANT_STATE}{form.value}")
         if state is not None:
             ends = (ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_MAP)
             entries = {end: index.entries[f"{key}{end}"] for end in ends if f"{key}{end}" in index.entries}
-            return _Beside(form, state, entries)
+            return _Companions(form, state, entries)
     return None
 
 
-def _small(reader: StorageReader, beside: _Beside) -> Mapping[str, bytes]:
+def _small(reader: StorageReader, beside: _Companions) -> Mapping[str, bytes]:
     """The bytes of what is small: the JSON as "", and maps by the end of their keys; none of what is too large."""
     wanted = {
         "": beside.state,
@@ -119,7 +120,7 @@ def _small(reader: StorageReader, beside: _Beside) -> Mapping[str, bytes]:
     }
 
 
-def _composed(values: TensorEntry, beside: _Beside, texts: Mapping[str, bytes]) -> Composed:
+def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, bytes]) -> Composed:
     """The numbers that packed bytes stand for.
 
     Raises:
@@ -148,11 +149,17 @@ def _composed(values: TensorEntry, beside: _Beside, texts: Mapping[str, bytes]) 
         nested = _nested(beside, texts, told, scales)
     elif scales.dtype is not DType.F32:
         raise FormatError(f"its absmax is {scales.dtype.label}, and not F32")
-    part = FourBits(Whole(values.key), Whole(scales.key), shape, block, beside.form, nested)
-    return Composed(DType.F32, shape, part)
+    dtype = _DTYPES.get(str(told.get("dtype")))
+    if dtype is None:
+        raise FormatError(f"its quant_state has the dtype {shown(repr(told.get('dtype')))}")
+    return Composed(
+        dtype, shape, FourBits(Whole(values.key), Whole(scales.key), shape, block, beside.form, dtype, nested)
+    )
 
 
-def _nested(beside: _Beside, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry) -> Nested:
+def _nested(
+    beside: _Companions, texts: Mapping[str, bytes], told: Mapping[str, object], scales: TensorEntry
+) -> Nested:
     found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
     if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
         raise FormatError("its scales are nested, and only a part of what belongs to that is stored")

@@ -30,11 +30,11 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
             return concat([_expression(index, inner) for inner in parts], dim)
         case Scaled():
             return _scaled(index, part)
-        case FourBits(values, scales, shape, block, form, nested):
+        case FourBits(values, scales, shape, block, form, dtype, nested):
             factors: Expression = _leaf(index, scales.key)
             if nested is not None:
                 factors = unnested(factors, _leaf(index, nested.scales.key), nested.offset, nested.numbers)
-            return unpacked(_leaf(index, values.key), factors, shape, form, block)
+            return unpacked(_leaf(index, values.key), factors, shape, form, block, dtype)
         case _:
             assert_never(part)
 
