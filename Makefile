@@ -165,7 +165,9 @@ $(FUZZ)/made:
 # Packages that others import as soon as they are there, which costs each process of the tests a second. They lie
 # apart, and a test that wants them says so (tests/peers.py).
 $(VENV)/peers/made $(OLDEST)/peers/made: %/peers/made: %/pinned requirements/peers.txt
-	@$*/bin/python -m pip install $(QUIET) --no-deps --upgrade --target $(@D) --requirement requirements/peers.txt
+	@rm -rf $(@D)
+	@for package in $$(grep -v '^#' requirements/peers.txt); do \
+		$*/bin/python -m pip install $(QUIET) --no-deps --target $(@D)/$${package%%=*} $$package || exit 1; done
 	@touch $@
 
 $(VENV)/project $(OLDEST)/project: %/project: %/pinned %/peers/made pyproject.toml

@@ -10,7 +10,7 @@ from tests.peers import use_peers
 
 def trained(folder: str, output: str) -> dict[str, object]:
     """Losses of some steps by the trainer, and by hand."""
-    use_peers()
+    use_peers("bitsandbytes")
     from peft import LoraConfig
     from transformers import Trainer, TrainingArguments
     from trl import SFTConfig, SFTTrainer

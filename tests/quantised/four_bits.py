@@ -57,7 +57,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[str]:
     """Layers, answers and files that are not bit for bit those of bitsandbytes."""
-    use_peers()
+    use_peers("bitsandbytes")
     found: list[str] = []
     is_nested = scales == "nested"
     for dtype in (torch.bfloat16, torch.float32):
@@ -138,7 +138,7 @@ def lora_config(**settings: Any) -> Any:
 
 def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     """Losses and gradients of a LoRA on a base in four bits, beside those of PEFT and bitsandbytes alone."""
-    use_peers()
+    use_peers("bitsandbytes")
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     placed = {"in blocks": InBlocks(), "replicated": Replicated()}[placement]
