@@ -36,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-trainer clean
+.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,6 +108,9 @@ bench-tenants: $(VENV)/project ## many LoRAs in one bank against switching, and 
 
 bench-quantised: $(VENV)/project ## a quantised checkpoint against the same in bfloat16; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantised $(ARGS)
+
+bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory, a step of a LoRA on it; minutes, ARGS=--quick
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)
 
 bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against our own loop's; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import save_adapter
-from tests.quantised import four_bits
+from tests.quantised import four_bits, quantising
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
@@ -32,13 +33,17 @@ CONFIG = Qwen3Config(
 )
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    model = AutoModelForCausalLM.from_config(CONFIG)
+def written(folder: Path, **changes: object) -> Path:
+    config = Qwen3Config(**{**CONFIG.to_dict(), **changes})
+    model = AutoModelForCausalLM.from_config(config)
     zoo.fill(model)
-    folder = tmp_path_factory.mktemp("plain")
     zoo.save_original(model, folder, max_shard_size="60KB")
     return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return written(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.distributed
@@ -54,7 +59,8 @@ def plain(tmp_path_factory) -> Path:
     ],
 )
 def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, form, scales):
-    how = (str(plain), mesh, form, scales, str(tmp_path))
+    base = plain if size != 5 else written(tmp_path / "tied", tie_word_embeddings=True)
+    how = (str(base), mesh, form, scales, str(tmp_path))
     assert run_world(size, four_bits.differing, *how, timeout_s=240.0) == [[]] * size
     assert worlds(size).run(four_bits.differing_alone, *how) == [[]] * size
 
@@ -116,6 +122,24 @@ def test_a_block_of_zeros(plain, tmp_path):
     layer = model.get_submodule(UP.removesuffix(".weight"))
     assert layer.scales()[2, 0] == 0
     assert not layer.numbers()[2, :64].any()
+
+
+def test_packed_from_eight_bits(plain, tmp_path):
+    """What is stored in FP8 goes straight into four bits: as its numbers would."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(plain, folder)
+    numbers = quantising.quantise(folder, "fp8 blocks")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copy(plain / "config.json", whole)
+    save_file(
+        {key: value.bfloat16() for key, value in numbers.items()}, whole / "model.safetensors", {"format": "pt"}
+    )
+    wanted, found = (
+        shardwise.from_pretrained(str(place), quantization=Nf4()).state_dict() for place in (whole, folder)
+    )
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_what_stays_is_named(plain):
