@@ -1,7 +1,7 @@
 """A base in four bits: how long it takes to bring up, how much memory, and what a step of a LoRA on it costs.
 
-``python -m benchmarks.four_bit_base``. Gloo ranks bring a Qwen3 shape up from bfloat16 files, as numbers and in four
-bits, in turn; each load has processes of its own, which load a tiny model first. The roof of the second is the
+``python -m benchmarks.four_bit_base``. Gloo ranks bring a Qwen3 shape up from bfloat16 files, as numbers and in
+four bits, in turn; each load has processes of its own, which load a tiny model first. The roof of the second is the
 longer of the first, which only reads, and of packing as many numbers that are in memory, on the same ranks at once.
 Memory is growth of RssAnon + RssShmem while loading, by rank, under a cgroup of what is promised where one can be
 made. Steps are a LoRA's by shardwise's own loop, on both bases in the same processes, in turn.
@@ -169,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     grown = max(run["grown_bytes"] for run in runs["nf4"])
     print(
-        f"{plain.name}, {given.ranks} ranks: brought up in {statistics.median(ratios):.2f} of the longer of reading "
-        f"and packing (at most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank, "
-        f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA "
-        f"({trained.name}, 2 ranks) {step:.2f} of that on bfloat16 (at most {STEP_LIMIT})"
+        f"{plain.name}, {given.ranks} ranks: brought up in {statistics.median(ratios):.2f} of the longer of reading
+        " f"and packing (at most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank,
+        " f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA " f"({trained.name}, 2 ranks)
+        {step:.2f} of that on bfloat16 (at most {STEP_LIMIT})"
     )
     place = given.out or Path("benchmarks/results", f"four-bit-base-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,24 @@ class Packing:
                     out.view(count, -1),
                 )
             return out
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            return _by_bitsandbytes(packed, scales, self, shape, dtype)
         table = torch.tensor(self.form.numbers, dtype=torch.float32, device=packed.device)
         halves = torch.stack([packed >> 4, packed & 15], dim=-1).int()
         numbers = table[halves].view(*packed.shape[:-1], -1, self.block_size)
         return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
+
+
+def _by_bitsandbytes(
+    packed: torch.Tensor, scales: torch.Tensor, packing: Packing, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """By its kernel for the device."""
+    import bitsandbytes  # noqa: F401 - which makes the operation known
+
+    dequantise = torch.ops.bitsandbytes.dequantize_4bit.default
+    flat, factors = packed.reshape(-1, 1), scales.reshape(-1)
+    made: torch.Tensor = dequantise(flat, factors, packing.block_size, packing.form.value, shape, dtype)
+    return made
 
 
 def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
