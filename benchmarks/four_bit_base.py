@@ -1,4 +1,4 @@
-"""A base in four bits: how long it takes to bring up, how much memory, and what a step of a LoRA on it costs.
+"""A base in four bits: how long it takes to bring up, its memory, and what a step of a LoRA on it costs.
 
 ``python -m benchmarks.four_bit_base``. Gloo ranks bring a Qwen3 shape up from bfloat16 files, as numbers and in
 four bits, in turn; each load has processes of its own, which load a tiny model first. The roof of the second is the
@@ -168,11 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "learning_rate": LEARNING_RATE,
     }
     grown = max(run["grown_bytes"] for run in runs["nf4"])
+    brought_up = statistics.median(ratios)
     print(
-        f"{plain.name}, {given.ranks} ranks: brought up in {statistics.median(ratios):.2f} of the longer of reading
-        " f"and packing (at most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank,
-        " f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA " f"({trained.name}, 2 ranks)
-        {step:.2f} of that on bfloat16 (at most {STEP_LIMIT})"
+        f"{plain.name}, {given.ranks} ranks: brought up in {brought_up:.2f} of the longer of reading and packing (at "
+        f"most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank, "
+        f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA ({trained.name}, 2 ranks) {step:.2f} "
+        f"of that on bfloat16 (at most {STEP_LIMIT})"
     )
     place = given.out or Path("benchmarks/results", f"four-bit-base-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
     place.parent.mkdir(parents=True, exist_ok=True)
