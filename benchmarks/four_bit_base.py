@@ -170,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     grown = max(run["grown_bytes"] for run in runs["nf4"])
     brought_up = statistics.median(ratios)
     print(
-        f"{plain.name}, {given.ranks} ranks: brought up in {brought_up:.2f} of the longer of reading and packing (at "
-        f"most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank, "
-        f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA ({trained.name}, 2 ranks) {step:.2f} "
-        f"of that on bfloat16 (at most {STEP_LIMIT})"
+        f"{plain.name}, {given.ranks} ranks: brought up in {brought_up:.2f} of the longer of reading and packing "
+        f"(at most {BRING_UP_LIMIT}); grown by {grown >> 20} MiB of {promised >> 20} promised a rank, "
+        f"{'under' if is_capped else 'without'} a cgroup; a step of a LoRA ({trained.name}, 2 ranks) "
+        f"{step:.2f} of that on bfloat16 (at most {STEP_LIMIT})"
     )
     place = given.out or Path("benchmarks/results", f"four-bit-base-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
     place.parent.mkdir(parents=True, exist_ok=True)
