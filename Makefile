@@ -36,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-trainer clean
+.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -109,6 +109,9 @@ bench-tenants: $(VENV)/project ## many LoRAs in one bank against switching, and 
 bench-quantised: $(VENV)/project ## a quantised checkpoint against the same in bfloat16; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.quantised $(ARGS)
 
+bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory, a step of a LoRA on it; minutes, ARGS=--quick
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.four_bit_base $(ARGS)
+
 bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against our own loop's; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)
 
@@ -165,7 +168,9 @@ $(FUZZ)/made:
 # Packages that others import as soon as they are there, which costs each process of the tests a second. They lie
 # apart, and a test that wants them says so (tests/peers.py).
 $(VENV)/peers/made $(OLDEST)/peers/made: %/peers/made: %/pinned requirements/peers.txt
-	@$*/bin/python -m pip install $(QUIET) --no-deps --upgrade --target $(@D) --requirement requirements/peers.txt
+	@rm -rf $(@D)
+	@for package in $$(grep -v '^#' requirements/peers.txt); do \
+		$*/bin/python -m pip install $(QUIET) --no-deps --target $(@D)/$${package%%=*} $$package || exit 1; done
 	@touch $@
 
 $(VENV)/project $(OLDEST)/project: %/project: %/pinned %/peers/made pyproject.toml

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from tests import truth, zoo
 from tests.verbs import on_ranks, sharding
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification, MixtralForCausalLM
 
 import shardwise
@@ -182,3 +183,24 @@ def test_a_checksum_is_that_of_the_host(monkeypatch, numel):
     tensors = [torch.randn(numel).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [tensor[3:] for tensor in tensors] + [torch.randn(numel // 7, 7).t()]
     assert checksums([tensor.cuda() for tensor in tensors]) == checksums(tensors)
+
+
+@pytest.mark.parametrize("scales", [shardwise.options.PlainScales(), shardwise.options.NestedScales()])
+def test_a_base_in_four_bits(tmp_path, one_rank, scales):
+    """Its bytes are those of the CPU; products are within the rounding of bfloat16."""
+    (specimen,) = (item for item in zoo.causal_lm_specimens() if item.name == "llama")
+    model = zoo.build(specimen)
+    zoo.save_original(model, tmp_path)
+    quantization = shardwise.options.Nf4(block_size=32, scales=scales)
+    there = shardwise.from_pretrained(str(tmp_path), dtype="bfloat16", quantization=quantization)
+    here = shardwise.from_pretrained(
+        str(tmp_path),
+        dtype="bfloat16",
+        quantization=quantization,
+        sharding=shardwise.Sharding(mesh=init_device_mesh("cpu", (1,))),
+    )
+    first, second = on_cpu(there.state_dict()), here.state_dict()
+    assert all(torch.equal(first[name].full_tensor(), second[name].full_tensor()) for name in first)
+    tokens = torch.arange(12).view(1, 12)
+    answers = there(tokens.cuda()).logits.cpu().float(), here(tokens).logits.float()
+    assert torch.allclose(*answers, rtol=2e-2, atol=2e-2)

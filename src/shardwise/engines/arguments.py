@@ -24,7 +24,7 @@ _OTHER_KINDS = ("torch.distributed.", "torch.nn.modules.module")
 
 _SHARDED = "pass sharding=Sharding(mesh=...), and start one process for each device (torchrun)"
 _PLANNED = "each rank holds its own shards alone, and shardwise.plan tells how much that is; leave it out"
-_QUANTISED = "quantised weights are not supported yet; load in a floating dtype"
+_QUANTISED = "pass quantization=Nf4()"
 _INSTEAD: Mapping[str, str] = {
     "adapter_kwargs": "pass tuning=ExistingLora(folder)",
     "adapter_name": "pass tuning=ExistingLora(folder, adapter=name)",
@@ -43,14 +43,13 @@ _INSTEAD: Mapping[str, str] = {
     "ignore_mismatched_sizes": 'pass on_mismatched=Initialize(only=("score.*",)), with the names',
     "kernel_config": "build the model with transformers, and pass it to shardwise.load",
     "load_in_4bit": _QUANTISED,
-    "load_in_8bit": _QUANTISED,
+    "load_in_8bit": "weights in 8 bits are not known here; pass quantization=Nf4()",
     "max_memory": _PLANNED,
     "mirror": "set HF_ENDPOINT",
     "offload_buffers": "pass sharding=Sharding(offload_policy=CPUOffloadPolicy())",
     "offload_folder": "pass sharding=Sharding(offload_policy=CPUOffloadPolicy()); nothing is offloaded to disk",
     "offload_state_dict": _PLANNED,
     "proxies": "set HTTPS_PROXY",
-    "quantization_config": _QUANTISED,
     "state_dict": "build the model, and pass the state to shardwise.set_model_state",
     "tp_plan": "apply it to the model yourself, then fully_shard, and call shardwise.load",
     "tp_size": "apply tensor parallelism yourself, then fully_shard, and call shardwise.load",

@@ -18,10 +18,11 @@ from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
+from shardwise.engines.nesting import with_whole_scales
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
-from shardwise.engines.tuning_arguments import alike, made_ready, resizing
+from shardwise.engines.tuning_arguments import alike, made_ready, require_trainable, resizing
 from shardwise.errors import ConfigError, DisagreementError, FormatError, StorageError
 from shardwise.execution.ranks.agreement import require_same_settings
 from shardwise.execution.ranks.messages import OddRanks
@@ -64,6 +65,7 @@ def settle_call(
     require_known("from_pretrained", keywords, hints_of(PretrainedOptions))
     given = settled(keywords)
     require_meant(hints_of(PretrainedOptions), given)
+    require_trainable(given)
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ConfigError(
             f"name_or_path is a {type(name_or_path).__name__}; a directory, a hub id or a URL is meant (readers go "
@@ -106,13 +108,16 @@ def bring_up(
                 lambda: made_ready(built, untied, keywords, adapters=found.adapters, casts_to=casts_to)
             )
 
+        is_later = isinstance(keywords.get("weights", FromFiles()), Later)
+
         def ask() -> LoadRequest:
             wrap.prepare_blocks(tuned.base, sharding)
             if sharding.mesh is not None:
                 wrap.wrap(tuned.base, sharding, tuned.whole)
-            return request_of(tuned, keywords, already_read_bytes)
+            bindings = tuned.bindings if is_later else with_whole_scales(tuned.model, tuned.bindings)
+            return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
 
-        if isinstance(keywords.get("weights", FromFiles()), Later):
+        if is_later:
             world.together(ask)
             require_same_settings(world, pretrained.settings_of(tuned.base))
         else:

@@ -12,10 +12,14 @@ from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest, tie_declared
 from shardwise.engines.loading import carry_out
+from shardwise.engines.nesting import names_to_nest, with_whole_scales
 from shardwise.engines.opening import Source, open_source
 from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
 from shardwise.models import pretrained
+from shardwise.models.additions import Additions
+from shardwise.models.four_bit_base import offered_in_four_bits
+from shardwise.models.four_bit_files import layout_in_numbers
 from shardwise.models.initialize import BufferRules
 from shardwise.models.key_conversions import bind
 from shardwise.models.view import layout_of, look_inside
@@ -58,10 +62,12 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
     def ask() -> LoadRequest:
         transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
         held = look_inside(model)
-        layout = layout_of(held, lambda item: Origin.NOWHERE)
+        layout = layout_in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
         bindings = bind(model, stored_tensors(source.index), layout, transforms)
         tie_declared(model, held, bindings)
-        return LoadRequest(bindings, call.consent, dict(call.buffers), options)
+        bindings = with_whole_scales(model, offered_in_four_bits(model, bindings))
+        additions = Additions(nested=names_to_nest(model))
+        return LoadRequest(bindings, call.consent, dict(call.buffers), options, additions=additions)
 
     with source.closing():
         report = carry_out(world, model, source, ask, clock)

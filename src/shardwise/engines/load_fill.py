@@ -17,7 +17,6 @@ from shardwise.errors import PlacementError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.audit import audit
-from shardwise.execution.reading.place import Placer
 from shardwise.layout import LocalBox, TensorKind, TensorLayout
 from shardwise.layout.model_layout import first_rows, last_rows
 from shardwise.models.additions import RowNorms
@@ -34,10 +33,17 @@ _NORM_BLOCK_NUMEL = 1 << 22
 
 @collected_later()
 def finish(
-    model: nn.Module, ready: PreparedLoad, means: Mapping[str, torch.Tensor], placer: Placer, clock: Clock
+    model: nn.Module,
+    ready: PreparedLoad,
+    means: Mapping[str, torch.Tensor],
+    read: Mapping[str, int],
+    clock: Clock,
 ) -> tuple[str, ...]:
-    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again."""
-    written = dict(placer.written)
+    """Fill what comes from no checkpoint, and prove that nothing is left; names of attributes computed again.
+
+    ``read`` counts the elements that have been written, by FQN.
+    """
+    written = dict(read)
     with clock.phase("fill"):
         fill(ready, means, written)
         attributes = ready.initialisers.compute_attributes(ready.home)

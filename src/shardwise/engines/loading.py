@@ -17,6 +17,7 @@ from shardwise.conversion import (
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import average_rows, finish
 from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
+from shardwise.engines.nesting import nest_scales
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError
 from shardwise.execution.memory.garbage import collected_later
@@ -67,7 +68,9 @@ def carry_out(
         if sharing.shared:
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, ready.items, placer, options.patience)
-    attributes = world.together(lambda: finish(model, ready, means, placer, clock))
+    with clock.phase("fill"):
+        nested = nest_scales(world, model)
+    attributes = world.together(lambda: finish(model, ready, means, {**placer.written, **nested}, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, ready, placer, sharing, clock)

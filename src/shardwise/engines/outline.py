@@ -18,11 +18,12 @@ from shardwise.engines.arguments import in_words
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.quantised import scheme_of
+from shardwise.formats.quantised import OfBitsandbytes, scheme_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.models.key_conversions import bind
+from shardwise.models.quantization import of_transformers
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning.loads.load_plan import ModelRules
@@ -96,6 +97,13 @@ def settled(options: Options) -> Options:
             "low_cpu_mem_usage=False asks for the whole model in the memory of every rank, which is never done; "
             "leave it out"
         )
+    if "quantization_config" in given:
+        found = of_transformers(given.pop("quantization_config"))
+        if given.setdefault("quantization", found) != found:
+            raise ConfigError(
+                f"quantization={given['quantization']} and quantization_config say different things; pass the "
+                "former alone"
+            )
     hub = given.get("hub", HubOptions())
     for name in ("revision", "cache_dir", "token", "local_files_only", "subfolder", "variant"):
         if name in given:
@@ -180,14 +188,19 @@ def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:
 def _forget_quantiser(config: PreTrainedConfig) -> None:
     """The config of a quantised checkpoint becomes that of its model with numbers, which is what is built.
 
+    Four bits of bitsandbytes are what a model may be kept in: there it stays, for whoever makes the model ready.
+
     Raises:
         ConfigError: it is quantised in a way that is not known.
     """
     found: Any = getattr(config, "quantization_config", None)
     if found is None:
         return
-    scheme_of(found if isinstance(found, Mapping) else found.to_dict())
-    del config.quantization_config
+    told = found if isinstance(found, Mapping) else found.to_dict()
+    if isinstance(scheme_of(told), OfBitsandbytes):
+        config.quantization_config = dict(told)
+    else:
+        del config.quantization_config
 
 
 def class_of(

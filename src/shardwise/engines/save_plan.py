@@ -26,6 +26,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.dtypes import from_torch, saved_dtype
+from shardwise.models.four_bit_files import has_four_bits, held_in_files, in_shapes_of_files
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
@@ -87,12 +88,22 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
     """
     held = world.together(lambda: look_inside(request.model))
     names = request.names
+    if isinstance(names, HubNames):
+        return world.together(lambda: _in_files(request, held)), {}
     if not isinstance(names, PeftNames):
         return held, {}
     places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
     chosen = set(places.values())
     beside = [] if request.training is None else look_inside(request.training.module)
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
+
+
+def _in_files(request: SaveRequest, held: list[Held]) -> list[Held]:
+    if request.dtype is not None and has_four_bits(request.model):
+        raise ConfigError(
+            f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"
+        )
+    return held_in_files(held)
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ def prepare(
             "storage renames nothing; save into a folder, and copy that"
         )
     layout = layout_of(held, lambda item: Origin.NOWHERE)
-    outputs = outputs_of(request, layout, places)
+    outputs = in_shapes_of_files(held, outputs_of(request, layout, places))
     if keys := [key for key, output in outputs.items() if computes(output.expression)]:
         raise CoverageError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "

@@ -31,6 +31,8 @@ from shardwise.execution.writing.saving_lock import new_token, require_lock, tak
 from shardwise.execution.writing.write import Emitter
 from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
+from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.modules import modules_in
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan
 from shardwise.report.save_report import SaveReport
@@ -222,7 +224,7 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
         if isinstance(request.names, PeftNames):
             configs.save_config(request.model, request.names.adapter, folder)
         else:
-            pretrained.save_small_files(request.model, _main_dtype(plan), Path(folder))
+            pretrained.save_small_files(request.model, _main_dtype(request, plan), Path(folder))
         tokenizer = request.tokenizer
         if tokenizer is not None:
             if not hasattr(tokenizer, "save_pretrained"):
@@ -238,8 +240,11 @@ def _small_files(request: SaveRequest, plan: SavePlan) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in found}
 
 
-def _main_dtype(plan: SavePlan) -> torch.dtype | None:
-    """The dtype that most of the saved floating-point numbers have."""
+def _main_dtype(request: SaveRequest, plan: SavePlan) -> torch.dtype | None:
+    """The dtype that most of the saved floating-point numbers have; in four bits, that they had."""
+    if packed := next((module for module in modules_in(request.model) if is_in_four_bits(module)), None):
+        dtype: torch.dtype = packed.packing.dtype
+        return dtype
     numels: Counter[DType] = Counter()
     for entry in plan.entries.values():
         if entry.dtype.kind == "float" and entry.dtype.bits >= 16:

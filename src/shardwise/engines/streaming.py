@@ -19,10 +19,12 @@ from shardwise.execution.memory.shared_memory import is_common
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import assemble, part_of
-from shardwise.execution.states.given_parts import Giver, MergingGiver, agree_on_shares
+from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
+from shardwise.models.four_bit_files import held_in_files, in_shapes_of_files, layout_in_numbers
+from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
@@ -72,6 +74,8 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
         held = world.together(lambda: look_inside(model))
+        if isinstance(only, Everything) and isinstance(names, HubNames):
+            held = held_in_files(held)
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
         chosen: dict[str, str] = {}
@@ -144,15 +148,32 @@ def _supply(
         )
     if isinstance(only, MergedAdapter):
         adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
-        outputs = world.together(lambda: _outputs(adapted.base, adapted.layout(layout), names))
+        outputs = world.together(
+            lambda: _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
+        )
         needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
         matrices = _whole(world, [_as_it_is(name, layout.by_name[name]) for name in needed], shares, giver, options)
         base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
         base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
-        merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices)
+        packed = packed_rows(base_held)
+        base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
+        merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
         return _StreamSupply(outputs, base_shares, merging)
     world.together(lambda: _refuse_adapters(model, names))
-    return _StreamSupply(world.together(lambda: _outputs(model, layout, names)), shares, giver)
+    return _StreamSupply(
+        world.together(lambda: in_shapes_of_files(held, _outputs(model, layout, names))), shares, giver
+    )
+
+
+def packed_rows(held: Mapping[str, Held]) -> dict[str, PackedRows]:
+    """Weights in four bits, by name, with what tells their numbers."""
+    layers = {name: item.slots[0] for name, item in held.items() if is_in_four_bits(item.slots[0].module)}
+    scales = {id(slot.module): held[name] for name, slot in layers.items() if slot.name == SCALES}
+    return {
+        name: PackedRows(held[name], scales[id(slot.module)], slot.module)
+        for name, slot in layers.items()
+        if slot.name == WEIGHT
+    }
 
 
 def tensors_to_come(
@@ -164,13 +185,15 @@ def tensors_to_come(
         ConfigError, CoverageError, PlacementError: as for going through them.
     """
     held = look_inside(model)
+    if isinstance(only, Everything) and isinstance(names, HubNames):
+        held = held_in_files(held)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     if isinstance(only, MergedAdapter):
         adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
-        outputs = _outputs(adapted.base, adapted.layout(layout), names)
+        outputs = _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
     else:
         _refuse_adapters(model, names)
-        outputs = _outputs(model, layout, names)
+        outputs = in_shapes_of_files(held, _outputs(model, layout, names))
     return {key: (to_torch(saved_dtype(output.dtype, dtype)), output.shape) for key, output in outputs.items()}
 
 

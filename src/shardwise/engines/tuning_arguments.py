@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
+from shardwise.conversion import Bindings
+from shardwise.engines.nesting import names_to_nest
 from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
+from shardwise.models.four_bit_base import put_base_into_four_bits
+from shardwise.models.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tuning import configs
@@ -36,11 +42,17 @@ class TunedOptions(ModelOptions, total=False):
             ``AsItIs()``. What is frozen stays as it is stored.
         resize_vocab: how many tokens the model is to have, or a
             :class:`~shardwise.models.vocabulary.ResizeVocab`, which tells how new ones begin.
+        quantization: the weights of linear layers are kept in four bits: ``Nf4(...)`` or ``Fp4(...)``, packed while
+            they are read; what is trained is a LoRA then. A checkpoint that is stored so stays so by default;
+            ``AsNumbers()`` makes numbers of it.
+        quantization_config: the same as transformers says it, a ``BitsAndBytesConfig(load_in_4bit=True, ...)``.
     """
 
     tuning: AnyTuning
     trained: TrainedDtype
     resize_vocab: int | ResizeVocab
+    quantization: Quantization
+    quantization_config: Any
 
 
 def resizing(options: TunedOptions) -> ResizeVocab | None:
@@ -57,7 +69,8 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
 def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
     """What of the options ranks must have in common, in words."""
     tuning = options.get("tuning", Full())
-    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
+    quantization = options.get("quantization")
+    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options), quantization))
 
 
 @collected_later()
@@ -79,14 +92,46 @@ def made_ready(
         casts_to: the dtype in which everything computes; None for each parameter's own.
     """
     built.tie(untied)
-    return tune(
+    bindings, notes = base_in_four_bits(built.model, built.bindings_less_ties(), options)
+    tuned = tune(
         built.model,
-        built.bindings_less_ties(),
+        bindings,
         options.get("tuning", Full()),
         trained_dtype(options),
         adapters=adapters,
         casts_to=casts_to,
     )
+    additions = replace(tuned.additions, nested=names_to_nest(tuned.model))
+    return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
+
+
+def base_in_four_bits(
+    model: PreTrainedModel, bindings: Bindings, options: TunedOptions
+) -> tuple[Bindings, tuple[str, ...]]:
+    """Put a base on meta into four bits, as the options ask for; what the checkpoint offers then, and notes.
+
+    Raises:
+        ConfigError: nothing can be put into four bits, or a whole model in four bits is to be trained.
+    """
+    wanted = options.get("quantization")
+    stored: Any = model.config.__dict__.pop("quantization_config", None)
+    if wanted is None and stored is not None:
+        wanted = of_transformers(stored)
+        require_trainable({**options, "quantization": wanted})
+    if wanted is None or isinstance(wanted, AsNumbers):
+        return bindings, ()
+    return put_base_into_four_bits(model, bindings, wanted)
+
+
+def require_trainable(options: TunedOptions) -> None:
+    """Raises ConfigError where what is to be trained is in four bits."""
+    tuning = options.get("tuning")
+    if isinstance(options.get("quantization"), (Nf4, Fp4)) and isinstance(tuning, (Full, Freeze)):
+        raise ConfigError(
+            f"tuning={type(tuning).__name__}(...) trains weights of the base, and quantization="
+            f"{type(options['quantization']).__name__}(...) keeps them in four bits, which are not trained; pass "
+            "tuning=Lora(...), or leave quantization out"
+        )
 
 
 def tuning_named(text: str) -> Tuning:

@@ -15,6 +15,7 @@ from shardwise.formats.composed import (
     Composed,
     ComposedPart,
     FoundTensor,
+    FourBits,
     Joined,
     Scaled,
     StoredView,
@@ -92,7 +93,7 @@ class CheckpointIndex:
 
     def is_scaled(self, key: str) -> bool:
         """Whether a tensor is stored in few bits, with scales: its dtype is that of the numbers."""
-        return key in self.composed and isinstance(self.composed[key].part, Scaled)
+        return key in self.composed and isinstance(self.composed[key].part, Scaled | FourBits)
 
     def tensors(self) -> list[StoredTensor]:
         """Every tensor, in the order of the entries; composed ones last."""
@@ -118,6 +119,8 @@ def entries_of(part: ComposedPart) -> Iterator[str]:
                 yield from entries_of(inner)
         case Scaled():
             yield from (inner.key for inner in part.parts)
+        case FourBits():
+            yield from part.keys
 
 
 def open_checkpoint(

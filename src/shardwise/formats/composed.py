@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.tensors import Box, ByteRange, Code, DType, Strided, numel
+from shardwise.tensors import Box, ByteRange, Code, DType, Form4, Strided, numel
 
 MAX_DIMS = 64
 """As many dimensions as a tensor of torch may have."""
@@ -71,7 +71,50 @@ class Scaled:
         return (self.values, self.scales, *([] if self.overall is None else [self.overall[0]]))
 
 
-ComposedPart: TypeAlias = Whole | View | Joined | Scaled
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """What scales that are bytes stand for.
+
+    Attributes:
+        scales: what 256 of them are scaled by.
+        offset: is added to all.
+        numbers: of the 256 bytes.
+    """
+
+    scales: Whole
+    offset: float
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Elements of four bits as bitsandbytes packs them, times the scales of their blocks.
+
+    Attributes:
+        values: the packed bytes, row by row.
+        scales: one for each block.
+        shape: of the elements; rows are whole blocks.
+        block: elements of a row with one scale.
+        form: what four bits stand for.
+        dtype: that numbers had before they were packed.
+        nested: where scales are bytes, what these stand for.
+    """
+
+    values: Whole
+    scales: Whole
+    shape: tuple[int, ...]
+    block: int
+    form: Form4
+    dtype: DType
+    nested: Nested | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is stored of it."""
+        return (self.values.key, self.scales.key, *([] if self.nested is None else [self.nested.scales.key]))
+
+
+ComposedPart: TypeAlias = Whole | View | Joined | Scaled | FourBits
 
 
 @dataclass(frozen=True, slots=True)

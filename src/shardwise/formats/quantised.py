@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.composed import Composed, Scaled, Whole
+from shardwise.formats.four_bit_tensors import with_four_bits
 from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.formats.selection import is_there
 from shardwise.storage.contract import StorageReader
@@ -68,7 +69,12 @@ class Integers:
     block: int | None = None
 
 
-Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers
+@dataclass(frozen=True, slots=True)
+class OfBitsandbytes:
+    """Four bits as bitsandbytes packs them; each weight says how."""
+
+
+Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers | OfBitsandbytes
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
@@ -83,6 +89,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
             return Float8(_pair(config.get("weight_block_size")))
         case "mxfp4":
             return MicroscalingFloat4()
+        case "bitsandbytes" if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+            return OfBitsandbytes()
         case "compressed-tensors":
             return _of_compressed_tensors(config)
         case "modelopt":
@@ -332,7 +340,11 @@ def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> Checkp
     except (ValueError, RecursionError):
         return index  # whoever builds the model says what is wrong with it
     config = content.get("quantization_config") if isinstance(content, dict) else None
-    return dequantised_index(index, config) if isinstance(config, dict) else index
+    if not isinstance(config, dict):
+        return index
+    if isinstance(scheme_of(config), OfBitsandbytes):
+        return with_four_bits(reader, index)
+    return dequantised_index(index, config)
 
 
 def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> CheckpointIndex:

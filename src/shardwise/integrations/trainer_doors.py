@@ -34,7 +34,10 @@ from shardwise.verbs.save_adapter import save_adapter
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_REPLACED = ("save_pretrained", "get_parameter")
+_CAST_ADAPTERS = "is_loaded_in_4bit"
+"""TRL's trainers cast trained adapters on such a base, by which FSDP2 would lose sight of them."""
+
+_REPLACED = ("save_pretrained", "get_parameter", _CAST_ADAPTERS)
 
 
 def for_trainer(model: ModelT) -> ModelT:
@@ -74,6 +77,8 @@ def for_trainer(model: ModelT) -> ModelT:
             compat.leave_gradient_alone(parameter)
     held = vars(model)
     held["save_pretrained"] = _SavesByRanks(model)
+    if inner is not model and getattr(model, _CAST_ADAPTERS, False):
+        held[_CAST_ADAPTERS] = False
     if has_adapters(model) and mesh is not None:
         held["get_parameter"] = _GivesParameters(model)
     return model

@@ -51,6 +51,7 @@ class Additions:
         norms: names of vectors that begin as the norms of a matrix' rows.
         drawn_whole: names of tensors whose first values are no matter of single elements.
         new_rows: how rows begin that the checkpoint lacks, of tensors of which it has the others.
+        nested: names of what scales of weights in four bits become, once these have been read whole.
     """
 
     base: nn.Module | None = None
@@ -61,11 +62,12 @@ class Additions:
     norms: Mapping[str, RowNorms] = field(default_factory=dict)
     drawn_whole: Mapping[str, DrawnWhole] = field(default_factory=dict)
     new_rows: NewRows = field(default_factory=Drawn)
+    nested: frozenset[str] = frozenset()
 
     @property
     def begun(self) -> frozenset[str]:
         """Names of the tensors whose values come from the tuning, rather than from a checkpoint or the base."""
-        return self.initialised.union(self.norms, self.drawn_whole)
+        return self.initialised.union(self.norms, self.drawn_whole, self.nested)
 
     def begun_elsewhere(self) -> Additions:
         """The same, where all values of what was added come from a checkpoint."""

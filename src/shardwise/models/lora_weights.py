@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout
+from shardwise.models.four_bit_linear import is_in_four_bits
 from shardwise.models.view import canonical
 
 
@@ -114,7 +115,9 @@ def _parents(name: str) -> list[str]:
 
 def _why_not(layer: Any, adapter: str, linear: Any) -> str:
     """Why a layer's adapter is no plain LoRA of a linear layer; "" where it is one."""
-    if not isinstance(layer, linear) or not isinstance(layer.get_base_layer(), nn.Linear):
+    base = layer.get_base_layer()
+    is_linear = isinstance(layer, linear) or (hasattr(layer, "lora_A") and is_in_four_bits(base))
+    if not is_linear or not isinstance(base, nn.Linear):
         return f"is adapted as {type(layer).__name__} of {type(layer.get_base_layer()).__name__}"
     if layer.merged:
         return f"has {', '.join(layer.merged_adapters)} merged in already"

@@ -50,6 +50,11 @@ from shardwise.models.policies import ModelPlan as ModelPlan
 from shardwise.models.policies import ModuleListBlocks as ModuleListBlocks
 from shardwise.models.policies import NoSplitModules as NoSplitModules
 from shardwise.models.policies import WholeModel as WholeModel
+from shardwise.models.quantization import AsNumbers as AsNumbers
+from shardwise.models.quantization import Fp4 as Fp4
+from shardwise.models.quantization import NestedScales as NestedScales
+from shardwise.models.quantization import Nf4 as Nf4
+from shardwise.models.quantization import PlainScales as PlainScales
 from shardwise.models.selection import AdapterOnly as AdapterOnly
 from shardwise.models.selection import Everything as Everything
 from shardwise.models.trained_dtype import AsItIs as AsItIs

@@ -43,6 +43,7 @@ from shardwise.training.prepare import (
     require_place,
     set_attention,
 )
+from shardwise.training.quantization_section import quantization_of
 from shardwise.training.resuming import require_free
 from shardwise.training.session import read_rows, write_config
 from shardwise.training.stopping import StopRequest
@@ -204,6 +205,7 @@ def _load_base(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
         vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
+        quantization=quantization_of(config.quantization),
     )
     keywords = request.keywords()
     del keywords["tuning"]

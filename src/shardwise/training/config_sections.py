@@ -30,6 +30,7 @@ from shardwise.training.config_types import (
     Words,
 )
 from shardwise.training.options import Epochs, NamedOptimizer, Ratio, Schedule, Steps, TrainOptions
+from shardwise.training.quantization_section import OneQuantization
 
 
 class Section(BaseModel):
@@ -359,6 +360,7 @@ class TrainConfig(Section):
     data: DataSection
     output: OutputSection
     tuning: TuningSection = FullTuning()
+    quantization: OneQuantization | None = None
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection = Field(TrainingSection(), validate_default=True)
@@ -368,6 +370,13 @@ class TrainConfig(Section):
     log: LogSection = LogSection()
     observe: bool | Annotated[int, Field(ge=1, le=100)] = False
     """Whether memory and phases of each rank are written down; a number: samples a second."""
+
+    @field_validator("quantization")
+    @classmethod
+    def _is_frozen(cls, quantization: OneQuantization | None, others: ValidationInfo) -> OneQuantization | None:
+        if quantization is not None and not isinstance(others.data.get("tuning", LoraTuning), LoraTuning):
+            raise ValueError("weights in four bits are not trained; tuning.method is lora on such a base")
+        return quantization
 
     @field_validator("training")
     @classmethod

@@ -197,13 +197,16 @@ OURS: Mapping[str, str] = {
     "export_hub_model_id": "output.push_to_hub",
     "hub_private_repo": "output.private",
     "save_dtype": "output.dtype",
+    "load_in_4bit": "quantization",
+    "quantization_bit": "quantization",
+    "bnb_4bit_quant_type": "quantization.form",
+    "bnb_4bit_use_double_quant": "quantization.scales",
+    "bnb_4bit_compute_dtype": "quantization.compute_dtype",
 }
 """Their name: our path."""
 
 _ROWS = "rows say by their form what is learned of them; see `data` in docs/train.md"
-_QUANTISED = (
-    "quantised bases are loaded as their checkpoint has them; name a checkpoint that is quantised as model.name"
-)
+_QUANTISED = "bases are kept in four bits (quantization: nf4), or as the checkpoint of model.name has them"
 _FEWER_KERNELS = (
     "logits never exist whole anyway (training.loss_chunk_tokens); other kernels are not put into models"
 )
@@ -221,7 +224,7 @@ NONE: Mapping[str, NoCounterpart] = {
         ),
         (
             _QUANTISED,
-            ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method", "gptq", "bnb_config"),
+            ("load_in_8bit", "quantization_method", "gptq", "bnb_config"),
         ),
         (
             _FEWER_KERNELS,

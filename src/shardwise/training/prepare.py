@@ -21,6 +21,7 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
 from shardwise.models.dtypes import to_torch
+from shardwise.models.quantization import FourBit
 from shardwise.models.selection import has_adapters
 from shardwise.models.wrap import Sharding
 from shardwise.report.load_report import LoadReport
@@ -108,6 +109,7 @@ class ModelRequest:
         sharding: None for all ranks in one axis.
         revision, trust_remote_code: of the hub's repository.
         vocab_size: how many tokens the model is to have; None for as many as it has.
+        quantization: how the base is kept; None as its checkpoint has it.
     """
 
     name_or_path: str
@@ -117,6 +119,7 @@ class ModelRequest:
     revision: str | None = None
     trust_remote_code: bool = False
     vocab_size: int | None = None
+    quantization: FourBit | None = None
 
     def keywords(self) -> PretrainedOptions:
         """Arguments of :func:`~shardwise.verbs.pretrained.from_pretrained`."""
@@ -132,6 +135,8 @@ class ModelRequest:
         }
         if self.vocab_size is not None:
             keywords["resize_vocab"] = self.vocab_size
+        if self.quantization is not None:
+            keywords["quantization"] = self.quantization
         return keywords
 
 

@@ -67,6 +67,7 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.pushing import Pushed, push, require_pushable
+from shardwise.training.quantization_section import quantization_of
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
 from shardwise.training.resuming import kept_in, preview_of, require_same_data, require_same_kind
 from shardwise.training.sources import DataName, names_of
@@ -144,6 +145,7 @@ class Session:
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
             vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
+            quantization=quantization_of(config.quantization),
         )
         # A checkpoint of an adapter does not hold the base; any other one holds all that there is.
         if keeper.source is None or tuning.saves() != Everything():

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
+from shardwise.models.four_bit_linear import is_in_four_bits
 from shardwise.models.modules import parameters_in, walk
 from shardwise.models.view import Held, look_inside
 from shardwise.tuning import peft_compat
@@ -28,6 +29,7 @@ def with_lora(
     base: PreTrainedModel, bindings: Bindings, config: LoraConfig, name: str, adapter: Adapter | None
 ) -> Tuned:
     """Inject PEFT's modules. Tensors are known again by identity: of the module, and of the name in it."""
+    _require_numbers(base, config)
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
     modules = [module_name for module_name, _ in walk(base)]
@@ -73,6 +75,23 @@ def with_lora(
         additions=replace(additions, base=base, known_as=known_as, copies=copied),
         notes=notes,
     )
+
+
+def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
+    """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
+    packed = [name for name, module in walk(base) if is_in_four_bits(module)]
+    if packed and config.use_dora:
+        raise ConfigError(
+            f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
+            "use_dora, or quantization"
+        )
+    for wanted in config.modules_to_save or ():
+        found = next((name for name in packed if wanted in name.split(".")), None)
+        if found is not None:
+            raise ConfigError(
+                f"modules_to_save trains {found} whole, which is in four bits; name it in "
+                f'quantization=Nf4(stay=("{wanted}",)) as well, or leave it out of modules_to_save'
+            )
 
 
 def _about_base(base: PreTrainedModel, adapter: Adapter) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, KnownNames
 from shardwise.models import pretrained
+from shardwise.models.four_bit_linear import is_in_four_bits
 from shardwise.models.modules import modules_in, original_class, walk
 
 if TYPE_CHECKING:
@@ -258,14 +259,15 @@ def drawn_whole(
     """
     if not _is_orthogonal(layer, adapter, init):
         return {}
-    base = layer.get_base_layer().weight
+    base_layer = layer.get_base_layer()
+    dtype = base_layer.packing.dtype if is_in_four_bits(base_layer) else base_layer.weight.dtype
     sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "r": dict(layer.r)}
     parts = ("lora_A", "lora_B")
 
     def draw(part: str) -> torch.Tensor:
         # The initialiser puts new parameters into the layer; it is run on what only looks like one.
         alike = SimpleNamespace(**sizes, **{name: {adapter: SimpleNamespace()} for name in parts})
-        alike.get_base_layer = lambda: SimpleNamespace(weight=torch.empty(0, dtype=base.dtype))
+        alike.get_base_layer = lambda: SimpleNamespace(weight=torch.empty(0, dtype=dtype))
         type(layer).orthogonal_init(alike, adapter)
         values: torch.Tensor = getattr(alike, part)[adapter].weight.detach()
         return values

@@ -8,6 +8,7 @@ from typing import Unpack
 from shardwise.engines.arguments import hints_of, require_known, require_meant
 from shardwise.engines.forecasting import PlanOptions, forecast_of
 from shardwise.engines.outline import settled
+from shardwise.engines.tuning_arguments import require_trainable
 from shardwise.report.forecast import Forecast
 
 
@@ -33,4 +34,5 @@ def plan(name_or_path: str | os.PathLike[str], *, ranks: int, **options: Unpack[
     require_known("plan", options, hints_of(PlanOptions))
     options = settled(options)
     require_meant(hints_of(PlanOptions), options)
+    require_trainable(options)
     return forecast_of(name_or_path, ranks, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -131,14 +132,58 @@ def _shown(names: Sequence[str]) -> str:
     return f"{', '.join(patterns[:_SHOWN])}{more}"
 
 
-class Giver:
-    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name."""
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of a weight in four bits that this rank holds, and what they stand for.
 
-    def __init__(self, held: Mapping[str, Held], shares: Mapping[str, Sequence[Boxes]], rank: int) -> None:
+    Attributes:
+        weight: packed bytes.
+        scales: of the same rows: bytes of float32, or codes.
+        layer: the layer, which knows how.
+    """
+
+    weight: Held
+    scales: Held
+    layer: Any
+
+    def numbers(self, box: Box) -> torch.Tensor:
+        """The numbers of a box of the weight (out, in), rounded to the dtype that they had."""
+        first = local_boxes(self.weight.tensor, self.weight.fqn)[0].box.offsets[0]
+        start, count = box.offsets[0], box.sizes[0]
+        rows = slice(start - first, start - first + count)
+        scales = self.layer.scales_of(self.scales.local[rows].contiguous(), start)
+        packing = self.layer.packing
+        whole: torch.Tensor = packing.numbers(self.weight.local[rows].contiguous(), scales, packing.dtype)
+        return whole[:, box.offsets[1] : box.offsets[1] + box.sizes[1]].contiguous()
+
+
+NOTHING_PACKED: Mapping[str, PackedRows] = {}
+
+
+def in_numbers(boxes: Boxes) -> Boxes:
+    """Boxes of packed bytes as those of the numbers in them."""
+    return tuple(Box((box.offsets[0], 2 * box.offsets[1]), (box.sizes[0], 2 * box.sizes[1])) for box in boxes)
+
+
+class Giver:
+    """This rank's shares of a model's tensors. Both ``held`` and ``shares`` are by name.
+
+    ``packed`` are weights in four bits that are given as numbers, by name; their shares are boxes of numbers.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        shares: Mapping[str, Sequence[Boxes]],
+        rank: int,
+        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
+    ) -> None:
         self.held = held
+        self._packed = packed
         self._shares = shares
         self._rank = rank
         self._places: dict[tuple[str, int], torch.Tensor] = {}
+        self._in_numbers: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def give(self, parcel: Parcel) -> Iterator[torch.Tensor]:
         """The values of a parcel, piece by piece."""
@@ -151,12 +196,21 @@ class Giver:
 
     def share(self, name: str, number: int) -> torch.Tensor:
         """A share as a row-major tensor. Memory: none where it lies like that in its tensor, else the share."""
+        if name in self._packed:
+            return self._numbers(name, number)
         found = self._places.get((name, number))
         if found is None:
             item = self.held[name]
             place = place_of(self.box(name, number), local_boxes(item.tensor, item.fqn))
             found = self._places[name, number] = strided_view(item.local, place)
         return found.contiguous()
+
+    def _numbers(self, name: str, number: int) -> torch.Tensor:
+        """The last one is kept: blocks ask for parts of it in turn."""
+        if self._in_numbers is None or self._in_numbers[0] != (name, number):
+            self._in_numbers = None
+            self._in_numbers = (name, number), self._packed[name].numbers(self.box(name, number))
+        return self._in_numbers[1]
 
 
 class MergingGiver(Giver):
@@ -168,6 +222,7 @@ class MergingGiver(Giver):
         rank: this rank.
         factors: by name in the base, of the weights that the adapter changes.
         matrices: all matrices of the adapter, whole, by FQN.
+        packed: as of :class:`Giver`.
 
     Memory: beside ``matrices`` twice the largest share, and that in float32 where the adapter is.
     """
@@ -179,8 +234,9 @@ class MergingGiver(Giver):
         rank: int,
         factors: Mapping[str, Factors],
         matrices: Mapping[str, torch.Tensor],
+        packed: Mapping[str, PackedRows] = NOTHING_PACKED,
     ) -> None:
-        super().__init__(held, shares, rank)
+        super().__init__(held, shares, rank, packed)
         self._factors = factors
         self._matrices = matrices
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import assert_never
 
 from shardwise.conversion import Expression, Stored, concat, dequantised, permute, view
+from shardwise.conversion.packed import unnested, unpacked
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import ComposedPart, Joined, Scaled, View, Whole
+from shardwise.formats.composed import ComposedPart, FourBits, Joined, Scaled, View, Whole
 
 
 def stored_tensors(index: CheckpointIndex) -> dict[str, Expression]:
@@ -29,6 +30,11 @@ def _expression(index: CheckpointIndex, part: ComposedPart) -> Expression:
             return concat([_expression(index, inner) for inner in parts], dim)
         case Scaled():
             return _scaled(index, part)
+        case FourBits(values, scales, shape, block, form, dtype, nested):
+            factors: Expression = _leaf(index, scales.key)
+            if nested is not None:
+                factors = unnested(factors, _leaf(index, nested.scales.key), nested.offset, nested.numbers)
+            return unpacked(_leaf(index, values.key), factors, shape, form, block, dtype)
         case _:
             assert_never(part)
 

@@ -1,0 +1,210 @@
+"""Weights in four bits as expressions: packed while they are read, or taken as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.conversion import four_bit
+from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.expression import Expression, Reshape, Shape, reshape
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.conversion.quantise import quantised
+from shardwise.tensors import Box, DType, Form4, numel
+
+_OUT = "bytes"
+_NUMBERS = "numbers"
+_BYTES_A_NUMBER = 5
+"""The number, its half byte, and its part of a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsBytes:
+    """The bytes of numbers, as memory has them: (.., n) of ``itemsize`` become (.., n * itemsize).
+
+    Attributes:
+        shape: of the bytes.
+        itemsize: of a number.
+    """
+
+    shape: Shape
+    itemsize: int
+    label: str = "taking bytes"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (*(1 for _ in self.shape[:-1]), self.itemsize)
+        for box in aligned_blocks(wanted[_OUT], self.shape, unit, max(self.itemsize, most_bytes // 2)):
+            offsets = (*box.offsets[:-1], box.offsets[-1] // self.itemsize)
+            sizes = (*box.sizes[:-1], box.sizes[-1] // self.itemsize)
+            yield ComputedBlock((Box(offsets, sizes),), {_OUT: box}, 2 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_OUT: values[0].contiguous().view(values[0].new_empty(0).byte().dtype)}
+
+
+def as_bytes(numbers: Expression) -> Expression:
+    """See :class:`AsBytes`."""
+    shape = (*numbers.shape[:-1], numbers.shape[-1] * numbers.dtype.itemsize)
+    return Computed(AsBytes(shape, numbers.dtype.itemsize), _OUT, shape, DType.U8, (numbers,))
+
+
+def packed(numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType) -> tuple[Expression, Expression]:
+    """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
+
+    The latter as the bytes of float32, (.., out, 4 * in / block). Numbers are rounded to ``rounds_to`` before they
+    are packed. What is stored in this very form, and in blocks of this size, is taken as it is.
+    """
+    stored = _stored_so(numbers, form, block_size)
+    if stored is not None:
+        values, scales = stored
+        return values, as_bytes(scales)
+    return quantised(numbers, block_size, form, rounds_to)
+
+
+@dataclass(frozen=True, slots=True)
+class Unnest:
+    """``numbers[code] * scale of 256 + offset``: scales that are kept in a byte each, in float32.
+
+    Attributes:
+        count: of the scales.
+        offset: their mean, which was taken from all before they were packed.
+        numbers: what the 256 bytes stand for.
+    """
+
+    count: int
+    offset: float
+    numbers: tuple[float, ...]
+    label: str = "unpacking scales"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted[_NUMBERS], (self.count,), (NESTED_BLOCK,), max(1, most_bytes // 10)):
+            (start,), (size,) = box.offsets, box.sizes
+            first, last = start // NESTED_BLOCK, -(-(start + size) // NESTED_BLOCK)
+            yield ComputedBlock((box, Box((first,), (last - first,))), {_NUMBERS: box}, 10 * size)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        codes, nested = values
+        found = nested.new_tensor(self.numbers)[codes.int()]
+        scales = nested.repeat_interleave(NESTED_BLOCK)[: found.numel()]
+        return {_NUMBERS: found.mul_(scales).add_(self.offset)}
+
+
+def unnested(codes: Expression, nested: Expression, offset: float, numbers: tuple[float, ...]) -> Expression:
+    """See :class:`Unnest`."""
+    count = numel(codes.shape)
+    sources = (reshape(codes, (count,)), reshape(nested, (numel(nested.shape),)))
+    return Computed(Unnest(count, offset, numbers), _NUMBERS, (count,), DType.F32, sources)
+
+
+def unpacked(
+    values: Expression, scales: Expression, shape: Shape, form: Form4, block_size: int, dtype: DType
+) -> Expression:
+    """Numbers, rounded to the ``dtype`` that they had, of packed bytes and float32 scales, row by row in any shape.
+
+    Raises:
+        ValueError: there are not as many of them as ``shape`` has elements and blocks.
+    """
+    if not shape or shape[-1] % block_size or numel(values.shape) * 2 != numel(shape):
+        raise ValueError(
+            f"{values} has {values.shape}, which is not {shape} in four bits, in blocks of {block_size}"
+        )
+    if numel(scales.shape) * block_size != numel(shape):
+        raise ValueError(f"{scales} has {scales.shape}, and {shape} in blocks of {block_size} wants others")
+    *outer, columns = shape
+    sources = (reshape(values, (*outer, columns // 2)), reshape(scales, (*outer, columns // block_size)))
+    return Computed(Unpack(shape, block_size, form, dtype), _NUMBERS, shape, dtype, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """``code[nibble] * scale`` for each half of a byte, in float32, rounded once; see [Note: Four bits].
+
+    Attributes:
+        shape: of the numbers (.., out, in).
+        block_size: so many in a row have one scale.
+        form: what four bits stand for.
+        dtype: of the numbers.
+    """
+
+    shape: Shape
+    block_size: int
+    form: Form4
+    dtype: DType
+    label: str = "unpacking"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        unit = (*(1 for _ in self.shape[:-1]), self.block_size)
+        for box in aligned_blocks(wanted[_NUMBERS], self.shape, unit, max(1, most_bytes // _BYTES_A_NUMBER)):
+            needs = tuple(
+                Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], box.sizes[-1] // step))
+                for step in (2, self.block_size)
+            )
+            yield ComputedBlock(needs, {_NUMBERS: box}, _BYTES_A_NUMBER * box.numel)
+
+    def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        packed, scales = values
+        none = scales.new_empty(0)
+        kinds = {DType.BF16: none.bfloat16, DType.F16: none.half}
+        out = kinds.get(self.dtype, none.float)().new_empty(block.gives[_NUMBERS].sizes)
+        four_bit.dequantise_rows(packed, scales, self.block_size, self.form, out)
+        return {_NUMBERS: out}
+
+
+def nested_as_stored(numbers: Expression, form: Form4, block_size: int) -> NestedParts | None:
+    """What is kept of a matrix that is stored in this form, its scales in a byte each; None of any other.
+
+    Only where these bytes stand for what they stand for here.
+    """
+    stored = _stored_so(numbers, form, block_size)
+    if stored is None:
+        return None
+    values, scales = stored
+    inner = scales.source if isinstance(scales, Reshape) else scales
+    if not isinstance(inner, Computed) or not isinstance(inner.operation, Unnest):
+        return None
+    if inner.operation.numbers != dynamic_numbers():
+        return None
+    codes, nested = inner.sources
+    return NestedParts(values, reshape(codes, scales.shape), nested, _constant(inner.operation.offset, nested))
+
+
+@dataclass(frozen=True, slots=True)
+class NestedParts:
+    """Packed bytes (.., out, in / 2), codes (.., out, in / block), a float32 for 256 of these, the offset (1,)."""
+
+    packed: Expression
+    codes: Expression
+    nested: Expression
+    offset: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number that no file has as a tensor, float32 (1,); its input, some float32, says what a tensor is."""
+
+    number: float
+    label: str = "a constant"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], _most_bytes: int) -> Iterator[ComputedBlock]:
+        if any(wanted.values()):
+            one = Box((0,), (1,))
+            yield ComputedBlock((one,), {_NUMBERS: one}, 8)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_NUMBERS: values[0].new_tensor((self.number,))}
+
+
+def _constant(number: float, beside: Expression) -> Expression:
+    return Computed(Constant(number), _NUMBERS, (1,), DType.F32, (beside,))
+
+
+def stored_form(numbers: Expression) -> tuple[Form4, int] | None:
+    """The form of a matrix that is stored in four bits, and the size of its blocks; None of any other."""
+    operation = numbers.operation if isinstance(numbers, Computed) else None
+    return (operation.form, operation.block_size) if isinstance(operation, Unpack) else None
+
+
+def _stored_so(numbers: Expression, form: Form4, block_size: int) -> tuple[Expression, ...] | None:
+    """The packed bytes and the scales of a matrix that is stored in this form; None of any other."""
+    return numbers.sources if stored_form(numbers) == (form, block_size) else None

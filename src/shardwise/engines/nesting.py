@@ -1,0 +1,107 @@
+"""Nests the scales of a base in four bits, once all of them have been read.
+
+A code needs the mean of all scales of its matrix, and the greatest of 256 that go on from row to row. So each rank
+reads the scales of its rows as they are; they are put together, a sixteenth of a byte for each weight, matrix by
+matrix; the mean is the first rank's, since its last bit depends on who adds up; and what a rank then keeps are the
+codes of its rows, and what all are scaled by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion import Bindings
+from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
+from shardwise.execution.ranks.world import World
+from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
+from shardwise.models.modules import walk
+from shardwise.models.view import canonical, local_boxes, local_tensor
+
+_AT_ONCE_BYTES = 32 << 20
+"""Of scales that are whole on every rank."""
+
+
+def names_to_nest(model: nn.Module) -> frozenset[str]:
+    """Names of the tensors that come to be by nesting."""
+    return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
+
+
+def with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
+    """Give layers room for their scales as they are read, sharded as their codes are; what is offered for it."""
+    offers = dict(bindings.offers)
+    for name, layer in _to_nest(model):
+        codes = layer.weight_scales
+        columns = 4 * codes.shape[1]
+        if isinstance(codes, DTensor):
+            local = torch.empty(local_tensor(codes).shape[0], columns, dtype=torch.uint8, device="meta")
+            shape, stride = torch.Size((codes.shape[0], columns)), (columns, 1)
+            whole: torch.Tensor = DTensor.from_local(
+                local, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=stride
+            )
+        else:
+            whole = torch.empty(codes.shape[0], columns, dtype=torch.uint8, device="meta")
+        layer.register_parameter(WHOLE_SCALES, nn.Parameter(whole, requires_grad=False))
+        offers[f"{name}.{WHOLE_SCALES}"] = layer.whole_scales
+    return replace(bindings, offers=offers)
+
+
+def nest_scales(world: World, model: nn.Module) -> dict[str, int]:
+    """Nest what has been read, and let it go; by name, how many elements were written. Collective: yes."""
+    written: dict[str, int] = {}
+    for portion in _portions(list(_to_nest(model))):
+        wholes = world.together(lambda portion=portion: [_together(layer) for _, layer in portion])  # type: ignore[misc]
+        offsets = world.from_first(lambda wholes=wholes: [float(offset_of(whole)) for whole in wholes])  # type: ignore[misc]
+        for (name, layer), whole, offset in zip(portion, wholes, offsets, strict=True):
+            written |= {f"{name}.{local}": count for local, count in _nest(layer, whole, offset).items()}
+            del layer._parameters[WHOLE_SCALES]
+            layer.whole_scales = ()
+    return written
+
+
+def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return (
+        (canonical(name), module) for name, module in walk(model) if is_in_four_bits(module) and module.whole_scales
+    )
+
+
+def _portions(layers: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    portion: list[tuple[str, Any]] = []
+    used = 0
+    for name, layer in layers:
+        nbytes = 4 * layer.weight_scales.numel()
+        if portion and used + nbytes > _AT_ONCE_BYTES:
+            yield portion
+            portion, used = [], 0
+        portion.append((name, layer))
+        used += nbytes
+    if portion:
+        yield portion
+
+
+def _together(layer: Any) -> torch.Tensor:
+    """All scales of a matrix, float32 (out, in / block), on the CPU."""
+    raw = layer.weight_whole_scales
+    with torch.no_grad():
+        whole = raw.full_tensor() if isinstance(raw, DTensor) else raw.detach()
+    return whole.cpu().contiguous().view(torch.float32)
+
+
+def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
+    """Write codes, what they are scaled by, and the offset; how many elements of each."""
+    mean = torch.tensor(offset, dtype=torch.float32)
+    _, nested = nest_about(whole, mean)
+    layer.weight_nested_scales.copy_(nested)
+    layer.weight_nested_offset.fill_(offset)
+    local, count = local_tensor(layer.weight_scales), 0
+    for part in local_boxes(layer.weight_scales, SCALES):
+        rows = slice(part.box.offsets[0], part.box.offsets[0] + part.box.sizes[0])
+        codes = nested_codes(whole[rows], rows.start * whole.shape[1], nested, mean)
+        local.copy_(codes[:, part.box.offsets[1] : part.box.offsets[1] + part.box.sizes[1]])
+        count += part.box.numel
+    return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}

@@ -1,0 +1,191 @@
+"""Puts a base into four bits, on meta: which layers, what is offered for them, what the model then says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.quantization_config import QuantizationMethod
+
+from shardwise.conversion import Bindings, Expression
+from shardwise.conversion.packed import nested_as_stored, packed, stored_form
+from shardwise.errors import ConfigError
+from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bit_linear import (
+    NESTED,
+    OFFSET,
+    SCALES,
+    WEIGHT,
+    WHOLE_SCALES,
+    is_in_four_bits,
+    is_of_bitsandbytes,
+    put_into_four_bits,
+    why_it_stays,
+)
+from shardwise.models.modules import original_class, parameters_of, walk
+from shardwise.models.quantization import FourBit, of_form, to_transformers
+from shardwise.report.names import collapse
+from shardwise.tensors import DType
+
+_ROUTERS = ("gate", "router")
+_EXPERTS = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which linear layers are put into four bits, and why the others are not.
+
+    Attributes:
+        layers: by name.
+        stay: names of linear layers that stay, to the reason.
+    """
+
+    layers: Mapping[str, nn.Linear]
+    stay: Mapping[str, str]
+
+
+def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
+    """The linear layers of a model on meta, tied, that are to be in four bits.
+
+    What computes logits stays, whatever is tied, routers, what the checkpoint does not hold (``offered`` is asked
+    by the name of a weight), and what is named.
+
+    Raises:
+        ConfigError: something named matches nothing, or nothing is left.
+    """
+    head: Any = model.get_output_embeddings()
+    last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
+    places: dict[int, int] = {}
+    for _, module in walk(model, every_name=True):
+        for parameter in parameters_of(module).values():
+            places[id(parameter)] = places.get(id(parameter), 0) + 1
+    layers: dict[str, nn.Linear] = {}
+    stay: dict[str, str] = {}
+    matched: set[str] = set()
+    names = dict(walk(model))
+    for name, module in names.items():
+        if original_class(module) is not nn.Linear:
+            continue
+        assert isinstance(module, nn.Linear)
+        named = [pattern for pattern in quantization.stay if _matches(pattern, name)]
+        matched.update(named)
+        if named:
+            stay[name] = "as asked for"
+        elif module is head or name == last:
+            stay[name] = "it computes what comes out"
+        elif places[id(module.weight)] > 1:
+            stay[name] = "its weight is tied"
+        elif _is_router(name, names):
+            stay[name] = "it chooses experts"
+        elif why := why_it_stays(module, quantization):
+            stay[name] = f"it {why}"
+        elif not offered(f"{name}.{WEIGHT}"):
+            stay[name] = "the checkpoint does not hold it, or as numbers beside others in four bits"
+        else:
+            layers[name] = module
+    if wrong := [pattern for pattern in quantization.stay if pattern not in matched]:
+        known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stay}))[:8])
+        raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
+    if not layers:
+        raise ConfigError(
+            f"nothing of {type(model).__name__} can be put into four bits"
+            + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
+        )
+    return Chosen(layers, stay)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As ``should_convert_module`` of transformers has it."""
+    try:
+        found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
+    except re.error as error:
+        raise ConfigError(f"stay={pattern!r}: is no name, and no regex ({error})") from error
+    return found is not None or name.endswith(pattern)
+
+
+def _is_router(name: str, names: Mapping[str, nn.Module]) -> bool:
+    parent, _, last = name.rpartition(".")
+    return last in _ROUTERS and f"{parent}.{_EXPERTS}" in names
+
+
+def put_base_into_four_bits(
+    model: PreTrainedModel, bindings: Bindings, quantization: FourBit
+) -> tuple[Bindings, tuple[str, ...]]:
+    """Put the layers of a base on meta into four bits; what the checkpoint offers then, and notes for the report.
+
+    Raises:
+        ConfigError: as of :func:`choose_layers`.
+    """
+    stored = {
+        name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
+    }
+    wanted = stored or bindings.offers.keys()
+    chosen = choose_layers(model, quantization, lambda name: bool(bindings.offers.get(name)) and name in wanted)
+    for name, layer in chosen.layers.items():
+        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
+        put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+    kept = tuple(sorted(pattern for pattern in chosen.stay))
+    mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
+    by_reason: dict[str, list[str]] = {}
+    for name, why in chosen.stay.items():
+        by_reason.setdefault(why, []).append(name)
+    how = f"{quantization.form.name}, blocks of {quantization.block_size}"
+    notes = [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"]
+    notes += [
+        f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
+        for why, members in by_reason.items()
+    ]
+    return offered_in_four_bits(model, bindings), tuple(notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantiser:
+    """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
+
+    quantization_config: Mapping[str, Any]
+    is_trainable: bool = True
+    is_qat_trainable: bool = False
+    is_compileable: bool = False
+    is_serializable: bool = True
+
+
+def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
+    """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""
+    told: Any = model
+    if is_of_bitsandbytes():  # whoever asks for this goes on to import it
+        told.is_loaded_in_4bit = True
+    told.is_quantized = True
+    told.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    told.hf_quantizer = _Quantiser(config)
+    told.config.quantization_config = dict(config)
+
+
+def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
+    """What a checkpoint offers for a model, with the weights of layers in four bits packed while they are read."""
+    offers = dict(bindings.offers)
+    for name, module in walk(model):
+        if not is_in_four_bits(module):
+            continue
+        weight = f"{name}.{WEIGHT}" if name else WEIGHT
+        claims = offers.get(weight, ())
+        if all(item.dtype is DType.U8 and item.shape == tuple(module.weight.shape) for item in claims):
+            continue  # the model's own tensors, as InternalNames() have them
+        prefix = f"{name}." if name else ""
+        found = [_kept(module, expression, weight) for expression in claims]
+        offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
+        if module.is_nested and SCALES not in found[0]:
+            module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
+    return replace(bindings, offers=offers)
+
+
+def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+    """What is kept of a weight, by local name; nested scales that are not stored so come as they are."""
+    form, block = layer.packing.form, layer.packing.block_size
+    if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
+        return {WEIGHT: parts.packed, SCALES: parts.codes, NESTED: parts.nested, OFFSET: parts.offset}
+    weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    return {WEIGHT: weight, (WHOLE_SCALES if layer.is_nested else SCALES): scales}

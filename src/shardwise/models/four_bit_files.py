@@ -1,0 +1,140 @@
+"""Layers in four bits as files of bitsandbytes have them: which tensors, under which keys, of which shapes.
+
+Beside ``weight``, packed bytes (n, 1), there are ``weight.absmax``, a float32 for each block; ``weight.quant_map``,
+what the sixteen codes stand for; and ``weight.quant_state.bitsandbytes__nf4``, JSON with the shape, the dtype and
+the size of a block. Nested scales are bytes, with ``weight.nested_absmax`` and ``weight.nested_quant_map``, and
+their offset in the JSON. (``QuantState.as_dict`` of bitsandbytes.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.conversion import Stored, reshape
+from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.layout import ModelLayout, TensorKind, TensorLayout
+from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.modules import modules_in
+from shardwise.models.revert import Output
+from shardwise.models.view import Held, Slot
+from shardwise.tensors import numel
+
+ABSMAX = "absmax"
+QUANT_MAP = "quant_map"
+NESTED_ABSMAX = "nested_absmax"
+NESTED_MAP = "nested_quant_map"
+QUANT_STATE = "quant_state.bitsandbytes__"
+
+
+def has_four_bits(model: nn.Module) -> bool:
+    """Whether any layer of a model is in four bits."""
+    return any(is_in_four_bits(module) for module in modules_in(model))
+
+
+def held_in_files(held: Sequence[Held]) -> list[Held]:
+    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing."""
+    found: list[Held] = []
+    for item in held:
+        slot = item.slots[0]
+        if not is_in_four_bits(slot.module) or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
+            found.append(item)
+        elif slot.name == WEIGHT:
+            found.append(item)
+            found += _constants(slot.module, item)
+        elif slot.name == SCALES:
+            scales = item.tensor if slot.module.is_nested else _as_floats(item.tensor)
+            found.append(_renamed(item, scales, item.kind, SCALES, f"{WEIGHT}.{ABSMAX}"))
+        elif slot.name == NESTED:
+            found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
+    return found
+
+
+def _constants(layer: Any, weight: Held) -> Iterator[Held]:
+    """Small tensors that are equal on all ranks."""
+    form = layer.packing.form
+    told = {
+        "quant_type": form.value,
+        "blocksize": layer.packing.block_size,
+        "dtype": str(layer.packing.dtype).removeprefix("torch."),
+        "shape": [layer.out_features, layer.in_features],
+    }
+    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    if layer.is_nested:
+        told |= {
+            "nested_blocksize": NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": layer.weight_nested_offset.item(),
+        }
+        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    constants[f"{QUANT_STATE}{form.value}"] = text
+    for name, tensor in constants.items():
+        yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
+
+
+def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> Held:
+    slots = [Slot(slot.module, new, f"{slot.fqn.removesuffix(old)}{new}") for slot in item.slots]
+    return Held(tensor, kind, slots)
+
+
+def _as_floats(raw: torch.Tensor) -> torch.Tensor:
+    """The float32 that bytes (rows, 4 n) are, in the same memory; placed alike."""
+    if not isinstance(raw, DTensor):
+        return raw.detach().view(torch.float32)
+    rows, columns = raw.shape[0], raw.shape[1] // 4
+    with torch.no_grad():
+        local = raw.to_local().view(torch.float32)
+    return DTensor.from_local(
+        local,
+        raw.device_mesh,
+        raw.placements,
+        run_check=False,
+        shape=torch.Size((rows, columns)),
+        stride=(columns, 1),
+    )
+
+
+def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
+    """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
+
+    Boxes are of rows.
+    """
+    layers = {item.fqn: item.slots[0] for item in held if is_in_four_bits(item.slots[0].module)}
+    tensors: list[TensorLayout] = []
+    for tensor in layout.tensors:
+        slot = layers.get(tensor.fqn)
+        if slot is None or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
+            tensors.append(tensor)
+        elif slot.name == WEIGHT:
+            shape = (tensor.shape[0], 2 * tensor.shape[1])
+            layer: Any = slot.module
+            dtype = from_torch(layer.packing.dtype, tensor.fqn)
+            tensors.append(replace(tensor, shape=shape, dtype=dtype, boxes=()))
+    return ModelLayout(tuple(tensors))
+
+
+def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
+    """Outputs with weights (n, 1), and scales (n,)."""
+    four_bit = {
+        item.fqn: item.slots[0].name
+        for item in held
+        if is_in_four_bits(item.slots[0].module) and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
+    }
+    found: dict[str, Output] = {}
+    for key, output in outputs.items():
+        made = output.expression
+        name = four_bit.get(made.key) if isinstance(made, Stored) else None
+        if name == WEIGHT:
+            output = replace(output, expression=reshape(made, (numel(made.shape), 1)))
+        elif name is not None:
+            output = replace(output, expression=reshape(made, (numel(made.shape),)))
+        found[key] = output
+    return found

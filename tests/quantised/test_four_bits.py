@@ -1,0 +1,290 @@
+"""A base in four bits: each rank's rows alone, and bit for bit what bitsandbytes has in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from tests import zoo
+from tests.merging.adapters import save_adapter
+from tests.quantised import four_bits, quantising
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import shardwise
+from shardwise.models.quantization import of_transformers
+from shardwise.options import AsNumbers, Fp4, Later, NestedScales, Nf4, PlainScales
+from shardwise.testing.world import run_world
+
+CONFIG = Qwen3Config(
+    vocab_size=97,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+
+
+def written(folder: Path, **changes: object) -> Path:
+    config = Qwen3Config(**{**CONFIG.to_dict(), **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    zoo.fill(model)
+    zoo.save_original(model, folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return written(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("mesh", "size", "form", "scales"),
+    [
+        ("flat", 2, "nf4", "plain"),
+        ("flat", 3, "nf4", "nested"),
+        pytest.param("flat", 1, "nf4", "plain", marks=pytest.mark.slow),
+        pytest.param("flat", 1, "fp4", "nested", marks=pytest.mark.slow),
+        pytest.param("flat", 5, "nf4", "plain", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "nf4", "nested", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, form, scales):
+    base = plain if size != 5 else written(tmp_path / "tied", tie_word_embeddings=True)
+    how = (str(base), mesh, form, scales, str(tmp_path))
+    assert run_world(size, four_bits.differing, *how, timeout_s=240.0) == [[]] * size
+    assert worlds(size).run(four_bits.differing_alone, *how) == [[]] * size
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("mesh", "size", "placement"), [("flat", 2, "in blocks"), ("flat", 3, "replicated"), ("flat", 1, "in blocks")]
+)
+def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
+    for told in run_world(size, four_bits.trained_alike, str(plain), mesh, placement):
+        assert told["same names"], told
+        assert told["kinds"] == ["Linear4bit"], told
+        assert told["falls"], told
+        assert told["losses"] < 1e-6, told
+        assert told["gradients"] < 1e-5, told
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mesh", "size", "scales"), [("flat", 3, "plain"), ("hsdp", 4, "nested")])
+def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
+    for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):
+        assert told["numbers"] < 1e-7, told
+        assert told["answers"] < 1e-5, told
+
+
+def changed(plain: Path, folder: Path, key: str, change) -> str:
+    """A copy of the checkpoint in one file, in which a tensor has been changed."""
+    folder.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in plain.iterdir():
+        if file.suffix == ".safetensors":
+            tensors |= load_file(file)
+        elif file.name == "config.json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    change(tensors, key)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite(plain, tmp_path, value):
+    def spoil(tensors, key):
+        tensors[key][3, 5] = value
+
+    folder = changed(plain, tmp_path / "bad", UP, spoil)
+    with pytest.raises(shardwise.FormatError, match=r"up_proj\.weight.*row 3 has values that are not finite"):
+        shardwise.from_pretrained(folder, quantization=Nf4())
+
+
+def test_a_block_of_zeros(plain, tmp_path):
+    def clear(tensors, key):
+        tensors[key][2, :64] = 0
+
+    folder = changed(plain, tmp_path / "zeros", UP, clear)
+    model = shardwise.from_pretrained(folder, quantization=Nf4())
+    layer = model.get_submodule(UP.removesuffix(".weight"))
+    assert layer.scales()[2, 0] == 0
+    assert not layer.numbers()[2, :64].any()
+
+
+def test_packed_from_eight_bits(plain, tmp_path):
+    """What is stored in FP8 goes straight into four bits: as its numbers would."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(plain, folder)
+    numbers = quantising.quantise(folder, "fp8 blocks")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copy(plain / "config.json", whole)
+    save_file(
+        {key: value.bfloat16() for key, value in numbers.items()}, whole / "model.safetensors", {"format": "pt"}
+    )
+    wanted, found = (
+        shardwise.from_pretrained(str(place), quantization=Nf4()).state_dict() for place in (whole, folder)
+    )
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_stays_is_named(plain):
+    model, report = shardwise.from_pretrained(
+        str(plain), quantization=Nf4(block_size=128, stay=("v_proj",)), output_loading_info=True
+    )
+    assert "192 columns, no multiple of the block of 128" in str(report.notes)
+    assert "v_proj keeps its numbers: as asked for" in str(report.notes)
+    assert "lm_head keeps its numbers: it computes what comes out" in str(report.notes)
+    assert model.model.layers[0].mlp.down_proj.weight.is_floating_point()
+    assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"quantization": Nf4(), "tuning": shardwise.Full()}, "keeps them in four bits, which are not trained"),
+        (
+            {"quantization": Fp4(), "tuning": shardwise.Freeze(1)},
+            r"tuning=Freeze\(\.\.\.\) trains weights of the base",
+        ),
+        (
+            {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, modules_to_save=["up_proj"]))},
+            r"modules_to_save trains .*up_proj whole, which is in four bits",
+        ),
+        (
+            {"quantization": Nf4(), "tuning": shardwise.Lora(LoraConfig(r=2, use_dora=True))},
+            "weights in four bits are not .*; leave out use_dora",
+        ),
+        ({"quantization": Nf4(stay=("qq_proj",))}, r"stay=\['qq_proj'\] matches no linear layer; there are"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq is not known"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "load_in_8bit is not known",
+        ),
+        ({"load_in_4bit": True}, r"pass quantization=Nf4\(\)"),
+        ({"quantization": "nf4"}, "quantization"),
+    ],
+)
+def test_what_cannot_be_had(plain, keywords, told):
+    with pytest.raises(shardwise.ConfigError, match=told):
+        shardwise.from_pretrained(str(plain), **keywords)
+
+
+def test_what_makes_no_sense():
+    with pytest.raises(shardwise.ConfigError, match="block_size=48"):
+        Nf4(block_size=48)
+    with pytest.raises(shardwise.ConfigError, match="compute_dtype"):
+        Nf4(compute_dtype=torch.int8)
+    with pytest.warns(UserWarning, match="packed bytes are kept as uint8"):
+        of_transformers(
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+        )
+
+
+@pytest.fixture(scope="module")
+def stored(plain, tmp_path_factory) -> Path:
+    """A checkpoint that is in four bits, its scales nested."""
+    folder = tmp_path_factory.mktemp("stored")
+    shardwise.save(shardwise.from_pretrained(str(plain), quantization=Nf4(scales=NestedScales())), folder)
+    return folder
+
+
+def drop(end):
+    return lambda tensors, key: tensors.pop(f"{key}.{end}")
+
+
+def put(end, value):
+    return lambda tensors, key: tensors.__setitem__(f"{key}.{end}", value(tensors[f"{key}.{end}"]))
+
+
+def told_otherwise(**changes):
+    def change(text):
+        told = json.loads(bytes(text.tolist())) | changes
+        return torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+
+    return put("quant_state.bitsandbytes__nf4", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (drop("nested_absmax"), "only a part of what belongs to that is stored"),
+        (drop("nested_quant_map"), "only a part of what belongs to that is stored"),
+        (drop("absmax"), "it has no absmax"),
+        (drop("quant_map"), "quant_map is not there, or not the one"),
+        (drop("quant_state.bitsandbytes__nf4"), "belongs to packed bytes that are not stored, or not whole"),
+        (put("quant_map", lambda found: found * 2), "or not the one that is known"),
+        (put("absmax", lambda found: found[:-1].clone()), "scales, and .* in blocks of 64"),
+        (put("absmax", lambda found: found.half()), "only a part of what belongs"),
+        (put("nested_absmax", lambda found: found.double()), "its nested_absmax is F64"),
+        (told_otherwise(blocksize=128), "absmax has .* scales"),
+        (told_otherwise(blocksize=7), "blocks of 7"),
+        (told_otherwise(shape=[192, 64]), "and its quant_state the shape"),
+        (told_otherwise(shape=[-1, 64]), "has the shape"),
+        (told_otherwise(quant_type="fp4"), "says 'fp4', not nf4"),
+        (told_otherwise(nested_offset="1"), "has the nested_offset"),
+        (told_otherwise(nested_blocksize=64), "nested in blocks of 64, not 256"),
+        (put("quant_state.bitsandbytes__nf4", lambda found: found[:9].clone()), "not valid JSON"),
+    ],
+)
+def test_what_lies_beside_packed_bytes_is_held_against_them(stored, tmp_path, change, told):
+    folder = changed(stored, tmp_path / "bad", UP, change)
+    with pytest.raises(shardwise.FormatError, match=rf"up_proj\.weight.*{told}"):
+        shardwise.from_pretrained(folder)
+
+
+def test_numbers_are_made_of_what_is_stored(stored):
+    first = shardwise.from_pretrained(str(stored))
+    second = shardwise.from_pretrained(str(stored), quantization=AsNumbers())
+    tokens = torch.arange(12).view(1, 12)
+    assert torch.equal(first(tokens).logits, second(tokens).logits)
+    assert not hasattr(second.config, "quantization_config")
+    name = UP.removesuffix(".weight")
+    assert torch.equal(first.get_submodule(name).numbers(), second.get_submodule(name).weight)
+
+
+def test_the_plan_counts_packed_bytes(plain):
+    made = shardwise.plan(
+        str(plain), ranks=2, quantization=Nf4(), tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu"
+    )
+    whole = shardwise.plan(str(plain), ranks=2, tuning=shardwise.Lora(LoraConfig(r=2)), device="cpu")
+    layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 192)
+    saved = layers * 2 - layers // 2 - layers // 64 * 4
+    assert sum(rank.shard_bytes for rank in whole.ranks) - sum(rank.shard_bytes for rank in made.ranks) == saved
+
+
+@pytest.mark.parametrize("scales", [PlainScales(), NestedScales()])
+def test_loaded_later(plain, scales):
+    quantization = Nf4(scales=scales)
+    wanted = shardwise.from_pretrained(str(plain), quantization=quantization)
+    found = shardwise.from_pretrained(str(plain), quantization=quantization, weights=Later())
+    shardwise.load(found, str(plain))
+    first, second = wanted.state_dict(), found.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
+    numbers = tmp_path / "numbers"
+    shardwise.save(shardwise.from_pretrained(str(stored), quantization=AsNumbers()), numbers)
+    adapter = save_adapter(numbers, tmp_path / "adapter", r=4, target_modules=["q_proj", "down_proj"])
+    for base, out in ((numbers, "wanted"), (stored, "found")):
+        shardwise.merge_adapter(base, adapter, tmp_path / out)
+    wanted, found = (load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
