@@ -8,6 +8,7 @@ from shardwise.conversion.computed import (
     Operation,
     OutputMove,
     PlacingOperation,
+    SmallestBlocks,
     WholeOperation,
     aligned_blocks,
     compute_tasks,
@@ -35,15 +36,17 @@ from shardwise.conversion.expression import (
     reshape,
     rows_stored,
     skeleton,
+    skeletons,
     slice_dim,
     stack,
     stored_leaves,
     substitute,
 )
-from shardwise.conversion.region import Region
+from shardwise.conversion.region import Axis, Region
 from shardwise.conversion.strided_views import view
 
 __all__ = [
+    "Axis",
     "Bindings",
     "ComputeTask",
     "Computed",
@@ -60,6 +63,7 @@ __all__ = [
     "Region",
     "Reshape",
     "Slice",
+    "SmallestBlocks",
     "Stack",
     "Stored",
     "WholeOperation",
@@ -81,6 +85,7 @@ __all__ = [
     "reshape",
     "rows_stored",
     "skeleton",
+    "skeletons",
     "slice_dim",
     "smallest_block_bytes",
     "stack",

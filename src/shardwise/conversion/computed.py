@@ -185,9 +185,23 @@ def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int
 
 def smallest_block_bytes(leaf: Computed) -> int:
     """Bytes of memory that a leaf needs to be computed, cut as small as can be."""
-    first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
-    inner = sum(smallest_block_bytes(found) for item in leaf.sources for found in computed_leaves(item))
-    return inner + (0 if first is None else first.nbytes)
+    return SmallestBlocks().nbytes(leaf)
+
+
+class SmallestBlocks:
+    """Bytes of memory that leaves need to be computed, cut as small as can be; worked out once for alike ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Operation, str, Shape], int] = {}
+
+    def nbytes(self, leaf: Computed) -> int:
+        """Of one leaf, with what it is computed of."""
+        key = (leaf.operation, leaf.output, leaf.shape)
+        if key not in self._known:
+            first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
+            self._known[key] = 0 if first is None else first.nbytes
+        inner = sum(self.nbytes(found) for item in leaf.sources for found in computed_leaves(item))
+        return self._known[key] + inner
 
 
 def computed_leaves(expression: Expression) -> Iterator[Computed]:
