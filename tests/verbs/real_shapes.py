@@ -86,7 +86,7 @@ def deepseek_v3(layers: int = 61) -> Shapes:
 
 
 def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
-    """The same checkpoint as DeepSeek publishes it: matrices of layers in FP8, each beside its scales, as numbers."""
+    """The same checkpoint as DeepSeek publishes it: matrices of layers in FP8, each beside its scales."""
     entries: dict[str, TensorEntry] = {}
     files: dict[str, int] = {}
     for entry in index.entries.values():

@@ -56,8 +56,8 @@ class _BlockReads:
     staging_bytes: int
 
 
-_Way: TypeAlias = tuple[str, tuple[int, ...], tuple[Axis, ...]]
-"""Of an output, which of its elements: a region of it, wherever these go."""
+_Ways: TypeAlias = tuple[tuple[str, tuple[int, ...], tuple[Axis, ...]], ...]
+"""Of outputs, which of their elements: regions of them, wherever these go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +147,33 @@ class ComputedReads:
 
     def _of_kind(self, kind: _Kind, position: int) -> Iterable[tuple[list[_BlockReads], list[tuple[int, ...]]]]:
         """What is read for one of them, and the leaves of all of its computations of which just that is read."""
-        asked: dict[int, tuple[_Computation, list[_Way]]] = {}
+        asked: dict[int, tuple[_Computation, _Ways]] = {}
+        ways: _Ways = (("", (), ()),)
         for expression, spread in kind.wanted:
             for held in spread.boxes[position]:
                 for leaf, region in expression.leaves(Region.of(held.box, held.local)):
                     computation = kind.computations.get(id(leaf))
-                    if computation is not None:
-                        assert isinstance(leaf, Computed)
-                        ways = asked.setdefault(id(computation), (computation, []))[1]
-                        ways.append((leaf.output, region.origin, region.axes))
+                    if computation is None:
+                        continue  # stored
+                    assert isinstance(leaf, Computed)
+                    # Of hundreds of experts, all are asked for the same: one object says so.
+                    if ways[0] != (way := (leaf.output, region.origin, region.axes)):
+                        ways = (way,)
+                    before = asked.get(id(computation))
+                    asked[id(computation)] = computation, (ways if before is None else (*before[1], way))
         found: dict[int, tuple[list[_BlockReads], list[tuple[int, ...]]]] = {}
-        last: tuple[int, list[_Way]] | None = None
+        last: tuple[int, _Ways] = -1, ways
         leaves: list[tuple[int, ...]] = []
-        for computation, ways in asked.values():
-            if last != (computation.alike, ways):  # of hundreds of experts, all are asked for the same
-                last = computation.alike, ways
-                known = self._known_reads(computation, ways)
+        for computation, own in asked.values():
+            if last[0] != computation.alike or last[1] is not own:
+                last = computation.alike, own
+                known = self._known_reads(computation, own)
                 leaves = found.setdefault(id(known), (known, []))[1]
             leaves.append(computation.leaves)
         return found.values()
 
-    def _known_reads(self, computation: _Computation, ways: list[_Way]) -> list[_BlockReads]:
-        key = (computation.alike, tuple(ways))
+    def _known_reads(self, computation: _Computation, ways: _Ways) -> list[_BlockReads]:
+        key = (computation.alike, ways)
         if key not in self._known:
             wanted: _Wanted = {}
             for output, origin, axes in ways:

@@ -186,8 +186,8 @@ class _FileMap:
 
     def files_at(self, places: Numbers) -> tuple[str, ...]:
         """The names of the files in which these places lie."""
-        found = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
-        return tuple(self._names[number] for number in found)
+        counts = np.bincount(np.searchsorted(self._starts, places, side="right") - 1, minlength=0)
+        return tuple(self._names[number] for number in np.flatnonzero(counts))
 
 
 @dataclass
