@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion import (
     Expression,
+    SmallestBlocks,
     computed_leaves,
     computes,
-    SmallestBlocks,
     stored_leaves,
     substitute,
 )
