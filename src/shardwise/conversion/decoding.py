@@ -23,8 +23,8 @@ _E4M3_NAN = 0x7F
 _HALF_BUT_ONE_BIT = 0xBF80 - 0x10000
 """Sign, four bits of the exponent and three of the mantissa; the sign has been spread to the bit between."""
 
-BYTES_AN_ELEMENT = 3
-"""Of memory that decoding takes beside the numbers."""
+BYTES_AN_ELEMENT = 4
+"""Of memory that decoding takes beside the numbers: a half, and two bytes to find out what is not a number."""
 
 
 class Decoder:
