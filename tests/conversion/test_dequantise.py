@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.conversion import Stored, dequantised
+from shardwise.conversion import dequantise as room
 from shardwise.conversion.computed import Computed
 from shardwise.tensors import Box, Code, DType
 
@@ -83,6 +84,53 @@ def test_any_box_in_any_blocks(case):
 def test_codes_are_those_of_torch(code, dtype):
     found, wanted = torch.tensor(code.numbers), torch.arange(256).to(torch.uint8).view(dtype).float()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@given(
+    cases(),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    st.sampled_from([1, 3, 8, 1 << 18]),
+    st.booleans(),
+)
+def test_numbers_are_written_where_they_go_and_cast_once(case, dtype, strip, turned):
+    node, inputs, wanted, box, most = case
+    assert isinstance(node, Computed)
+    before, room._STRIP_ELEMENTS = room._STRIP_ELEMENTS, strip
+    try:
+        for block in node.operation.blocks({node.output: [box]}, most):
+            values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.needs, strict=True)]
+            sizes = block.gives[node.output].sizes
+            out = torch.empty(sizes[::-1], dtype=dtype).permute(*reversed(range(len(sizes)))) if turned else None
+            out = torch.empty(sizes, dtype=dtype) if out is None else out
+            node.operation.evaluate_into(block, values, {node.output: out})
+            torch.testing.assert_close(
+                out, part(wanted, block.gives[node.output]).to(dtype), rtol=0, atol=0, equal_nan=True
+            )
+    finally:
+        room._STRIP_ELEMENTS = before
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-39, 2.0**120, 3e38, math.inf, math.nan, -0.0])
+@pytest.mark.parametrize(("code", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
+def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
+    stored = torch.arange(256).to(torch.uint8).repeat(3)
+    node = dequantised(Stored("v", (768,), DType.U8), Stored("s", (1,), DType.F32), (768,), (768,), Code[code])
+    (block,) = node.operation.blocks({node.output: [Box.whole((768,))]}, 1 << 20)
+    found = node.operation.evaluate(block, [stored, torch.tensor([scale])])[node.output]
+    wanted = stored.view(dtype).float() * torch.tensor([scale])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    numbers = ~wanted.isnan()
+    assert torch.equal(found[numbers].view(torch.int32), wanted[numbers].view(torch.int32))
+
+
+@given(cases(), st.sampled_from([200, 5_000, 1 << 24]))
+def test_blocks_are_no_larger_than_they_may_be(case, most):
+    node, _, wanted, box, _ = case
+    for block in node.operation.blocks({node.output: [box]}, most):
+        made = block.gives[node.output]
+        assert block.nbytes <= most or made.numel <= node.operation.code.per_byte
+        held = sum(needed.numel for needed in block.needs) + 4 * made.numel
+        assert held <= block.nbytes
 
 
 def test_an_exponent_that_is_none():

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from tests.merging.adapters import save_adapter
 from tests.quantised import quantising
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardwise
+from shardwise.cli.inspect import inspect_command
+from shardwise.conversion.dequantise import Dequantise
 from shardwise.verbs.merge_adapter import merge_adapter
+
+QUIET = shardwise.options.LoadOptions(progress=False)
 
 CONFIG = Qwen3Config(
     vocab_size=97,
@@ -79,6 +84,71 @@ def test_ranks(worlds, quantised, tmp_path, mesh, size):
         assert found == [[]] * size, kind
 
 
+def test_numbers_are_written_straight_into_the_parameters(quantised, monkeypatch):
+    folder, numbers = quantised("fp8 blocks")
+    written: list[torch.Tensor] = []
+    into = Dequantise.evaluate_into
+
+    def writing(self, block, values, outputs):
+        written.extend(outputs.values())
+        into(self, block, values, outputs)
+
+    monkeypatch.setattr(Dequantise, "evaluate_into", writing)
+    monkeypatch.setattr(Dequantise, "evaluate", lambda *_: pytest.fail("a block had memory of its own"))
+    model = shardwise.from_pretrained(folder, dtype="bfloat16", options=QUIET)
+    assert quantising.differing(model, {key: tensor.bfloat16() for key, tensor in numbers.items()}) == []
+    places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert written
+    assert all(out.dtype is torch.bfloat16 and out.untyped_storage().data_ptr() in places for out in written)
+
+
+def test_equal_layers_are_foreseen_once(tmp_path, monkeypatch):
+    """However many layers, blocks are asked for as often; and each rank's bytes are those of its blocks."""
+    asked: dict[int, int] = {}
+    blocks = Dequantise.blocks
+    for layers in (2, 5):
+        config = Qwen3Config(**{**CONFIG.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+        model = AutoModelForCausalLM.from_config(config)
+        zoo.fill(model)
+        folder = tmp_path / str(layers)
+        zoo.save_original(model, folder, max_shard_size="30KB")
+        quantising.quantise(folder, "fp8 blocks")
+        calls: list[int] = []
+
+        def counted(self, wanted, most_bytes, calls=calls):
+            calls.append(most_bytes)
+            return blocks(self, wanted, most_bytes)
+
+        monkeypatch.setattr(Dequantise, "blocks", counted)
+        forecast = shardwise.plan(folder, ranks=3, dtype="bfloat16")
+        monkeypatch.setattr(Dequantise, "blocks", blocks)
+        asked[layers] = len(calls)
+        assert len(forecast.ranks) == 3
+    assert asked[2] == asked[5] > 0
+
+
+def test_a_config_that_is_kept_is_not_saved_as_that_of_a_quantised_one(quantised, tmp_path):
+    folder, numbers = quantised("fp8 blocks")
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kept = model.config.quantization_config
+    shardwise.load(model, folder, options=QUIET)
+    shardwise.save(model, tmp_path / "out")
+    assert model.config.quantization_config is kept
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert quantising.differing(again, numbers) == []
+
+
+def test_inspect_shows_what_is_stored(quantised):
+    folder, _ = quantised("fp8 blocks")
+    shown = CliRunner().invoke(inspect_command, [str(folder), "--json"])
+    dtypes = {item["key"]: item["dtype"] for item in json.loads(shown.output)["tensors"]}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (dtypes[name], dtypes[f"{name}_scale_inv"]) == ("F8_E4M3", "F32")
+
+
 def test_an_adapter_is_merged_into_the_numbers(quantised, plain, tmp_path):
     folder, numbers = quantised("fp8 blocks")
     whole = tmp_path / "whole"
@@ -116,7 +186,7 @@ def gpt_oss(tmp_path_factory):
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     zoo.fill(model)
     folder = tmp_path_factory.mktemp("gpt_oss")
-    zoo.save_original(model, folder)
+    zoo.save_original(model, folder, max_shard_size="30KB")
     tensors, generator = {}, torch.Generator().manual_seed(0)
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}

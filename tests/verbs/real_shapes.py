@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.quantised import dequantised_index
 from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType
@@ -82,6 +83,24 @@ def qwen3_235b(layers: int = 94) -> Shapes:
 def deepseek_v3(layers: int = 61) -> Shapes:
     config = DeepseekV3Config(num_hidden_layers=layers)
     return Shapes(DeepseekV3ForCausalLM, config, files=max(2, 163 * layers // 61))
+
+
+def in_float8(index: CheckpointIndex, block: int = 128) -> CheckpointIndex:
+    """The same checkpoint as DeepSeek publishes it: matrices of layers in FP8, each beside its scales."""
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, int] = {}
+    for entry in index.entries.values():
+        matrix = entry.key.endswith("proj.weight") or "_a_proj" in entry.key or "_b_proj" in entry.key
+        parts = [(entry.key, entry.dtype, entry.shape)]
+        if matrix and len(entry.shape) == 2:
+            counts = tuple(-(-size // block) for size in entry.shape)
+            parts = [(entry.key, DType.F8_E4M3, entry.shape), (f"{entry.key}_scale_inv", DType.F32, counts)]
+        for key, dtype, shape in parts:
+            start = files.setdefault(entry.file, 100_000)
+            files[entry.file] += math.prod(shape) * dtype.itemsize
+            entries[key] = TensorEntry(key, dtype, shape, entry.file, start, files[entry.file])
+    stored = CheckpointIndex(index.root, files, entries, {}, index.layout)
+    return dequantised_index(stored, {"quant_method": "fp8", "weight_block_size": [block, block]})
 
 
 def sixty_layers_of_experts() -> Shapes:

@@ -8,6 +8,8 @@ from shardwise.conversion.computed import (
     ComputeTask,
     Operation,
     OutputMove,
+    PlacingOperation,
+    SmallestBlocks,
     WholeOperation,
     aligned_blocks,
     compute_tasks,
@@ -35,6 +37,7 @@ from shardwise.conversion.expression import (
     reshape,
     rows_stored,
     skeleton,
+    skeletons,
     slice_dim,
     stack,
     stored_leaves,
@@ -62,11 +65,12 @@ from shardwise.conversion.nested_scales import (
     unnest,
 )
 from shardwise.conversion.quantise import quantised
-from shardwise.conversion.region import Region
+from shardwise.conversion.region import Axis, Region
 from shardwise.conversion.strided_views import view
 
 __all__ = [
     "BLOCKS",
+    "Axis",
     "BadValues",
     "Bindings",
     "ComputeTask",
@@ -80,9 +84,11 @@ __all__ = [
     "Operation",
     "OutputMove",
     "Permute",
+    "PlacingOperation",
     "Region",
     "Reshape",
     "Slice",
+    "SmallestBlocks",
     "Stack",
     "Stored",
     "WholeOperation",
@@ -120,6 +126,7 @@ __all__ = [
     "scales_shape",
     "scratch_bytes",
     "skeleton",
+    "skeletons",
     "slice_dim",
     "smallest_block_bytes",
     "stack",

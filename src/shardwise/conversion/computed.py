@@ -3,14 +3,15 @@
 [Note: Blocks] An operation says of which boxes of its inputs it makes which boxes of its outputs. Boxes are counted
 in the whole tensors, never in a shard, so that no cut can be wrong: a scale belongs to the same elements whoever
 asks. Executors cut what they need into such blocks, read the inputs of one, evaluate it, and move what came out to
-its places, within a budget of memory.
+its places, within a budget of memory. An operation that can writes its outputs straight to these places, in the
+dtype that is wanted there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shardwise.conversion.covering import apart
 from shardwise.conversion.expression import Expression, Leaf, Shape, leaves_of
@@ -67,6 +68,20 @@ class Operation(Hashable, Protocol):
         ...
 
 
+@runtime_checkable
+class PlacingOperation(Operation, Protocol):
+    """An operation that can write what it makes into memory that is given to it."""
+
+    def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
+        """Write what a block gives into ``outputs``, all that :meth:`Operation.evaluate` returns.
+
+        Each is a CPU tensor of its box's sizes, of any strides, in the dtype that is wanted; the values are those
+        of ``evaluate``, cast once. ``ComputedBlock.nbytes`` counts outputs as if they had memory of their own, as
+        some have. May be called by several threads at once.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Computed(Leaf):
     """One output of an operation. ``dtype`` is the one in which it is evaluated."""
@@ -119,6 +134,28 @@ class OutputMove:
     source: Strided
     place: Strided
 
+    def place_of_all(self, box: Box) -> Strided | None:
+        """Where the elements of the box that the block gives go, by its dimensions; None where not all of it goes.
+
+        None also where they lie in a way that these dimensions cannot say.
+        """
+        if self.source.numel != box.numel:
+            return None
+        # All of a box, each element once, in its own order: the axes are its dimensions, some of them joined.
+        axes = list(zip(self.place.sizes, self.place.strides, strict=True))
+        strides: list[int] = []
+        for size in reversed(box.sizes):
+            if size == 1:
+                strides.append(0)
+                continue
+            left, stride = axes.pop()
+            if left % size:
+                return None
+            strides.append(stride)
+            if left > size:
+                axes.append((left // size, stride * size))
+        return Strided(self.place.offset, box.sizes, tuple(reversed(strides)))
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeTask:
@@ -167,9 +204,23 @@ def compute_tasks(parts: Iterable[tuple[int, Computed, Region]], most_bytes: int
 
 def smallest_block_bytes(leaf: Computed) -> int:
     """Bytes of memory that a leaf needs to be computed, cut as small as can be."""
-    first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
-    inner = sum(smallest_block_bytes(found) for item in leaf.sources for found in computed_leaves(item))
-    return inner + (0 if first is None else first.nbytes)
+    return SmallestBlocks().nbytes(leaf)
+
+
+class SmallestBlocks:
+    """Bytes of memory that leaves need to be computed, cut as small as can be; worked out once for alike ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Operation, str, Shape], int] = {}
+
+    def nbytes(self, leaf: Computed) -> int:
+        """Of one leaf, with what it is computed of."""
+        key = (leaf.operation, leaf.output, leaf.shape)
+        if key not in self._known:
+            first = next(leaf.operation.blocks({leaf.output: [Box.whole(leaf.shape)]}, 1), None)
+            self._known[key] = 0 if first is None else first.nbytes
+        inner = sum(self.nbytes(found) for item in leaf.sources for found in computed_leaves(item))
+        return self._known[key] + inner
 
 
 def computed_leaves(expression: Expression) -> Iterator[Computed]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
+from shardwise.conversion.decoding import BYTES_AN_ELEMENT, Decoder
 from shardwise.conversion.expression import Expression, Shape, reshape
 from shardwise.tensors import Box, Code, DType, numel
 
 _OUT = "numbers"
-_BYTES_AN_ELEMENT = 12
-"""The element as it is stored, as float32, and its scale."""
 
 _EXPONENT_BIAS = 127
+
+_MOST_ELEMENTS = 4 << 20
+"""Of a block: what is read of it is still in the cache when it is evaluated."""
+
+_STRIP_ELEMENTS = 1 << 18
+"""What is evaluated at once, within a core's cache or nearly so. With less, several threads would wait for each
+other between any two steps, more often than it is worth."""
+
+_STRIP_BYTES = 8 + BYTES_AN_ELEMENT
+"""Of memory for each element of a strip: as float32, a scale where each needs its own, and what decoding takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +50,73 @@ class Dequantise:
     label: str = "dequantising"
 
     def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
-        step = self.code.per_byte
-        unit = (*(1 for _ in self.shape[:-1]), step)
-        for box in aligned_blocks(wanted[_OUT], self.shape, unit, most_bytes // _BYTES_AN_ELEMENT):
-            last, width = box.offsets[-1], box.sizes[-1]
-            values = Box((*box.offsets[:-1], last // step), (*box.sizes[:-1], width // step))
-            starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
-            stops = [
-                -(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)
-            ]
-            scales = Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
+        for box in aligned_blocks(wanted[_OUT], self.shape, self._whole_bytes, self._most_elements(most_bytes)):
+            values, scales = self._bytes_of(box), self._scales_of(box)
             needs = (values, scales) if not self.overall else (values, scales, Box((0,), (1,)))
-            yield ComputedBlock(needs, {_OUT: box}, _BYTES_AN_ELEMENT * box.numel)
+            yield ComputedBlock(needs, {_OUT: box}, self._nbytes(box.numel, scales.numel))
+
+    @property
+    def _whole_bytes(self) -> Shape:
+        """The least that blocks and strips are made of."""
+        return (*(1 for _ in self.shape[:-1]), self.code.per_byte)
+
+    def _bytes_of(self, box: Box) -> Box:
+        step = self.code.per_byte
+        return Box((*box.offsets[:-1], box.offsets[-1] // step), (*box.sizes[:-1], box.sizes[-1] // step))
+
+    def _scales_of(self, box: Box) -> Box:
+        starts = [at // size for at, size in zip(box.offsets, self.unit, strict=True)]
+        stops = [-(-(at + size) // unit) for at, size, unit in zip(box.offsets, box.sizes, self.unit, strict=True)]
+        return Box(tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True)))
+
+    def _nbytes(self, elements: int, scales: int) -> int:
+        """Of a block: stored, its numbers as float32, its scales three times, and what a strip takes."""
+        return 5 * elements + 12 * scales + _STRIP_BYTES * min(elements, _STRIP_ELEMENTS)
+
+    def _most_elements(self, most_bytes: int) -> int:
+        """Of a block of at most so many bytes, whose rows are whole or of which each is of one row."""
+        an_element = 5 + -(-12 // self.unit[-1])
+        small = most_bytes // (an_element + _STRIP_BYTES)
+        if small < _STRIP_ELEMENTS:
+            return small
+        return min(_MOST_ELEMENTS, (most_bytes - _STRIP_BYTES * _STRIP_ELEMENTS) // an_element)
 
     def evaluate(self, block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        numbers = values[0].new_empty(0).float().new_empty(block.gives[_OUT].sizes)
+        self.evaluate_into(block, values, {_OUT: numbers})
+        return {_OUT: numbers}
+
+    def evaluate_into(self, block: ComputedBlock, values: Sequence[Any], outputs: Mapping[str, Any]) -> None:
         box = block.gives[_OUT]
-        numbers = _numbers(values[0], self.code, box.sizes)
         factors = values[1].float()
         if self.has_exponents and not values[1].is_floating_point():
             factors = factors.new_tensor(_POWERS)[values[1].int()]
         if self.overall:
             whole = values[2].float()
             factors = factors * whole if self.overall > 0 else factors / whole
+        strips = list(aligned_blocks([box], self.shape, self._whole_bytes, _STRIP_ELEMENTS))
+        most = max(strip.numel for strip in strips)
+        decoder, memory = Decoder(self.code, values[0], most), factors.new_empty(most)
+        factors, unit = _taken_in(factors, decoder.unit)
+        for strip in strips:
+            numbers = memory[: strip.numel].view(strip.sizes)
+            decoder.decode(_part(values[0], self._bytes_of(strip), self._bytes_of(box)), numbers)
+            if unit != 1:
+                numbers.mul_(unit)
+            self._scale(numbers, _part(factors, self._scales_of(strip), self._scales_of(box)), strip)
+            _part(outputs[_OUT], strip, box).copy_(numbers)
+
+    def _scale(self, numbers: Any, factors: Any, box: Box) -> None:
         *outer, last = range(len(box.sizes))
         for dim in outer:
             factors = self._repeated(factors, dim, box)
         unit, at, width = self.unit[last], box.offsets[last], box.sizes[last]
         if at % unit == 0 and width % unit == 0:
-            by_block = numbers.view(*box.sizes[:-1], width // unit, unit)
-            by_block.mul_(factors.unsqueeze(-1))
+            numbers = numbers.view(*box.sizes[:-1], width // unit, unit)
+            factors = factors.unsqueeze(-1)
         else:
-            numbers.mul_(self._repeated(factors, last, box))
-        return {_OUT: numbers}
+            factors = self._repeated(factors, last, box)
+        numbers.mul_(factors)
 
     def _repeated(self, factors: Any, dim: int, box: Box) -> Any:
         """A scale for each element along a dimension; as it is where one is everybody's."""
@@ -89,30 +129,20 @@ class Dequantise:
 _POWERS = (*(2.0 ** (byte - _EXPONENT_BIAS) for byte in range(255)), float("nan"))
 
 
-def _numbers(stored: Any, code: Code, sizes: Sequence[int]) -> Any:
-    """What bytes stand for, as float32, in memory of its own.
-
-    Two numbers at a time are looked up, by one byte or by two. numpy's ``take`` is several times quicker at that
-    than torch's indexing, or than its casts of 8-bit floats.
-    """
-    found = stored.new_empty(0).float().new_empty(sizes)
-    keys, out = stored.numpy().reshape(-1), found.numpy().reshape(-1)
-    even = keys.size if code.per_byte == 2 else keys.size // 2 * 2
-    pairs = keys if code.per_byte == 2 else keys[:even].view(np.uint16)
-    # Within the table whatever is asked for, so that "clip" changes nothing but the time.
-    np.take(_pairs_of(code), pairs, out=out[: 2 * pairs.size].view(np.uint64), mode="clip")
-    if even < keys.size:
-        out[-1] = code.numbers[int(keys[-1])]
-    return found
+def _part(tensor: Any, box: Box, whole: Box) -> Any:
+    """A box of what holds another one."""
+    for dim, (at, start, size) in enumerate(zip(box.offsets, whole.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at - start, size)
+    return tensor
 
 
-@lru_cache
-def _pairs_of(code: Code) -> NDArray[np.uint64]:
-    """Two float32 in a row, by the byte or the two bytes (the first is the lower one) that stand for them."""
-    numbers = np.array(code.numbers, dtype=np.float32)
-    count = len(numbers)
-    first, second = np.tile(numbers, count), np.repeat(numbers, count)
-    return np.stack([first, second], axis=1).view(np.uint64).reshape(-1)
+def _taken_in(factors: Any, unit: float) -> tuple[Any, float]:
+    """Factors by which numbers that are to be multiplied by ``unit`` are, too; and what is left of that."""
+    if unit == 1:
+        return factors, 1.0
+    both = factors * unit
+    return (both, 1.0) if bool((both.isinf() == factors.isinf()).all()) else (factors, unit)
 
 
 def dequantised(

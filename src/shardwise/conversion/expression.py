@@ -363,6 +363,12 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
 
     Expressions of equal skeletons have the same copies for the same box, with the keys exchanged one by one.
     """
+    (found,), keys = skeletons([expression])
+    return found, keys
+
+
+def skeletons(expressions: Sequence[Expression]) -> tuple[tuple[Hashable, ...], tuple[str, ...]]:
+    """What several are but for the keys of their leaves, and the keys of all, each once."""
     numbers: dict[str, int] = {}
 
     def bare(node: Expression) -> Hashable:
@@ -370,7 +376,7 @@ def skeleton(expression: Expression) -> tuple[Hashable, tuple[str, ...]]:
             return numbers.setdefault(node.key, len(numbers)), node.form
         return node.form, *map(bare, node.sources)
 
-    found = bare(expression)
+    found = tuple(map(bare, expressions))
     return found, tuple(numbers)
 
 

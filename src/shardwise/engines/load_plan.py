@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from shardwise.conversion import (
     Bindings,
+    SmallestBlocks,
     computed_leaves,
     rows_stored,
-    smallest_block_bytes,
 )
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
@@ -216,9 +216,10 @@ def make_plan(
     layout = layout_of(initialisers.held, origin_of)
     rules = rules_of(additions.base or initialisers.model)
     plan = plan_load(index, layout, request.bindings, rules, request.consent, additions.known_as)
+    blocks = SmallestBlocks()
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
-            if (nbytes := smallest_block_bytes(leaf)) > request.options.budget_bytes:
+            if (nbytes := blocks.nbytes(leaf)) > request.options.budget_bytes:
                 raise CoverageError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which needs "
                     f"{nbytes:,} bytes at once; the budget is {request.options.budget_bytes:,}: raise budget_bytes"

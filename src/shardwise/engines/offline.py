@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from shardwise.conversion import (
     Expression,
+    SmallestBlocks,
     computed_leaves,
     computes,
-    smallest_block_bytes,
     stored_leaves,
     substitute,
 )
@@ -201,9 +201,10 @@ def _is_parameter(plan: LoadPlan, name: str) -> bool:
 
 
 def _require_bounded(expressions: Mapping[str, Expression]) -> None:
+    blocks = SmallestBlocks()
     for name, expression in expressions.items():
         for leaf in computed_leaves(expression):
-            if (nbytes := smallest_block_bytes(leaf)) > COMPUTED_BYTES:
+            if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
                 raise CoverageError(
                     f"{name} is computed by {leaf.operation.label} from {len(leaf.sources)} tensors, which takes "
                     f"{nbytes:,} bytes at once, and {COMPUTED_BYTES:,} is the limit; load the model with "

@@ -294,7 +294,8 @@ class _WithConversions:
 def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
     """What ``save_pretrained`` writes beside the weights: config, generation config, and code of the model's own.
 
-    ``dtype`` is what the config is to name. The model's own config is not touched. Nothing for other modules.
+    ``dtype`` is what the config is to name. A quantised checkpoint's ``quantization_config`` is left out where a
+    model has been made of its numbers. The model's own config is not touched. Nothing for other modules.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -303,6 +304,8 @@ def save_small_files(model: nn.Module, dtype: torch.dtype | None, folder: Path) 
     config.architectures = [kind.__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
+    if not getattr(model, "is_quantized", False) and getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
     if kind.is_remote_code():
         custom_object_save(model, str(folder), config=config)
     config.save_pretrained(folder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.conversion import Expression, computed_leaves, smallest_block_bytes
+from shardwise.conversion import Expression, SmallestBlocks, computed_leaves
 from shardwise.errors import CoverageError
 from shardwise.execution.reading.place import Placer
 from shardwise.models.dtypes import to_torch
@@ -41,9 +41,10 @@ class Outgoing:
         Raises:
             CoverageError: naming a tensor that does.
         """
+        blocks = SmallestBlocks()
         for key, (_, expression) in self.made.items():
             for leaf in computed_leaves(expression):
-                if (nbytes := smallest_block_bytes(leaf)) > COMPUTED_BYTES:
+                if (nbytes := blocks.nbytes(leaf)) > COMPUTED_BYTES:
                     raise CoverageError(
                         f"{shown(key)} is made by {leaf.operation.label} of {len(leaf.sources)} tensors, of which "
                         f"{in_bytes(nbytes)} would be needed at once, and {in_bytes(COMPUTED_BYTES)} is the limit; "

@@ -20,10 +20,12 @@ from shardwise.conversion import (
     stored_leaves,
 )
 from shardwise.errors import StorageError
-from shardwise.execution.memory.copy_in import Landing, as_stored, landings, memory_of
+from shardwise.execution.memory.copy_in import Landing, as_stored, landings
 from shardwise.execution.memory.host_memory import HostMemory
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
+from shardwise.execution.reading.evaluating import evaluate, evaluate_into_places, move
+from shardwise.execution.reading.filled import FilledTensors
 from shardwise.execution.reading.workers import Workers
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox
@@ -161,7 +163,7 @@ class Placer:
     def _place(
         self, arrangement: Arrangement, tensors: Sequence[torch.Tensor], fresh: HostMemory, budget_bytes: int
     ) -> None:
-        filling = _FilledTensors(tensors, [item.fqn for item in arrangement.destinations], fresh)
+        filling = FilledTensors(tensors, [item.fqn for item in arrangement.destinations], fresh)
         for device, requests in arrangement.batches:
             self._carry_out(requests, filling, device, budget_bytes)
         self._compute(arrangement.computed, filling, budget_bytes)
@@ -197,7 +199,7 @@ class Placer:
         self.written[fqn] = self.written.get(fqn, 0) + numel
 
     def _carry_out(
-        self, requests: Sequence[ReadRequest], filling: _FilledTensors, device: torch.device, budget_bytes: int
+        self, requests: Sequence[ReadRequest], filling: FilledTensors, device: torch.device, budget_bytes: int
     ) -> None:
         tools = landings(budget_bytes, self.reader.policy.concurrency, device)
         try:
@@ -206,7 +208,7 @@ class Placer:
             for landing in tools:
                 landing.finish()
 
-    def _answer(self, filling: _FilledTensors, request: ReadRequest, landing: Landing) -> None:
+    def _answer(self, filling: FilledTensors, request: ReadRequest, landing: Landing) -> None:
         for segment in request.segments:
             filling.touch(segment.target, segment.copy.target)
         if not self._copy_from_cache(request, filling.tensors):
@@ -217,7 +219,7 @@ class Placer:
             self.read_bytes += request.bytes.nbytes
             self.progress.advance(request.bytes.nbytes)
 
-    def _read_request(self, request: ReadRequest, filling: _FilledTensors, landing: Landing) -> None:
+    def _read_request(self, request: ReadRequest, filling: FilledTensors, landing: Landing) -> None:
         """Read one range: direct segments into the tensors' memory, the others, and gaps, into staging."""
         staged: list[tuple[Segment, int]] = []
         buffers: list[memoryview] = []
@@ -270,7 +272,7 @@ class Placer:
 
     # What is computed
 
-    def _compute(self, made: Sequence[ComputeTask], filling: _FilledTensors, budget_bytes: int) -> None:
+    def _compute(self, made: Sequence[ComputeTask], filling: FilledTensors, budget_bytes: int) -> None:
         """Blocks that fit beside each other are made by workers, each its own; larger ones alone, read by all."""
         policy = self.reader.policy
         share = ComputingShare.of(budget_bytes, policy.concurrency)
@@ -285,55 +287,32 @@ class Placer:
             self.world.check()
             if self._last is None or self._last[0] != item.key:
                 self._last = None  # its memory goes before that of the next is taken
-                outputs = self._evaluated(item, self._values_within(share.staging_bytes, _inputs_of(item)))
-                self._last = item.key, outputs
-            self._move(item, self._last[1], filling)
+                values = self._values_within(share.staging_bytes, _inputs_of(item))
+                if evaluate_into_places(item, values, filling):
+                    self._count_moved(item, filling)
+                    continue
+                self._last = item.key, evaluate(item, values)
+            move(item.moves, self._last[1], filling)
+            self._count_moved(item, filling)
 
-    def _make(self, filling: _FilledTensors, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
+    def _make(self, filling: FilledTensors, budget_bytes: int, item: ComputeTask, landing: Landing) -> None:
         """By one worker alone; ``budget_bytes`` are what all have for their inputs."""
         arrangement, values = self._arranged(budget_bytes, _inputs_of(item))
-        inner = _FilledTensors(values, [""] * len(values))
+        inner = FilledTensors(values, [""] * len(values))
         for _, requests in arrangement.batches:
             for request in requests:
                 self._answer(inner, request, landing)
         inputs_bytes = ComputingShare.of(budget_bytes, self.reader.policy.concurrency).staging_bytes
         for made in arrangement.computed:
             self._make(inner, inputs_bytes, made, landing)
-        self._move(item, self._evaluated(item, values), filling)
+        if not evaluate_into_places(item, values, filling):
+            move(item.moves, evaluate(item, values), filling)
+        self._count_moved(item, filling)
 
-    def _evaluated(self, item: ComputeTask, values: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        with torch.no_grad():
-            return item.evaluate(values)
-
-    def _move(self, item: ComputeTask, outputs: Mapping[str, torch.Tensor], filling: _FilledTensors) -> None:
-        for move in item.moves:
-            filling.touch(move.target, move.place)
-            found = strided_view(outputs[move.output].contiguous(), move.source)
-            strided_view(filling.tensors[move.target], move.place).copy_(found)
+    def _count_moved(self, item: ComputeTask, filling: FilledTensors) -> None:
         with self._lock:
-            for move in item.moves:
-                self.count(filling.names[move.target], move.place.numel)
-
-
-@dataclass
-class _FilledTensors:
-    """Tensors that are being filled, with their names; ``fresh`` is memory that some lie in, not touched yet."""
-
-    tensors: Sequence[torch.Tensor]
-    names: Sequence[str]
-    fresh: HostMemory = field(default_factory=lambda: HostMemory([]))
-    _memories: dict[int, memoryview] = field(default_factory=dict)
-
-    def memory(self, target: int) -> memoryview:
-        """The bytes of a tensor on the host."""
-        if target not in self._memories:
-            self._memories[target] = bytes_of(self.tensors[target])
-        return self._memories[target]
-
-    def touch(self, target: int, place: Strided) -> None:
-        """What lies there is about to be written."""
-        if self.tensors[target].device.type == "cpu":
-            self.fresh.touch(*_span(self.tensors[target], place))
+            for part in item.moves:
+                self.count(filling.names[part.target], part.place.numel)
 
 
 def _inputs_of(item: ComputeTask) -> list[tuple[Expression, Box, torch.dtype]]:
@@ -351,18 +330,3 @@ def identities_of(reader: StorageReader, files: Sequence[str], check: Callable[[
 
     Workers(identify, [None] * reader.policy.concurrency, check).run(files)
     return found
-
-
-def _span(tensor: torch.Tensor, place: Strided) -> tuple[int, int]:
-    """The address of a place in a tensor, and the bytes from its first element to its last."""
-    itemsize = tensor.element_size()
-    return tensor.data_ptr() + place.offset * itemsize, (place.stop - place.offset) * itemsize
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The CPU memory of a tensor, from its first element to the end of its storage."""
-    if tensor.is_contiguous():
-        return memory_of(tensor.view(-1).view(torch.uint8))
-    storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size()
-    return memory_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,), (1,)))

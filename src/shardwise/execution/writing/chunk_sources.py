@@ -8,7 +8,7 @@ import torch
 
 from shardwise.execution.memory.copy_in import memory_of
 from shardwise.execution.memory.host_memory import HostMemory
-from shardwise.execution.reading.place import bytes_of
+from shardwise.execution.reading.filled import bytes_of
 from shardwise.execution.writing.chunk_plan import ArchivedChunk
 from shardwise.layout import place_of
 from shardwise.models.at_once import copy_all

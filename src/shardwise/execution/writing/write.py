@@ -13,7 +13,7 @@ import torch
 from shardwise.execution.memory.copy_in import as_stored, memory_of
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
-from shardwise.execution.reading.place import bytes_of
+from shardwise.execution.reading.filled import bytes_of
 from shardwise.execution.reading.workers import Ahead, Workers
 from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.models.accelerators import settle

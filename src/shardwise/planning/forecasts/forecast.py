@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from shardwise.conversion import (
     Computed,
     Expression,
+    SmallestBlocks,
     computed_leaves,
     computes,
     leaf_boxes,
     leaves_of,
     rows_stored,
     skeleton,
-    smallest_block_bytes,
 )
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox, MeshShape, ModelLayout, Spread, TensorKind, TensorLayout, WorldLayout
@@ -59,7 +59,9 @@ class Homes:
     ) -> Homes:
         """Those of a load with this budget, of which only what it uses counts."""
         staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
-        computed = max((item.budget_bytes for item in forecast_computed(plan)), default=0)
+        blocks = SmallestBlocks()
+        leaves = (leaf for read in plan.reads().values() for leaf in computed_leaves(read.expression))
+        computed = max(map(blocks.nbytes, leaves), default=0)
         return cls(device, max(staging.total_bytes, computed), offloads_shards)
 
     def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
@@ -246,6 +248,7 @@ def forecast_training(
 
 def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
     """The conversions that compute, each with all that it makes."""
+    blocks = SmallestBlocks()
     made: dict[object, tuple[Computed, list[str]]] = {}
     for name, read in plan.reads().items():
         for leaf in computed_leaves(read.expression):
@@ -257,7 +260,7 @@ def forecast_computed(plan: LoadPlan) -> tuple[ComputedForecast, ...]:
             tuple(names),
             leaf.operation.label,
             sum(numel(source.shape) * source.dtype.itemsize for source in leaf.sources),
-            smallest_block_bytes(leaf),
+            blocks.nbytes(leaf),
         )
         for leaf, names in made.values()
     )
