@@ -22,6 +22,7 @@ from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.chat_script import Script
 from shardwise.training.masking import Encoder, Example
 from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
+from shardwise.training.word_tokens import WordTokens
 
 TALK = tiny.chat("Hi", "Hé llo", "And?", "Bye")["messages"]
 
@@ -300,10 +301,18 @@ def test_a_long_chat_is_written_a_few_times_whatever_its_length(
         return call(self, texts, *args, **kwargs)
 
     monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    make = WordTokens._made
+
+    def making(self: WordTokens, words: list[str]) -> dict[str, bytes]:
+        nonlocal tokenised
+        tokenised += sum(map(len, words))
+        return make(self, words)
+
+    monkeypatch.setattr(WordTokens, "_made", making)
     messages: Any = tiny.chat(*(f"{number} and so on" for number in range(2000)))["messages"]
     [made] = examples(Chat(1, tuple(messages)), tokenizer)
     text = tokenizer.decode(made.tokens)
-    assert tokenised == len(text)
+    assert 0 < tokenised <= len(text)
     assert written <= 3 * len(text)
     assert len(shipped.runs(made, tokenizer)) == 1000
 
