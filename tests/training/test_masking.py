@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
 from collections.abc import Iterator
@@ -271,6 +272,64 @@ def test_facts_are_other_facts_where_examples_may_be_others(tmp_path: Path) -> N
     named = Encoder(tiny.tokenizer(tiny.UNMARKED), ChatOptions(str(tmp_path / "own.jinja")))
     (tmp_path / "own.jinja").write_text(tiny.MARKED)  # what was read counts, also in another process
     assert json.dumps(pickle.loads(pickle.dumps(named)).facts(), sort_keys=True) == facts[1]
+
+
+# Days
+
+
+TOLD = "{{- strftime_now('%d %b %Y %H:%M') + '\\n' }}" + tiny.UNMARKED
+LIKE_LLAMA = (
+    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{{- 'Today: ' + date_string + '\\n' }}" + tiny.UNMARKED
+)
+A_DAY, NEXT_DAY = datetime.date(2024, 7, 26), datetime.date(2024, 7, 27)
+
+
+def test_templates_are_told_the_day_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = whole_by(TOLD, ChatOptions(day=A_DAY))
+    assert first.startswith("26 Jul 2024 00:00\n<|im_start|>user")
+    assert whole_by(LIKE_LLAMA, ChatOptions(day=NEXT_DAY)).startswith("Today: 27 Jul 2024\n")
+    own = {"date_string": "1 Jan 1970"}
+    assert whole_by(LIKE_LLAMA, ChatOptions(day=A_DAY), own).startswith("Today: 1 Jan 1970\n")
+    facts = [Encoder(tiny.tokenizer(TOLD), ChatOptions(day=day)).facts() for day in (A_DAY, A_DAY, NEXT_DAY)]
+    assert [facts[0] == other for other in facts] == [True, True, False]
+    silent = [Encoder(tiny.tokenizer(), ChatOptions(day=day)).facts() for day in (A_DAY, NEXT_DAY)]
+    assert silent[0] == silent[1]
+
+
+def test_an_encoder_stays_on_its_day_when_midnight_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clock(monkeypatch, A_DAY)
+    encoder = Encoder(tiny.tokenizer(TOLD))
+    set_clock(monkeypatch, NEXT_DAY)
+    for one in (encoder, pickle.loads(pickle.dumps(encoder))):
+        [made] = one.encode_many([Chat(1, tuple(TALK))])
+        assert tiny.tokenizer().decode(made[0].tokens).startswith("26 Jul 2024")
+        assert one.facts()["date"] == "2024-07-26"
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
+    """What the day is, for whoever asks."""
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> Any:
+            return day
+
+    monkeypatch.setattr("shardwise.training.masking.datetime", FakeDays(Day))
+
+
+class FakeDays:
+    """Python's ``datetime``, with another date."""
+
+    def __init__(self, date: type[datetime.date]) -> None:
+        self.date = date
+        self.datetime, self.time = datetime.datetime, datetime.time
+
+
+def whole_by(template: str, options: ChatOptions, own: Any = None) -> str:
+    tokenizer = tiny.tokenizer(template)
+    [made] = examples(Chat(1, tuple(TALK), (), own or {}), tokenizer, options)
+    return str(tokenizer.decode(made.tokens))
 
 
 # Long chats

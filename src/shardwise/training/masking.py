@@ -87,6 +87,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chats: ChatOptions = _CHATS) -> None:
         self.tokenizer = tokenizer
         self.chats = chats
+        self._day = chats.day or datetime.date.today()
         self._template = None if chats.template is None else named_template(tokenizer, chats.template)
         self._readers: dict[str, ChatReader] = {}
         if self._template is not None:
@@ -175,7 +176,7 @@ class Encoder:
             "tokenizer": _identity(self.tokenizer),
             "template": template,
             "learn": self.chats.learn.value,
-            "date": datetime.date.today().isoformat() if tells_time else None,
+            "date": self._day.isoformat() if tells_time else None,
         }
 
     def _read(self, row: Row) -> _Readable:
@@ -206,7 +207,10 @@ class Encoder:
             tokenizer = self.tokenizer
             special = {str(token) for token in tokenizer.all_special_tokens}
             special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-            variables = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
+            variables: dict[str, Any] = {
+                name: _plain(token) for name, token in tokenizer.special_tokens_map.items()
+            }
+            variables["strftime_now"] = datetime.datetime.combine(self._day, datetime.time()).strftime
             self._readers[template] = ChatReader(
                 CompiledTemplate(template), variables, sorted(special - {""}), self.chats.learn
             )
