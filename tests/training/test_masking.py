@@ -380,7 +380,7 @@ def test_a_long_chat_is_written_a_few_times_whatever_its_length(
 def test_what_a_template_has_not_seen_has_not_changed_what_it_wrote() -> None:
     """Of all templates that are known: as much of a chat as is said to be written alike is, of each beginning."""
     talk: Any = tiny.chat("Hi", "Ho", "And?", "Bye", "So", "On")["messages"]
-    proven = 0
+    proven = reading = 0
     for name in shipped.names():
         template = shipped.text(name)
         script = Script(CompiledTemplate(template), {"bos_token": "<bos>", "eos_token": "<eos>"}, talk)
@@ -390,9 +390,35 @@ def test_what_a_template_has_not_seen_has_not_changed_what_it_wrote() -> None:
             continue  # wants its contents in parts
         observer = script.watched(len(talk), whole)
         assert observer is not None, name
+        at_once, looked = script.looked_at()
+        assert looked is not None
+        assert (at_once, looked.first) == (script.written(len(talk)), observer.first)
+        reading += script.template.only_reads
         for count in range(1, len(talk)):
             same = observer.first[count]
             assert same is not None
             assert script.written(count).text.startswith(whole[:same]), name
             proven += same > len(whole) / 9 * count
     assert proven > 50
+    assert reading > 5
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}{{ messages[0] }}", True),
+        (
+            "{% for m in messages %}{{ messages[loop.index0 - 1].role }}{% else %}{{ messages[-1] }}{% endfor %}",
+            True,
+        ),
+        ("{{ messages }}", False),
+        ("{% set rest = messages[1:] %}", False),
+        ("{% for m in messages | list %}{% endfor %}", False),
+        ("{{ messages['append'] }}", False),
+        ("{{ messages.append }}", False),
+        ("{{ messages is mapping }}", False),
+        ("{% for m in messages %}{% for other in [messages] %}{% endfor %}{% endfor %}", False),
+    ],
+)
+def test_templates_that_only_read_messages(template: str, expected: bool) -> None:
+    assert CompiledTemplate(template).only_reads == expected
