@@ -1,10 +1,12 @@
-"""Chats as tokens, timed: rows per second of one process, against tokenising row by row. ``python -m
-benchmarks.tokenise``.
+"""Chats as tokens, timed: rows per second of one process and of two, against tokenising row by row in one. ``python
+-m benchmarks.tokenise``.
 
 The peer is what shardwise did before: transformers' ``apply_chat_template`` for each row where the template marks
 answers, and where it does not, twice for each answer, over all messages up to it. Both arms make the same tokens,
 which is checked; of what is learned, the peer's answers by prefixes also have the white space behind their last
-token.
+token. The words are few and made up, or, as "prose", paragraphs of Python's own documentation, code and all.
+Encoders begin anew in each turn, with no word known; two processes are up, and have seen one block each, before the
+clock starts.
 """
 
 from __future__ import annotations
@@ -14,16 +16,25 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.training.encoding import EncodedBlock, Encoding
 from shardwise.training.example import CHAT_TEMPLATE
+from shardwise.training.layouts import RowWords
 from shardwise.training.masking import Encoder
+from shardwise.training.row_blocks import RowBlock
+from shardwise.training.row_files import JsonLines
 from shardwise.training.rows import Chat, RowFault
+from shardwise.training.tokenising import EncoderPool
 
 UNMARKED = CHAT_TEMPLATE.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 WORDS = 60
@@ -31,13 +42,14 @@ WORDS = 60
 
 def measure(rows: int, turns: int, repeats: int) -> dict[str, Any]:
     """Rows per second of both arms, in turns, and their ratio in each turn."""
-    chats = made_chats(rows, turns)
+    words, prose = made_chats(rows, turns), prose_chats(rows, turns)
     return {
         "rows": rows,
         "turns": turns,
         "arms": {
-            "marks": _compare(chats, CHAT_TEMPLATE, by_marks, repeats),
-            "prefixes": _compare(chats, UNMARKED, by_prefixes, repeats),
+            "marks": _compare(words, CHAT_TEMPLATE, by_marks, repeats),
+            "prefixes": _compare(words, UNMARKED, by_prefixes, repeats),
+            "marks, prose": _compare(prose, CHAT_TEMPLATE, by_marks, repeats),
         },
     }
 
@@ -46,15 +58,17 @@ def _compare(
     chats: Sequence[Chat], template: str, peer: Callable[[Chat, PreTrainedTokenizerFast], list[int]], repeats: int
 ) -> dict[str, Any]:
     tokenizer = trained_tokenizer(chats, template)
-    encoder = Encoder(tokenizer)
-    ours, theirs = [], []
+    ours, twos, theirs = [], [], []
     for _ in range(repeats):
+        encoder = Encoder(tokenizer)
+        encoder.encode_many(chats[:1])
         start = time.perf_counter()
         made = encoder.encode_many(chats)
         between = time.perf_counter()
         expected = [peer(chat, tokenizer) for chat in chats]
         theirs.append(len(chats) / (time.perf_counter() - between))
         ours.append(len(chats) / (between - start))
+        twos.append(_by_two(chats, Encoder(tokenizer), [token for tokens in expected for token in tokens]))
         for row, tokens in zip(made, expected, strict=True):
             if isinstance(row, RowFault) or [example.tokens.tolist() for example in row] != [tokens]:
                 raise RuntimeError("the arms make different tokens")
@@ -63,7 +77,42 @@ def _compare(
         "rows_per_second": [round(value) for value in ours],
         "peer_rows_per_second": [round(value) for value in theirs],
         "ratio": [round(one / other, 2) for one, other in zip(ours, theirs, strict=True)],
+        "two_processes": {
+            "rows_per_second": [round(value) for value in twos],
+            "ratio": [round(one / other, 2) for one, other in zip(twos, theirs, strict=True)],
+        },
     }
+
+
+def _by_two(chats: Sequence[Chat], encoder: Encoder, expected: list[int]) -> float:
+    """Rows per second of two processes, from a file to arrays."""
+    encoding = Encoding(encoder, RowWords(), 1 << 30)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "chats.jsonl")
+        file.write_text("".join(json.dumps({"messages": chat.messages}) + "\n" for chat in chats))
+        blocks = list(JsonLines(str(file)).blocks(64 << 10, encoding.words))
+        pool = EncoderPool.started(2, encoding)
+        if pool is None:
+            raise RuntimeError("no process could be started")
+        with pool:
+            _answered(pool, blocks[:2])
+            start = time.perf_counter()
+            made = _answered(pool, blocks)
+            seconds = time.perf_counter() - start
+    if np.concatenate([made[number].tokens for number in range(len(blocks))]).tolist() != expected:
+        raise RuntimeError("the arms make different tokens")
+    return len(chats) / seconds
+
+
+def _answered(pool: EncoderPool, blocks: Sequence[RowBlock]) -> dict[int, EncodedBlock]:
+    made: dict[int, EncodedBlock] = {}
+    given = 0
+    while len(made) < len(blocks):
+        while given < len(blocks) and pool.has_room:
+            pool.give(given, blocks[given])
+            given += 1
+        made |= dict(pool.answers())
+    return made
 
 
 def by_marks(chat: Chat, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -105,6 +154,23 @@ def made_chats(rows: int, turns: int) -> list[Chat]:
             number,
             tuple(
                 {"role": role, "content": " ".join(rng.choices(words, k=WORDS))}
+                for _ in range(turns)
+                for role in ("user", "assistant")
+            ),
+        )
+        for number in range(1, rows + 1)
+    ]
+
+
+def prose_chats(rows: int, turns: int) -> list[Chat]:
+    """The same of paragraphs of Python's documentation."""
+    rng = random.Random(0)
+    paragraphs = [part for topic in topics.topics.values() for part in topic.split("\n\n\n") if part.strip()]
+    return [
+        Chat(
+            number,
+            tuple(
+                {"role": role, "content": rng.choice(paragraphs)[:600]}
                 for _ in range(turns)
                 for role in ("user", "assistant")
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -69,6 +71,18 @@ def test_a_rank_that_raises_is_shown_with_its_traceback():
             ranks.run(faults.raise_here, 1)
         assert isinstance(caught.value.errors[1], ValueError)
         assert not ranks.is_alive
+        with pytest.raises(RankError, match=r"\[rank 0\] its process is gone since an earlier call failed"):
+            ranks.run(faults.add, 1, 2)
+
+
+def test_a_rank_that_has_ended_between_two_calls_is_named(monkeypatch):
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
+    with LocalRanks(2, timeout_s=60, preloaded=("torch",)) as ranks:
+        assert ranks.run(faults.add, 1, 2) == [3, 4]
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        ranks._processes[1].join(30)
+        with pytest.raises(RankError, match=r"\[rank 1\] its process ended with exit code -9"):
+            ranks.run(faults.add, 1, 2)
 
 
 @pytest.mark.parametrize("preloaded", [("torch",), pytest.param((), marks=pytest.mark.slow)])

@@ -50,10 +50,15 @@ def has(name: str) -> bool:
     return place is not None and (place / f"{name}.jinja").is_file()
 
 
+def specials(template: str) -> list[str]:
+    """The special tokens that a template names."""
+    return sorted(set(_SPECIAL.findall(template)))
+
+
 @lru_cache(maxsize=4)
 def tokenizer(template: str) -> PreTrainedTokenizerFast:
     """One token for each byte, and one for each special token that the template names."""
-    special = ["<bos>", "<eos>", *sorted(set(_SPECIAL.findall(template)))]
+    special = ["<bos>", "<eos>", *specials(template)]
     vocabulary = {token: number for number, token in enumerate(special)}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary.setdefault(character, len(vocabulary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.chat_script import Script
 from shardwise.training.masking import Encoder, Example
 from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
+from shardwise.training.word_tokens import WordTokens
 
 TALK = tiny.chat("Hi", "Hé llo", "And?", "Bye")["messages"]
 
@@ -272,6 +274,64 @@ def test_facts_are_other_facts_where_examples_may_be_others(tmp_path: Path) -> N
     assert json.dumps(pickle.loads(pickle.dumps(named)).facts(), sort_keys=True) == facts[1]
 
 
+# Days
+
+
+TOLD = "{{- strftime_now('%d %b %Y %H:%M') + '\\n' }}" + tiny.UNMARKED
+LIKE_LLAMA = (
+    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{{- 'Today: ' + date_string + '\\n' }}" + tiny.UNMARKED
+)
+A_DAY, NEXT_DAY = datetime.date(2024, 7, 26), datetime.date(2024, 7, 27)
+
+
+def test_templates_are_told_the_day_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = whole_by(TOLD, ChatOptions(day=A_DAY))
+    assert first.startswith("26 Jul 2024 00:00\n<|im_start|>user")
+    assert whole_by(LIKE_LLAMA, ChatOptions(day=NEXT_DAY)).startswith("Today: 27 Jul 2024\n")
+    own = {"date_string": "1 Jan 1970"}
+    assert whole_by(LIKE_LLAMA, ChatOptions(day=A_DAY), own).startswith("Today: 1 Jan 1970\n")
+    facts = [Encoder(tiny.tokenizer(TOLD), ChatOptions(day=day)).facts() for day in (A_DAY, A_DAY, NEXT_DAY)]
+    assert [facts[0] == other for other in facts] == [True, True, False]
+    silent = [Encoder(tiny.tokenizer(), ChatOptions(day=day)).facts() for day in (A_DAY, NEXT_DAY)]
+    assert silent[0] == silent[1]
+
+
+def test_an_encoder_stays_on_its_day_when_midnight_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clock(monkeypatch, A_DAY)
+    encoder = Encoder(tiny.tokenizer(TOLD))
+    set_clock(monkeypatch, NEXT_DAY)
+    for one in (encoder, pickle.loads(pickle.dumps(encoder))):
+        [made] = one.encode_many([Chat(1, tuple(TALK))])
+        assert tiny.tokenizer().decode(made[0].tokens).startswith("26 Jul 2024")
+        assert one.facts()["date"] == "2024-07-26"
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
+    """What the day is, for whoever asks."""
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> Any:
+            return day
+
+    monkeypatch.setattr("shardwise.training.masking.datetime", FakeDays(Day))
+
+
+class FakeDays:
+    """Python's ``datetime``, with another date."""
+
+    def __init__(self, date: type[datetime.date]) -> None:
+        self.date = date
+        self.datetime, self.time = datetime.datetime, datetime.time
+
+
+def whole_by(template: str, options: ChatOptions, own: Any = None) -> str:
+    tokenizer = tiny.tokenizer(template)
+    [made] = examples(Chat(1, tuple(TALK), (), own or {}), tokenizer, options)
+    return str(tokenizer.decode(made.tokens))
+
+
 # Long chats
 
 
@@ -300,10 +360,18 @@ def test_a_long_chat_is_written_a_few_times_whatever_its_length(
         return call(self, texts, *args, **kwargs)
 
     monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    make = WordTokens._made
+
+    def making(self: WordTokens, words: list[str]) -> dict[str, bytes]:
+        nonlocal tokenised
+        tokenised += sum(map(len, words))
+        return make(self, words)
+
+    monkeypatch.setattr(WordTokens, "_made", making)
     messages: Any = tiny.chat(*(f"{number} and so on" for number in range(2000)))["messages"]
     [made] = examples(Chat(1, tuple(messages)), tokenizer)
     text = tokenizer.decode(made.tokens)
-    assert tokenised == len(text)
+    assert 0 < tokenised <= len(text)
     assert written <= 3 * len(text)
     assert len(shipped.runs(made, tokenizer)) == 1000
 
@@ -312,7 +380,7 @@ def test_a_long_chat_is_written_a_few_times_whatever_its_length(
 def test_what_a_template_has_not_seen_has_not_changed_what_it_wrote() -> None:
     """Of all templates that are known: as much of a chat as is said to be written alike is, of each beginning."""
     talk: Any = tiny.chat("Hi", "Ho", "And?", "Bye", "So", "On")["messages"]
-    proven = 0
+    proven = reading = 0
     for name in shipped.names():
         template = shipped.text(name)
         script = Script(CompiledTemplate(template), {"bos_token": "<bos>", "eos_token": "<eos>"}, talk)
@@ -322,9 +390,35 @@ def test_what_a_template_has_not_seen_has_not_changed_what_it_wrote() -> None:
             continue  # wants its contents in parts
         observer = script.watched(len(talk), whole)
         assert observer is not None, name
+        at_once, looked = script.looked_at()
+        assert looked is not None
+        assert (at_once, looked.first) == (script.written(len(talk)), observer.first)
+        reading += script.template.only_reads
         for count in range(1, len(talk)):
             same = observer.first[count]
             assert same is not None
             assert script.written(count).text.startswith(whole[:same]), name
             proven += same > len(whole) / 9 * count
     assert proven > 50
+    assert reading > 5
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}{{ messages[0] }}", True),
+        (
+            "{% for m in messages %}{{ messages[loop.index0 - 1].role }}{% else %}{{ messages[-1] }}{% endfor %}",
+            True,
+        ),
+        ("{{ messages }}", False),
+        ("{% set rest = messages[1:] %}", False),
+        ("{% for m in messages | list %}{% endfor %}", False),
+        ("{{ messages['append'] }}", False),
+        ("{{ messages.append }}", False),
+        ("{{ messages is mapping }}", False),
+        ("{% for m in messages %}{% for other in [messages] %}{% endfor %}{% endfor %}", False),
+    ],
+)
+def test_templates_that_only_read_messages(template: str, expected: bool) -> None:
+    assert CompiledTemplate(template).only_reads == expected

@@ -389,3 +389,18 @@ def test_malformed_rows_are_left_out_on_request(tmp_path: Path) -> None:
     file = tiny.write_rows(tmp_path / "chats.jsonl", "{")
     with pytest.raises(ConfigError, match="in none of its 1 rows"):
         read(file, malformed=SkipRows())
+
+
+def test_a_data_set_that_nobody_knows_is_one_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    from datasets import config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="nobody/has-this: there is no such file or folder, and as a data set of"):
+        open_source(DataName("nobody/has-this"))
+    assert time.monotonic() - start < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import threading
@@ -26,8 +27,9 @@ from shardwise.training.config import config_of
 from shardwise.training.data import ReadOptions, SkipRows, TrainData, read_data
 from shardwise.training.layouts import RowWords
 from shardwise.training.row_files import ByContent, ByStat
-from shardwise.training.session import read_rows
+from shardwise.training.session import Session, read_rows
 from shardwise.training.sources import DataName
+from shardwise.training.stopping import StopRequest
 from shardwise.training.token_cache import CacheFolder
 
 
@@ -329,3 +331,45 @@ def test_where_tokens_are_kept(file: Path, tmp_path: Path) -> None:
     assert found(None, cache_dir=own, cache="content") == [False, "own", "root"]
     with pytest.raises(ConfigError, match=r"data.cache_size='much': 'much' is not a size"):
         found(None, cache_dir=own, cache_size="much")
+
+
+def test_a_run_keeps_the_day_on_which_it_began(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates tell it. Gone on with on another day, rows are the same, and are not tokenised again."""
+    model = tiny.write_model(tmp_path / "model")
+    tiny.tokenizer("{{- strftime_now('%d %b %Y') }}" + tiny.MARKED).save_pretrained(model)
+
+    def begin(output: str, day: datetime.date) -> Session:
+        class Day(datetime.date):
+            @classmethod
+            def today(cls) -> Any:
+                return day
+
+        monkeypatch.setattr("shardwise.training.resuming.datetime.date", Day)
+        values = {
+            "model": {"name": str(model)},
+            "data": {"train": str(file), "max_length": 64, "processes": 1},
+            "training": {"max_steps": 3, "batch_size": 3},
+            "output": {"directory": str(tmp_path / output)},
+        }
+        return Session.begin(config_of(values), tmp_path / "root")
+
+    def told(session: Session) -> str:
+        assert session.data is not None
+        return str(tiny.tokenizer().decode(session.data.examples[0].tokens))[:11]
+
+    first, stop = begin("out", datetime.date(2024, 7, 26)), StopRequest()
+    assert told(first) == "26 Jul 2024"
+
+    def tell(facts: Any) -> None:
+        stop.number = 15
+
+    first.train(tell, stop)
+    again = begin("out", datetime.date(2024, 7, 27))
+    assert told(again) == "26 Jul 2024"
+    assert again.data is not None
+    assert was_kept(again.data)
+    again.train(lambda facts: None, StopRequest())
+    other = begin("other", datetime.date(2024, 7, 27))
+    assert told(other) == "27 Jul 2024"
+    assert other.data is not None
+    assert not was_kept(other.data)

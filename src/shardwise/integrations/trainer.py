@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardwise.integrations import trainer_commit as committing
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
 from shardwise.integrations.trainer_events import AgreedEvents
+from shardwise.integrations.trainer_meetings import MeetingPlace
 from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import (
     FromFolder,
@@ -123,7 +125,8 @@ class ShardwiseTrainer(_Trainer):
                 is of another kind of tuning, or of steps with another number of rows.
             RankLostError: a rank is lost, or has run out of memory.
 
-        These are the same on every rank.
+        These are the same on every rank. What one rank alone raises otherwise, in its data loader or its loss, is
+        raised there; on the others it is a RankLostError that names that rank and tells it.
         """
         run, asked = self._run, _where_from(resume_from_checkpoint)
         with World.current(call="Trainer.train") as world:
@@ -140,10 +143,30 @@ class ShardwiseTrainer(_Trainer):
         if watched.size > 1:
             watched.together(lambda: None)
         try:
-            with naming_the_lost(watched, self._where, _tell_stuck):
+            with naming_the_lost(watched, self._where, _end_stuck), self._meeting(watched):
                 return super().train(None if source is None else str(source), *others, **keywords)
         finally:
             self.is_in_train = False
+
+    @contextmanager
+    def _meeting(self, world: World) -> Iterator[None]:
+        """In this block ranks meet where each has worked by itself; see [Note: A rank that fails alone]."""
+        if world.size == 1:
+            yield
+            return
+        place = MeetingPlace(world, self._where)
+        doors: dict[str, Any] = {"get_batch_samples": place.after_batches(self.get_batch_samples)}
+        if self.args.device.type == "cpu":
+            doors["compute_loss"] = place.after(self.compute_loss)
+        own = vars(self)
+        before = {name: own[name] for name in doors if name in own}
+        own.update(doors)
+        try:
+            yield
+        finally:
+            for name in doors:
+                del own[name]
+            own.update(before)
 
     def _where(self) -> str:
         return f"in step {self.state.global_step + 1}"
@@ -337,5 +360,8 @@ def _raise_together(world: World, failure: Exception | None) -> None:
         raise
 
 
-def _tell_stuck(lost: RankLostError) -> None:
-    _log.error("%s; this rank waits for it in a collective until the process group's timeout", lost)
+def _end_stuck(lost: RankLostError) -> None:
+    """End this process, which waits for a lost rank in a collective that nobody can call back."""
+    _log.error("%s; this rank waits for it in a collective, and ends", lost)
+    logging.shutdown()
+    os._exit(1)

@@ -28,6 +28,7 @@ with KnownNames("transformers", "5.19 to 5.23"):
         (Trainer, ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler")),
         (Trainer, ("_load_best_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state")),
         (Trainer, ("_save", "_save_scaler", "_get_output_dir", "_sync_replicated_trainable_parameters")),
+        (Trainer, ("get_batch_samples", "compute_loss")),
         (Trainer, ("_finalize_training", "create_accelerator_and_postprocess", "get_total_train_batch_size")),
         (CallbackHandler, ("call_event",)),
     ):

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.models import templates_compat as compat
 
 _PROMPT = "add_generation_prompt"
+_MESSAGES = "messages"
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -58,6 +59,14 @@ class CompiledTemplate:
         return _asks_alike(self._parsed, given | {_PROMPT})
 
     @cached_property
+    def only_reads(self) -> bool:
+        """Whether messages are nothing to it but what is gone through, counted, or looked up by number.
+
+        Then whatever can be read so does in place of a list.
+        """
+        return _only_reads(self._parsed)
+
+    @cached_property
     def _parsed(self) -> nodes.Template:
         parsed: nodes.Template = self._template.environment.parse(self.text)
         return parsed
@@ -97,6 +106,35 @@ def _asks_alike(node: nodes.Node, given: frozenset[str]) -> bool:
     if isinstance(node, nodes.Name):
         return node.name != _PROMPT
     return all(_asks_alike(child, given) for child in node.iter_child_nodes())
+
+
+def _only_reads(node: nodes.Node) -> bool:
+    """Whether nothing below a node has messages but to read them."""
+    if isinstance(node, nodes.Name):
+        return node.name != _MESSAGES
+    if isinstance(node, nodes.Getitem) and _is_messages(node.node):
+        return _is_number(node.arg)
+    if isinstance(node, nodes.Filter) and node.name in ("length", "count") and _is_messages(node.node):
+        return True
+    if isinstance(node, nodes.Test) and node.name == "defined" and _is_messages(node.node):
+        return True
+    gone_through = node.iter if isinstance(node, nodes.For) and _is_messages(node.iter) else None
+    return all(_only_reads(child) for child in node.iter_child_nodes() if child is not gone_through)
+
+
+def _is_messages(node: nodes.Node | None) -> bool:
+    return isinstance(node, nodes.Name) and node.name == _MESSAGES and node.ctx == "load"
+
+
+def _is_number(node: nodes.Node) -> bool:
+    """Whether this is a number, whatever there is in a chat: a name could be that of a method."""
+    if isinstance(node, nodes.Const):
+        return type(node.value) is int
+    if isinstance(node, nodes.Neg):
+        return _is_number(node.node)
+    if isinstance(node, nodes.Add | nodes.Sub):  # of a number with anything else it is one as well, or an error
+        return _is_number(node.left) or _is_number(node.right)
+    return False
 
 
 def _loaded(node: nodes.Node) -> set[str]:

@@ -44,6 +44,7 @@ def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 def unwritten(messages: Sequence[Message], text: str) -> str | None:
     """What of a chat a text does not have; None where nothing is missing."""
+    behind = 0  # what is looked for next is usually there
     for index, message in enumerate(messages):
         place, content = f"messages[{index}]", message.get("content")
         missing = _unwritten_calls(message, text)
@@ -52,6 +53,8 @@ def unwritten(messages: Sequence[Message], text: str) -> str | None:
         if isinstance(content, list):
             if not all(_is_in(part["text"], text) for part in content) or _is_notation(content, text):
                 return f"{place}.content"
+        elif content and (found := text.find(content, behind)) >= 0:
+            behind = found + len(content)
         elif content and content not in text and message["role"] != "tool":
             lines = [_DIRECTIVE.sub("", line).strip() for line in _THOUGHT.split(content)[-1].splitlines()]
             if any(lines) and not any(_is_in(line, text) for line in lines if line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 from dataclasses import dataclass
 
@@ -25,7 +26,9 @@ class ChatOptions:
         template: the chat template: None for the tokenizer's own, else a path to a Jinja file, or the name of one
             of several that the tokenizer has.
         learn: which answers are learned.
+        day: the day that templates are told (Llama 3, gpt-oss); None for today's. Rows of one run have one.
     """
 
     template: str | None = None
     learn: Learn = Learn.ALL
+    day: datetime.date | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,29 @@ class Script:
         """
         return self._write(list(self.messages[:count]), add_generation_prompt=False)
 
+    def looked_at(self) -> tuple[ChatText, Observer | None]:
+        """All messages, and when the template looks at which: at once where it does no more than read them.
+
+        Raises:
+            RowError: the template refuses them.
+        """
+        count = len(self.messages)
+        if self.template.only_reads:
+            size = 0
+            observer = Observer(count, lambda: size)
+            given = self._given(WatchedMessages(self.messages, observer), add_generation_prompt=False)
+            marks: list[tuple[int, int]] = []
+            pieces: list[str] = []
+            try:
+                for piece in self._pieces(given, marks):
+                    pieces.append(piece)
+                    size += len(piece)
+                return ChatText("".join(pieces), tuple(marks)), observer
+            except Exception:  # told below, of a list
+                pass
+        whole = self.written(count)
+        return whole, self.watched(count, whole.text)
+
     def prompt(self, count: int) -> str | None:
         """What asks for an answer to the first ``count`` messages; None where the template refuses that."""
         if count not in self._prompts:
@@ -72,13 +95,14 @@ class Script:
         marks: list[tuple[int, int]] = []
         given = self._given(messages, add_generation_prompt=add_generation_prompt)
         try:
-            if self.template.has_marks:
-                return ChatText("".join(self.template.marked_pieces(given, marks)), tuple(marks))
-            return ChatText("".join(self.template.pieces(given)), ())
+            return ChatText("".join(self._pieces(given, marks)), tuple(marks))
         except RecursionError as error:
             raise RowError("the chat template refuses it (it calls itself without end)") from error
         except Exception as error:  # whatever a template's code may raise
             raise RowError(f"the chat template refuses it ({error})") from error
+
+    def _pieces(self, given: Mapping[str, Any], marks: list[tuple[int, int]]) -> Iterator[str]:
+        return self.template.marked_pieces(given, marks) if self.template.has_marks else self.template.pieces(given)
 
     def _given(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> dict[str, Any]:
         return {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}

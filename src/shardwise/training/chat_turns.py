@@ -102,11 +102,10 @@ class ChatReader:
         Raises:
             RowError: the template refuses it, or leaves out a part of it.
         """
-        script, whole = self._script(chat)
+        script, whole, observer = self._script(chat)
         answers = [index for index in range(len(chat.messages)) if is_learned(chat.messages[index])]
         if self.learn is Learn.LAST:
             answers = answers[-1:]
-        observer = script.watched(len(script.messages), whole.text)
         proven = {} if observer is None else self._at_once(script, whole, observer, answers)
         shared = [_SharedText(whole.text)]
         for index in reversed(answers):
@@ -131,21 +130,24 @@ class ChatReader:
         found = [Rendering(one.text, tuple(reversed(one.spans))) for one in ordered if one.spans]
         return found or [Rendering(whole.text, ())]
 
-    def _script(self, chat: Chat) -> tuple[Script, ChatText]:
-        """The chat in the form in which the template writes all of it; see [Note: Forms of messages]."""
+    def _script(self, chat: Chat) -> tuple[Script, ChatText, Observer | None]:
+        """The chat in the form in which the template writes all of it; see [Note: Forms of messages].
+
+        Also what that is, and when the template has looked at which message, where that is known.
+        """
         variables = self._variables(chat)
         first: RowError | None = None
         missing: str | None = None
         for messages in forms(chat.messages):
             script = Script(self.template, variables, messages)
             try:
-                whole = script.written(len(messages))
+                whole, observer = script.looked_at()
             except RowError as error:
                 first = first or error
                 continue
             found = unwritten(messages, whole.text)
             if found is None:
-                return script, whole
+                return script, whole, observer
             missing = missing or found
         if first is not None:
             raise first

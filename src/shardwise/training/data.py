@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import datetime
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -200,7 +201,10 @@ class _Kept:
 def _all_on_all_ranks(world: World, names: Sequence[DataName], asked: RowsAsked) -> FoundData:
     """All data sets as tokens. Collective: yes."""
     leading = Leading() if world.is_first_of(file_space()) else Led()
-    encoder = world.together(lambda: Encoder(asked.tokenizer, asked.chats))
+    chats = asked.chats
+    if chats.day is None:  # midnight may come between ranks
+        chats = replace(chats, day=world.from_first(datetime.date.today))
+    encoder = world.together(lambda: Encoder(asked.tokenizer, chats))
     tables: list[TokenTable] = []
     notes: list[str] = []
     for name in names:

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
@@ -25,7 +26,8 @@ from shardwise.models.chat_templates import CompiledTemplate
 from shardwise.training.chat_options import ChatOptions
 from shardwise.training.chat_turns import ChatReader, Rendering
 from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
-from shardwise.training.token_spans import Tokens, tokenise, tokens_within
+from shardwise.training.token_spans import tokenise, tokens_within
+from shardwise.training.word_tokens import WordTokens
 
 _CHATS = ChatOptions()
 _FORM = 1  # another number for whatever makes other examples of the same rows
@@ -61,12 +63,22 @@ class _RenderedChat:
 
 
 _Readable: TypeAlias = _RenderedChat | Text | Completion | RowFault
+_Spans: TypeAlias = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenised:
+    """A text as tokens, and which of them have one of the characters that were asked for, each (tokens,)."""
+
+    ids: NDArray[np.int32]
+    within: NDArray[np.bool_]
 
 
 class Encoder:
     """Makes examples of rows, by one tokenizer and one way of reading chats.
 
-    It is built once, keeps nothing of the rows it has seen, and can be pickled for another process.
+    It is built once, for a tokenizer that nobody changes from then on, and can be pickled for another process. Of
+    the rows it has seen it keeps the tokens of words, and these are the same whatever row they are in.
 
     Raises:
         ConfigError: ``chats`` names a template that is not there, or is none.
@@ -75,13 +87,19 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chats: ChatOptions = _CHATS) -> None:
         self.tokenizer = tokenizer
         self.chats = chats
+        self._day = chats.day or datetime.date.today()
         self._template = None if chats.template is None else named_template(tokenizer, chats.template)
         self._readers: dict[str, ChatReader] = {}
         if self._template is not None:
             self._reader_of(self._template)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_readers": {}}  # a compiled template cannot be sent
+        without = {name: value for name, value in self.__dict__.items() if name != "_words"}
+        return {**without, "_readers": {}}  # a compiled template cannot be sent
+
+    @cached_property
+    def _words(self) -> WordTokens | None:
+        return WordTokens.of(self.tokenizer)
 
     def encode_many(self, rows: Sequence[Row]) -> list[list[Example] | RowFault]:
         """Of each row its examples, at full length and in order, or what is wrong with it.
@@ -93,20 +111,20 @@ class Encoder:
             ConfigError: the tokenizer has no chat template that can be used, and a row needs one.
         """
         read = [self._read(row) for row in rows]
-        bare: list[str] = []
-        opened: list[str] = []
+        bare: list[tuple[str, _Spans]] = []
+        opened: list[tuple[str, _Spans]] = []
         for one in read:
             match one:
                 case _RenderedChat():
-                    bare += (rendering.text for rendering in one.renderings)
+                    bare += ((rendering.text, rendering.learned) for rendering in one.renderings)
                 case Text():
-                    opened.append(one.text)
+                    opened.append((one.text, ()))
                 case Completion():
-                    opened.append(one.prompt)
-                    bare.append(one.completion)
+                    opened.append((one.prompt, ()))
+                    bare.append((one.completion, ()))
         # In this order they are taken out again.
-        bare_tokens = iter(tokenise(self.tokenizer, bare, add_special_tokens=False))
-        opened_tokens = iter(tokenise(self.tokenizer, opened, add_special_tokens=True))
+        bare_tokens = iter(self._tokenise(bare, add_special_tokens=False))
+        opened_tokens = iter(self._tokenise(opened, add_special_tokens=True))
         found: list[list[Example] | RowFault] = []
         for row, one in zip(rows, read, strict=True):
             match one:
@@ -126,6 +144,29 @@ class Encoder:
             found.append(RowFault(row.line, str(wrong[0])) if wrong else self._examples(one, fine))
         return found
 
+    def _tokenise(
+        self, texts: Sequence[tuple[str, _Spans]], *, add_special_tokens: bool
+    ) -> list[_Tokenised | ValueError]:
+        """Texts as tokens, by their words where that can be, and which of them are asked for."""
+        known: list[tuple[NDArray[np.int32], NDArray[np.bool_]] | None] = [None] * len(texts)
+        adds = add_special_tokens and self.tokenizer.num_special_tokens_to_add() > 0
+        if texts and self._words is not None and not adds:
+            known = self._words.tokenise([text for text, _ in texts], [spans for _, spans in texts])
+        others = [text for (text, _), tokens in zip(texts, known, strict=True) if tokens is None]
+        asked = iter(tokenise(self.tokenizer, others, add_special_tokens=add_special_tokens))
+        found: list[_Tokenised | ValueError] = []
+        for (text, spans), tokens in zip(texts, known, strict=True):
+            if tokens is not None:
+                found.append(_Tokenised(*tokens))
+                continue
+            made = next(asked)
+            found.append(
+                made
+                if isinstance(made, ValueError)
+                else _Tokenised(made.ids, tokens_within(self.tokenizer, text, made, spans))
+            )
+        return found
+
     def facts(self) -> Mapping[str, Any]:
         """Everything that decides what becomes of a row, as plain JSON: equal facts, equal examples."""
         template = self._template if self._template is not None else self.tokenizer.chat_template
@@ -135,7 +176,7 @@ class Encoder:
             "tokenizer": _identity(self.tokenizer),
             "template": template,
             "learn": self.chats.learn.value,
-            "date": datetime.date.today().isoformat() if tells_time else None,
+            "date": self._day.isoformat() if tells_time else None,
         }
 
     def _read(self, row: Row) -> _Readable:
@@ -166,19 +207,19 @@ class Encoder:
             tokenizer = self.tokenizer
             special = {str(token) for token in tokenizer.all_special_tokens}
             special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-            variables = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
+            variables: dict[str, Any] = {
+                name: _plain(token) for name, token in tokenizer.special_tokens_map.items()
+            }
+            variables["strftime_now"] = datetime.datetime.combine(self._day, datetime.time()).strftime
             self._readers[template] = ChatReader(
                 CompiledTemplate(template), variables, sorted(special - {""}), self.chats.learn
             )
         return self._readers[template]
 
-    def _examples(self, read: _RenderedChat | Text | Completion, tokens: Sequence[Tokens]) -> list[Example]:
+    def _examples(self, read: _RenderedChat | Text | Completion, tokens: Sequence[_Tokenised]) -> list[Example]:
         match read:
             case _RenderedChat():
-                return [
-                    Example.of(made.ids, tokens_within(self.tokenizer, one.text, made, one.learned))
-                    for one, made in zip(read.renderings, tokens, strict=True)
-                ]
+                return [Example.of(made.ids, made.within) for made in tokens]
             case Text():
                 ids = tokens[0].ids.tolist()
                 ids += self._end(ids)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,20 @@ def _is_of_this_run(config: TrainConfig, output: Path) -> bool:
 def preview_of(keeper: KeptInFolders) -> CheckpointPreview | None:
     """What is known of the checkpoint that a training goes on from; None where it begins. Collective: yes."""
     return None if keeper.source is None else preview(keeper.source.directory)
+
+
+def dated(keeper: KeptInFolders, before: CheckpointPreview | None) -> tuple[KeptInFolders, datetime.date]:
+    """The day that templates are told: that on which the run has begun, which is kept beside its states.
+
+    Collective: yes.
+    """
+
+    def find() -> str:
+        told = None if before is None else before.user.get("day")
+        return datetime.date.today().isoformat() if told is None else datetime.date.fromisoformat(told).isoformat()
+
+    day = World.current().from_first(find)
+    return replace(keeper, about={**keeper.about, "day": day}), datetime.date.fromisoformat(day)
 
 
 def require_same_kind(before: CheckpointPreview, config: TrainConfig, tuning: Tuning) -> None:

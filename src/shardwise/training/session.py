@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ from shardwise.training.prepare import (
 from shardwise.training.pushing import Pushed, push, require_pushable
 from shardwise.training.quantization_section import quantization_of
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
-from shardwise.training.resuming import kept_in, preview_of, require_same_data, require_same_kind
+from shardwise.training.resuming import dated, kept_in, preview_of, require_same_data, require_same_kind
 from shardwise.training.sources import DataName, names_of
 from shardwise.training.stopping import StopRequest
 from shardwise.training.streamed import StreamLoader, stream_loader
@@ -122,6 +123,7 @@ class Session:
         before = preview_of(keeper)
         if before is not None:
             world.together(lambda: require_same_kind(before, config, tuning))
+        keeper, day = dated(keeper, before)
         require_optimizer(options)
         sharding = sharding_of(config.sharding, options)
         tokenizer = load_tokenizer(
@@ -131,9 +133,9 @@ class Session:
         )
         data: TrainData | None = None
         if config.data.streaming:
-            held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root)[1])
+            held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root, day)[1])
         else:
-            rows = read_rows(config, tokenizer, cache_root)
+            rows = read_rows(config, tokenizer, cache_root, day)
             if before is not None:
                 world.together(lambda: require_same_data(before, config, rows[0]))
             data, held_out = rows
@@ -161,7 +163,7 @@ class Session:
         layout = row_layout(config.data, attention_of(model))
         steps: StepLoader | StreamLoader
         if data is None:
-            names, how = _what_is_read(config, tokenizer, cache_root)
+            names, how = _what_is_read(config, tokenizer, cache_root, day)
             steps = stream_loader(names, how, options, layout, buffer_rows=config.data.shuffle_buffer)
             steps.vocabulary = embedding_rows(model)
         else:
@@ -295,26 +297,30 @@ def _require_services(config: TrainConfig) -> None:
 
 
 def read_rows(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None = None
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_root: Path | None = None,
+    day: datetime.date | None = None,
 ) -> tuple[TrainData, TrainData | None]:
     """What is learned, and what is only looked at. Collective: yes.
 
-    ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere.
+    ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere. ``day`` is the one
+    that templates are told; None for today's.
     """
-    names, how = _what_is_read(config, tokenizer, cache_root)
+    names, how = _what_is_read(config, tokenizer, cache_root, day)
     if config.data.validation_fraction is not None:
         return read_and_hold_out(names, how, HeldOut(config.data.validation_fraction, config.training.seed))
     return read_names(names, how), _looked_at(config, how)
 
 
 def _what_is_read(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None, day: datetime.date | None
 ) -> tuple[list[DataName], RowsAsked]:
     section = config.data
 
     def settle() -> tuple[list[DataName], RowsAsked]:
         malformed = SkipRows() if section.on_malformed == "skip" else RefuseRows()
-        chats = ChatOptions(section.chat_template, Learn(section.learn))
+        chats = ChatOptions(section.chat_template, Learn(section.learn), day)
         reading = reading_of(section, cache_root)
         return names_of(names_of_data(section)), RowsAsked(tokenizer, section.max_length, malformed, chats, reading)
 

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from huggingface_hub import constants
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError
+from shardwise.storage.hub import HubOptions, commit_of
 from shardwise.training.layouts import RowWords
 from shardwise.training.row_blocks import BOM, library, unreadable
 from shardwise.training.row_files import (
@@ -183,6 +184,8 @@ def _data_set(name: DataName, fetching: RepositoryReading) -> DataSetRows | Stre
 def _opened(name: DataName, fetching: RepositoryReading) -> Any:
     datasets: Any = library("datasets", f"{name.path}: data sets of folders and repositories", "datasets")
     path, split = name.path, name.split
+    if not (os.path.exists(path) or constants.HF_HUB_OFFLINE):
+        _require_known(path, Path(datasets.config.HF_DATASETS_CACHE))
     try:
         if any(Path(path, mark).is_file() for mark in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(path)
@@ -203,6 +206,22 @@ def _opened(name: DataName, fetching: RepositoryReading) -> Any:
         raise ConfigError(
             f"{path}: the data set cannot be read ({type(error).__name__}: {error}); look at data.split and "
             "data.subset, and whether it is there"
+        ) from error
+
+
+def _require_known(path: str, prepared: Path) -> None:
+    """Ask the hub once for a repository that is in no cache, before its library asks again and again.
+
+    Raises:
+        ConfigError: it is not there, or the hub cannot be reached.
+    """
+    if (prepared / path.replace("/", "___")).is_dir():  # as that library has made it ready, which it may go on with
+        return
+    try:
+        commit_of(path, HubOptions(), kind="dataset")
+    except StorageError as error:
+        raise ConfigError(
+            f"{path}: there is no such file or folder, and as a data set of the hub: {error}"
         ) from error
 
 

@@ -66,12 +66,12 @@ def tokens_within(
         if tokens.encoding is None:
             first, last = _first_beyond(tokenizer, text, tokens, start), _last_before(tokenizer, text, tokens, stop)
         else:
-            first, last = _tokens_of(tokens.encoding, start, stop)
+            first, last = tokens_of(tokens.encoding, start, stop)
         within[first:last] = True
     return within
 
 
-def _tokens_of(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
+def tokens_of(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
     """The first token that ends behind ``start``, and one behind the last that begins before ``stop``."""
     found = (encoding.char_to_token(place) for place in range(start, stop))
     first = next((token for token in found if token is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -117,10 +118,18 @@ class LocalRanks:
         return self.finish()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Begin a call without waiting for it."""
+        """Begin a call without waiting for it.
+
+        Raises:
+            RankError: the processes are gone since an earlier call, or were closed.
+        """
+        if not self._pipes:
+            cause = "its process is gone since an earlier call failed, or these ranks were closed; start others"
+            raise RankError(dict.fromkeys(range(self.size), cause), {})
         message = pickle.dumps((function, args))
         for pipe in self._pipes:
-            pipe.send_bytes(message)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # told when its answer is waited for
+                pipe.send_bytes(message)
 
     def finish(self) -> list[Any]:
         """The values of the call begun, by rank."""
@@ -154,7 +163,7 @@ class LocalRanks:
         try:
             kind, value = pickle.loads(self._pipes[rank].recv_bytes())
             return str(kind), value
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._processes[rank].join(timeout=5)
             code = self._processes[rank].exitcode
             return "failure", (f"its process ended with exit code {code}", ProcessEnded(f"exit code {code}"))

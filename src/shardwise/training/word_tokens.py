@@ -1,0 +1,148 @@
+"""Texts as tokens, word by word: each word is tokenised once, and its tokens are kept.
+
+What a word is, and why the tokens of words are those of the text, is said in ``word_cuts`` ([Note: Cuts]). In a
+chat most words have been seen before. The tokenizer is asked for those that are new, of many texts at once, and for
+no text as a whole; which characters a token has is asked only where an answer begins or ends within a word.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwise.training.token_spans import tokens_of
+from shardwise.training.word_cuts import Cuts, cuts_of
+
+Span: TypeAlias = tuple[int, int]
+
+_MOST: Final = 1 << 17
+"""So many words are kept, about 20 MB; then all are forgotten."""
+_LONGEST: Final = 64
+"""Characters of what is kept."""
+_ID_BYTES: Final = 4
+
+
+class WordTokens:
+    """Tokens of texts by one tokenizer, as long as nobody changes that."""
+
+    def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
+        self._tokenizer = tokenizer
+        self._cuts = cuts
+        self._known: dict[str, bytes] = {}
+        """The tokens of each word: int32, as bytes."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self | None:
+        """For a tokenizer whose texts can be cut; else None."""
+        kind = type(tokenizer)
+        if (
+            not isinstance(tokenizer, PreTrainedTokenizerFast)
+            or kind.__call__ is not PreTrainedTokenizerFast.__call__
+            or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
+            or tokenizer.split_special_tokens
+        ):
+            return None
+        backend = tokenizer.backend_tokenizer
+        cuts = cuts_of(backend.to_str())
+        return None if cuts is None else cls(backend, cuts)
+
+    def tokenise(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]] | None]:
+        """Of each text its tokens, and which of them have a character of one of its spans, each (tokens,).
+
+        Without the special tokens that a tokenizer adds. The same as by
+        :func:`~shardwise.training.token_spans.tokens_within`, or None where that has to be asked: the tokenizer
+        refuses the text, or where a span begins or ends is told otherwise of a word that stands alone.
+        """
+        words = [self._cuts.word.findall(text) for text in texts]
+        found: list[tuple[NDArray[np.int32], NDArray[np.bool_]] | None] = []
+        for text, parts, tokens, asked in zip(texts, words, self._tokens_of(words), spans, strict=True):
+            mask = None if tokens is None else self._within(text, parts, tokens, asked)
+            found.append(
+                None if tokens is None or mask is None else (np.frombuffer(b"".join(tokens), np.int32), mask)
+            )
+        return found
+
+    def _tokens_of(self, words: Sequence[Sequence[str]]) -> list[list[bytes] | None]:
+        """Of the words of each text their tokens; None where the tokenizer refuses one."""
+        looked_up = [list(map(self._known.get, parts)) for parts in words]
+        gaps = [number for number, tokens in enumerate(looked_up) if None in tokens]
+        new = {
+            word
+            for number in gaps
+            for word, tokens in zip(words[number], looked_up[number], strict=True)
+            if tokens is None
+        }
+        if len(self._known) + len(new) > _MOST:
+            self._known = {}
+        made = self._made(list(new))
+        self._known.update((word, tokens) for word, tokens in made.items() if len(word) <= _LONGEST)
+        for number in gaps:
+            looked_up[number] = [
+                made.get(word) if tokens is None else tokens
+                for word, tokens in zip(words[number], looked_up[number], strict=True)
+            ]
+        return [None if None in tokens else tokens for tokens in looked_up]  # type: ignore[misc]
+
+    def _made(self, words: list[str]) -> dict[str, bytes]:
+        """The tokens of words, but for those that the tokenizer refuses."""
+        backend = self._tokenizer
+        if backend.truncation is not None:  # others may have asked for that meanwhile
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        if backend.encode_special_tokens:
+            backend.encode_special_tokens = False
+        try:
+            encodings = backend.encode_batch_fast(words, add_special_tokens=False) if words else []
+        except Exception:  # whatever a tokenizer raises: of which word is found out below
+            if len(words) == 1:
+                return {}
+            return {word: tokens for word in words for tokens in self._made([word]).values()}
+        return {word: array("i", one.ids).tobytes() for word, one in zip(words, encodings, strict=True)}
+
+    # Spans
+
+    def _within(
+        self, text: str, words: Sequence[str], tokens: Sequence[bytes], spans: Sequence[Span]
+    ) -> NDArray[np.bool_] | None:
+        """Which tokens have a character of a span, (tokens,); None where that has to be asked of the whole text."""
+        characters = list(accumulate(map(len, words), initial=0))
+        nbytes = list(accumulate(map(len, tokens), initial=0))
+        within = np.zeros(nbytes[-1] // _ID_BYTES, dtype=np.bool_)
+        for start, stop in spans:
+            if start >= stop:
+                continue
+            if self._cuts.trims and (text[start].isspace() or text[stop - 1].isspace()):
+                return None
+            first, last = bisect_right(characters, start) - 1, bisect_right(characters, stop) - 1
+            begin, end = nbytes[first] // _ID_BYTES, nbytes[last] // _ID_BYTES
+            if start > characters[first]:
+                found = self._tokens_in(words[first], start - characters[first], stop - characters[first])
+                if found is None:
+                    return None
+                begin += found[0]
+            if stop > characters[last]:
+                found = self._tokens_in(words[last], start - characters[last], stop - characters[last])
+                if found is None:
+                    return None
+                end += found[1]
+            within[begin:end] = True
+        return within
+
+    def _tokens_in(self, word: str, start: int, stop: int) -> Span | None:
+        """The first token of a word with a character of a span, and one behind the last; None if not known."""
+        if self._cuts.trims and word[0].isspace():
+            return None
+        encoding = self._tokenizer.encode(word, add_special_tokens=False)
+        found = tokens_of(encoding, max(start, 0), min(stop, len(word)))
+        return found if found[1] else None

@@ -1,0 +1,71 @@
+"""Trainings of the Hugging Face Trainer in which one rank fails alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tests.integrations.runs import Run, launched, made, rank
+
+from shardwise.execution.ranks import watched_collectives
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training has ended on a rank.
+
+    Attributes:
+        error: its error, as text.
+        step: the steps that were taken.
+        at: when, by the machine's clock.
+    """
+
+    error: str
+    step: int
+    at: float
+
+
+def fail_alone(run: Run, place: str) -> Ended:
+    """The second rank's data loader ("batches"), loss ("loss") or model ("model") raises in the second step."""
+    torch.manual_seed(0)
+    watched_collectives._STUCK_S = 0.5
+    with launched():
+        trainer = made(run)
+        if rank() == 1:
+            _fail(trainer, place)
+        try:
+            trainer.train()
+        except Exception as error:
+            ended = Ended(f"{type(error).__name__}: {error}", trainer.state.global_step, time.time())
+            if place == "model":
+                time.sleep(60)  # it lives on; only the other rank's end ends it
+            return ended
+        finally:
+            left = [name for name in ("get_batch_samples", "compute_loss") if name in vars(trainer)]
+            assert left == (["compute_loss"] if rank() == 1 and place == "loss" else [])
+    raise AssertionError("it has come to its end")
+
+
+def _fail(trainer: Any, place: str) -> None:
+    calls = 0
+
+    def failing(own: Any) -> Any:
+        def call(*positional: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            done = own(*positional, **keywords)
+            if calls == 4:
+                raise ValueError("row 7 is odd")
+            return done
+
+        return call
+
+    if place == "batches":
+        trainer.data_collator = failing(trainer.data_collator)
+    elif place == "loss":
+        trainer.compute_loss = failing(trainer.compute_loss)
+    else:
+        layer = trainer.model.model.layers[1]
+        layer.forward = failing(layer.forward)

@@ -1,0 +1,60 @@
+"""A rank of a Trainer that fails alone, while the others go on into a collective."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integrations.doors import require_doors
+from tests.integrations.failing import fail_alone
+from tests.integrations.runs import Run, train, write
+
+from shardwise.execution.processes.local_ranks import LocalRanks, RankError
+
+require_doors()
+
+PRELOADED = ("transformers", "datasets", "accelerate", "peft", "shardwise.integrations.trainer")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=90, preloaded=PRELOADED) as found:
+        yield found
+
+
+@pytest.mark.parametrize("place", ["batches", "loss"])
+def test_what_one_rank_raises_alone_ends_the_others(
+    two: LocalRanks, folder: Path, tmp_path: Path, place: str
+) -> None:
+    """Both processes live on, so that no broken connection could end the wait; and both go on to train."""
+    run = Run(str(folder), arguments={"output_dir": str(tmp_path / "run")})
+    first, second = two.run(fail_alone, run, place)
+    assert second.error == "ValueError: row 7 is odd"
+    assert re.fullmatch(
+        r"RankLostError: in step 2: rank 1 \(host .*, process \d+\) has left the call: ValueError: row 7 is odd",
+        first.error,
+    )
+    assert (first.step, second.step) == (1, 1)
+    assert abs(first.at - second.at) < 10
+    if place == "batches":
+        assert [outcome.last_step for outcome in two.run(train, run)] == [4, 4]
+
+
+@pytest.mark.slow
+def test_a_rank_in_a_collective_that_nobody_comes_to_ends(folder: Path, tmp_path: Path) -> None:
+    """The other one has raised within the model, and lives on."""
+    run = Run(str(folder), arguments={"output_dir": str(tmp_path / "run")})
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="rank 0"), LocalRanks(2, timeout_s=90, preloaded=PRELOADED) as found:
+        found.run(fail_alone, run, "model")
+    assert time.monotonic() - begun < 50
