@@ -36,7 +36,7 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
     import torch
     from tests.peers import use_peers
 
-    use_peers()
+    use_peers("bitsandbytes")
     import bitsandbytes.functional as bnb
 
     from shardwise.conversion import dequantise_rows, nest_about, packed_shape, quantise_rows, scales_shape, unnest

@@ -91,7 +91,7 @@ def compare_scales() -> list[str]:
 def compare() -> list[str]:
     """What is not as bitsandbytes has it, and how much was compared."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what bitsandbytes would compile takes long, and says the same
-    use_peers()
+    use_peers("bitsandbytes")
     return compare_weights() + compare_scales()
 
 

@@ -125,7 +125,7 @@ def test_every_byte_with_scales_at_the_ends(code, dtype, scale):
 
 @given(cases(), st.sampled_from([200, 5_000, 1 << 24]))
 def test_blocks_are_no_larger_than_they_may_be(case, most):
-    node, _, wanted, box, _ = case
+    node, _, _, box, _ = case
     for block in node.operation.blocks({node.output: [box]}, most):
         made = block.gives[node.output]
         assert block.nbytes <= most or made.numel <= node.operation.code.per_byte

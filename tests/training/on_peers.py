@@ -19,7 +19,7 @@ TRAINED = ("AdamW8bit", "torchao.optim.AdamW8bit")
 
 
 def call(what: str, *args: Any) -> Any:
-    use_peers()
+    use_peers("bitsandbytes", "torchao")
     from tests.training import in_blocks
 
     return getattr(in_blocks, what)(*args)

@@ -135,6 +135,8 @@ def put_base_into_four_bits(
         by_reason.setdefault(why, []).append(name)
     how = f"{quantization.form.name}, blocks of {quantization.block_size}"
     notes = [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"]
+    if not is_of_bitsandbytes():
+        notes.append("bitsandbytes is not installed: the same numbers are made of four bits, several times slower")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
