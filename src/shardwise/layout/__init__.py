@@ -1,6 +1,7 @@
 """What one rank, or every rank, holds of a model, as data. No torch."""
 
 from shardwise.layout.model_layout import LocalBox, ModelLayout, Origin, TensorKind, TensorLayout, place_of
+from shardwise.layout.passes import Stretch, Way
 from shardwise.layout.world_layout import GroupLayout, MeshShape, Spread, WorldLayout
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "ModelLayout",
     "Origin",
     "Spread",
+    "Stretch",
     "TensorKind",
     "TensorLayout",
+    "Way",
     "WorldLayout",
     "place_of",
 ]
