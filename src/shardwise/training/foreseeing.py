@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -40,13 +41,14 @@ from shardwise.planning.forecasts.training_memory import (
 from shardwise.report.training_plan import PhaseMemory, RankPeak, Room, TrainingPlan
 from shardwise.storage.hub import HubOptions
 from shardwise.training.batches import Batch
-from shardwise.training.config import read_config
+from shardwise.training.config import config_of, read_config
 from shardwise.training.config_sections import TrainConfig
 from shardwise.training.config_values import decided, loss_of, sharding_on, tuning_of
 from shardwise.training.losses import WholeLogits, untried_loss
 from shardwise.training.optimizer_memory import OptimizerBytes, OptimizerTrial
 from shardwise.training.optimizers import optimizers_of, parameters_by_part
 from shardwise.training.prepare import load_tokenizer
+from shardwise.tuning.modes import AnyTuning, Full
 
 _REUSED_BYTES = 256 << 20
 _WINDOW_HALF_BYTES = 16 << 20
@@ -123,19 +125,64 @@ def plan_training(
 
 def foresee_training(config: TrainConfig, machines: Machines) -> TrainingPlan:
     """The same of a configuration that has been read."""
-    is_accelerator = machines.device != "cpu"
-    config = decided(config, "bfloat16" if is_accelerator else "float32", is_accelerator=is_accelerator)
+    config = _decided(config, machines)
     sharding = sharding_on(config.sharding, config.options(), None)
-    foreseen = foreseen_of(config.model.name, machines.ranks, _options_of(config, sharding, machines))
-    return _Training(config, machines, sharding, foreseen).plan()
+    tuning = tuning_of(config.tuning)
+    foreseen = foreseen_of(config.model.name, machines.ranks, _options_of(config, sharding, tuning, machines))
+    return _Training(config, machines, sharding, tuning, foreseen).plan()
 
 
-def _options_of(config: TrainConfig, sharding: Sharding, machines: Machines) -> PlanOptions:
+@dataclass(frozen=True, slots=True)
+class StepAsked:
+    """A step of a training of which nothing else is said."""
+
+    rows: int
+    row_tokens: int
+
+
+def foresee_step(model: str, step: StepAsked, options: PlanOptions, machines: Machines) -> TrainingPlan:
+    """The plan of a training that the options of a load describe, and else is as ``shardwise train`` has it.
+
+    The compute dtype is that of ``sharding.mp_policy``; where it has none, as the device likes.
+
+    Raises:
+        ConfigError: it cannot be honoured.
+        ShardwiseError: as of :func:`~shardwise.verbs.plan.plan`.
+    """
+    given = options.get("sharding", Sharding())
+    dtype = given.mp_policy.param_dtype
+    offload = "cpu" if isinstance(given.offload_policy, CPUOffloadPolicy) else "none"
+    values: dict[str, Any] = {
+        "model": {"name": model},
+        "data": {"train": "-", "max_length": step.row_tokens},
+        "output": {"directory": "-"},
+        "training": {"batch_size": step.rows, "max_steps": 1},
+        "sharding": {
+            "precision": "auto" if dtype is None else str(dtype).removeprefix("torch."),
+            "offload": offload,
+        },
+    }
+    config = _decided(config_of(values, "the options"), machines)
+    sharding = replace(sharding_on(config.sharding, config.options(), None), wrap=given.wrap)
+    tuning = options.get("tuning", Full())
+    own: PlanOptions = {**options, "sharding": sharding, "tuning": tuning}
+    if machines.ranks == 1 and config.options().dtype == "float32":
+        own["dtype"] = "float32"
+    return _Training(config, machines, sharding, tuning, foreseen_of(model, machines.ranks, own)).plan()
+
+
+def _decided(config: TrainConfig, machines: Machines) -> TrainConfig:
+    """What is left to the device, as it is usual there."""
+    is_accelerator = machines.device != "cpu"
+    return decided(config, "bfloat16" if is_accelerator else "float32", is_accelerator=is_accelerator)
+
+
+def _options_of(config: TrainConfig, sharding: Sharding, tuning: AnyTuning, machines: Machines) -> PlanOptions:
     section, replicas = config.model, config.sharding.replicas
     is_cast = machines.ranks > 1 or config.options().dtype != "float32"
     options: PlanOptions = {
         "dtype": "auto" if is_cast else "float32",
-        "tuning": tuning_of(config.tuning),
+        "tuning": tuning,
         "sharding": sharding,
         "hub": HubOptions(revision=section.revision),
         "trust_remote_code": section.trust_remote_code,
@@ -158,8 +205,16 @@ def _options_of(config: TrainConfig, sharding: Sharding, machines: Machines) -> 
 class _Training:
     """A training on the way to its plan."""
 
-    def __init__(self, config: TrainConfig, machines: Machines, sharding: Sharding, foreseen: Foreseen) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        machines: Machines,
+        sharding: Sharding,
+        tuning: AnyTuning,
+        foreseen: Foreseen,
+    ) -> None:
         self.config = config
+        self.tuning = tuning
         self.machines = machines
         self.sharding = sharding
         self.options = config.options()
@@ -245,7 +300,7 @@ class _Training:
         section = self.config.checkpoints
         if section.mode == "synchronous" or section.every is None:
             return 0
-        is_everything = tuning_of(self.config.tuning).saves() == Everything()
+        is_everything = self.tuning.saves() == Everything()
         return self.held.optimizer + (self.held.weights if is_everything else self.held.gradients)
 
     def _placed(self, moment: Moment) -> PhaseMemory:
