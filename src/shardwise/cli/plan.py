@@ -207,7 +207,8 @@ def _of_step(
     about: Mapping[str, Any],
 ) -> TrainingPlan:
     """The plan of a training that options describe."""
-    from shardwise.training.foreseeing import Machines, StepAsked, foresee_step
+    from shardwise.training.foreseeing import StepAsked, foresee_step
+    from shardwise.training.step_memory import Machines
 
     if tokens is None:
         raise ConfigError("--batch is of a training; give --seq, the tokens of a row, too")

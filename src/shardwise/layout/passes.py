@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class Way(Enum):
+class PassPart(Enum):
     """Where in a step a stretch is."""
 
     FORWARD = auto()
@@ -25,7 +25,7 @@ class Stretch:
     ``released`` of them are taken away when their groups close. ``block`` is -1 outside of blocks.
     """
 
-    way: Way
+    way: PassPart
     block: int
     opens: tuple[int, ...]
     closes: tuple[int, ...]

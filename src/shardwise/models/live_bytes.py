@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.flops = 0.0
         self._known: dict[int, Any] = {}
@@ -65,17 +65,18 @@ class LiveBytes(TorchDispatchMode):
 def _flops(func: Any, args: Sequence[Any], result: Any) -> float:
     """Of products of matrices, two for each product of two numbers; all else is little beside them."""
     name = func.__name__.partition(".")[0]
+    found = 0.0
     if name in ("mm", "bmm"):
-        return 2.0 * result.numel() * args[0].shape[-1]
-    if name in ("addmm", "baddbmm"):
-        return 2.0 * result.numel() * args[1].shape[-1]
-    if name == "_grouped_mm":
+        found = 2.0 * result.numel() * args[0].shape[-1]
+    elif name in ("addmm", "baddbmm"):
+        found = 2.0 * result.numel() * args[1].shape[-1]
+    elif name == "_grouped_mm":
         # Of stacked matrices each row meets one; where the groups are in the inner dimension, each column does.
-        return 2.0 * args[0].numel() * args[1].shape[-1]
-    if name.startswith("_scaled_dot_product"):
+        found = 2.0 * args[0].numel() * args[1].shape[-1]
+    elif name.startswith("_scaled_dot_product"):
         is_back = "backward" in name
         query, key = args[1 if is_back else 0], args[2 if is_back else 1]
-        return (10.0 if is_back else 4.0) * query.numel() * key.shape[-2]
-    if name == "convolution":
-        return 2.0 * result.numel() * args[1][0].numel()
-    return 0.0
+        found = (10.0 if is_back else 4.0) * query.numel() * key.shape[-2]
+    elif name == "convolution":
+        found = 2.0 * result.numel() * args[1][0].numel()
+    return found

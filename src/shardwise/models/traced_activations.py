@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.layout import Stretch, Way
+from shardwise.layout import PassPart, Stretch
 from shardwise.models._torch_private import (
     FakeTensorMode,
     buffers_of,
@@ -110,7 +110,7 @@ class _Passes:
         self.watch = watch
         self.stretches: list[Stretch] = []
         self.root = len(groups) - 1
-        self.way = Way.FORWARD
+        self.way = PassPart.FORWARD
         self.block = -1
         self.is_back = False
         self._opens: tuple[int, ...] = (self.root,)
@@ -144,7 +144,7 @@ class _Passes:
             count = self._entered[group] = self._entered.get(group, 0) + 1
             self._cut(opens=(group,) if group != self.root and count == 1 else ())
             if block >= 0:
-                self.block, self.way = block, Way.FORWARD
+                self.block, self.way = block, PassPart.FORWARD
             inputs = [leaf for leaf in tree_leaves((args, keywords)) if _needs_gradient(leaf)]
             if not inputs:
                 return None
@@ -158,7 +158,7 @@ class _Passes:
             count = self._left[group] = self._left.get(group, 0) + 1
             self._cut(closes=(group,) if group != self.root and count == self._members[group] else ())
             if block >= 0:
-                self.block, self.way = -1, Way.LOSS
+                self.block, self.way = -1, PassPart.LOSS
             for leaf in tree_leaves(output):
                 if _needs_gradient(leaf):
                     leaf.register_hook(lambda gradient: self._enter(unit))
@@ -169,7 +169,7 @@ class _Passes:
     def turn(self) -> None:
         """The forward pass is over."""
         self._cut(opens=(self.root,))
-        self.is_back, self.way, self.block = True, Way.LOSS_BACKWARD, -1
+        self.is_back, self.way, self.block = True, PassPart.LOSS_BACKWARD, -1
 
     def end(self) -> None:
         """The backward pass is over: groups whose input needs no gradient end here, the root's last."""
@@ -188,7 +188,7 @@ class _Passes:
         self._open_back.add(unit)
         self._cut(opens=(group,) if is_new else ())
         if block >= 0:
-            self.block, self.way = block, Way.BACKWARD
+            self.block, self.way = block, PassPart.BACKWARD
 
     def _leave(self, unit: tuple[int, int]) -> None:
         group, block = unit
@@ -366,7 +366,7 @@ def _repeated(
     first: dict[bool, int] = {}
     others: dict[bool, list[tuple[int, Stretch]]] = {False: [], True: []}
     for place, stretch in enumerate(found):
-        is_back = stretch.way in (Way.BACKWARD, Way.LOSS_BACKWARD)
+        is_back = stretch.way in (PassPart.BACKWARD, PassPart.LOSS_BACKWARD)
         if stretch.block < 0:
             others[is_back].append((place, stretch))
         else:

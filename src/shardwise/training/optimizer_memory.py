@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from shardwise.layout import Spread, TensorKind, WorldLayout
+from shardwise.models.dtypes import to_torch
 from shardwise.models.live_bytes import LiveBytes
-from shardwise.training.optimizers import OptimizerRecipe
+from shardwise.training.optimizers import OptimizerRecipe, optimizers_of, parameters_by_part
+from shardwise.training.options import TrainOptions
 
 _TRIED_NUMEL = 1 << 16
 """Of the matrix that is really stepped where an optimizer cannot do without memory."""
@@ -82,3 +87,52 @@ class OptimizerTrial:
 
 def _state_bytes(state: Mapping[str, object]) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+
+class OptimizersMemory:
+    """What the optimizers of a training keep at each position of the mesh.
+
+    Args:
+        options: which they are.
+        model: tuned, and not sharded.
+        world: as it will be.
+        is_together: whether they step all parameters at once, as on accelerators.
+    """
+
+    def __init__(self, options: TrainOptions, model: nn.Module, world: WorldLayout, *, is_together: bool) -> None:
+        parts = optimizers_of(options)
+        self.names = " and ".join(recipe.kind.__name__ for recipe in parts.values())
+        self._trials = {name: OptimizerTrial(recipe, is_together=is_together) for name, recipe in parts.items()}
+        self._alike: Counter[tuple[str, Spread, torch.dtype]] = Counter()
+        dealt = parameters_by_part(model, parts)
+        part_of = {name: part for part, members in dealt.items() for name in members}
+        for tensor in world.first.tensors:
+            if tensor.kind is TensorKind.PARAMETER and tensor.requires_grad:
+                spread = world.spreads[tensor.fqn]
+                self._alike[part_of[tensor.fqn], spread, to_torch(tensor.dtype)] += 1
+        self._kept: dict[int, int] = {}
+
+    @property
+    def is_guessed(self) -> bool:
+        return any(trial.is_guessed for trial in self._trials.values())
+
+    def kept(self, position: int) -> int:
+        """Bytes of their state."""
+        if position not in self._kept:
+            self._kept[position] = sum(count * found.kept for found, count, _ in self._at(position))
+        return self._kept[position]
+
+    @cached_property
+    def stepping(self) -> int:
+        """The most that a step takes beside it; one part steps after the other."""
+        each: dict[str, list[OptimizerBytes]] = {}
+        for found, count, part in self._at(0):
+            each.setdefault(part, []).extend([found] * count)
+        return max((self._trials[part].stepping(found) for part, found in each.items()), default=0)
+
+    def _at(self, position: int) -> list[tuple[OptimizerBytes, int, str]]:
+        found = []
+        for (part, spread, dtype), count in self._alike.items():
+            for held in spread.boxes[position]:
+                found.append((self._trials[part].of(tuple(held.box.sizes), dtype), count, part))
+        return found

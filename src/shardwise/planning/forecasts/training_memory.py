@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from shardwise.layout import Stretch, TensorKind, Way, WorldLayout
+from shardwise.layout import PassPart, Stretch, TensorKind, WorldLayout
 from shardwise.tensors import DType
 
 
@@ -41,7 +41,7 @@ class GroupMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Ungrouped:
     """One process without groups: parameters are there, gradients stay whole."""
 
 
@@ -67,11 +67,11 @@ class InGroups:
         return max((group.gathered for group in self.groups if group.gathered <= self.reused), default=0)
 
 
-Arrangement: TypeAlias = Alone | InGroups
+Arrangement: TypeAlias = Ungrouped | InGroups
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Standing:
     """What a rank has all the time, in bytes.
 
     Attributes:
@@ -95,7 +95,12 @@ class Held:
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "checkpoint")
 
-_PHASE_OF = {Way.FORWARD: "forward", Way.LOSS: "loss", Way.LOSS_BACKWARD: "loss", Way.BACKWARD: "backward"}
+_PHASE_OF = {
+    PassPart.FORWARD: "forward",
+    PassPart.LOSS: "loss",
+    PassPart.LOSS_BACKWARD: "loss",
+    PassPart.BACKWARD: "backward",
+}
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer state", "gradients"
 GROUPS, REDUCED, ACTIVATIONS, LOGITS = "gathered groups", "reduce-scatter", "activations", "logits and loss"
@@ -135,18 +140,18 @@ class _Alive:
 class _Now(Protocol):
     """A moment as things are, with more of this or that."""
 
-    def __call__(self, way: Way, *, rise: int = 0, gathering: int = 0, reducing: int = 0) -> Moment: ...
+    def __call__(self, way: PassPart, *, rise: int = 0, gathering: int = 0, reducing: int = 0) -> Moment: ...
 
 
-def moments(stretches: Sequence[Stretch], how: Arrangement, held: Held) -> Iterator[Moment]:
+def moments(stretches: Sequence[Stretch], how: Arrangement, held: Standing) -> Iterator[Moment]:
     """Every moment of the passes of the last micro-batch of a step, in order; see [Note: Moments]."""
     alive = _Alive(gradients=held.between)
     order: list[int] = []
     is_back = False
 
-    def now(way: Way, *, rise: int = 0, gathering: int = 0, reducing: int = 0) -> Moment:
+    def now(way: PassPart, *, rise: int = 0, gathering: int = 0, reducing: int = 0) -> Moment:
         passing = max(alive.level + rise, 0)
-        is_loss = way in (Way.LOSS, Way.LOSS_BACKWARD)
+        is_loss = way in (PassPart.LOSS, PassPart.LOSS_BACKWARD)
         body = min(alive.body, passing) if is_loss else passing
         return Moment(
             _PHASE_OF[way],
@@ -163,7 +168,7 @@ def moments(stretches: Sequence[Stretch], how: Arrangement, held: Held) -> Itera
 
     for stretch in stretches:
         way = stretch.way
-        if not is_back and way in (Way.LOSS_BACKWARD, Way.BACKWARD):
+        if not is_back and way in (PassPart.LOSS_BACKWARD, PassPart.BACKWARD):
             is_back, alive.buffer, alive.lent = True, (-1, 0), -1
             alive.gradients = max(alive.gradients, held.whole_gradients)
         if isinstance(how, InGroups):
@@ -171,9 +176,9 @@ def moments(stretches: Sequence[Stretch], how: Arrangement, held: Held) -> Itera
                 yield from _gather(alive, group, how, order, now, way, is_back=is_back)
         yield now(way, rise=stretch.rise)
         alive.level += stretch.kept
-        if way is Way.FORWARD:
+        if way is PassPart.FORWARD:
             alive.body = alive.level
-        if isinstance(how, Alone):
+        if isinstance(how, Ungrouped):
             alive.level -= stretch.released
             if not held.between:
                 alive.gradients = min(alive.gradients + stretch.released, held.gradients)
@@ -194,7 +199,7 @@ def _gather(
     how: InGroups,
     order: Sequence[int],
     now: _Now,
-    way: Way,
+    way: PassPart,
     *,
     is_back: bool,
 ) -> Iterator[Moment]:
@@ -214,7 +219,7 @@ def _gather(
         yield from _into_buffer(alive, ahead, how, now, way)
 
 
-def _into_buffer(alive: _Alive, group: int, how: InGroups, now: _Now, way: Way) -> Iterator[Moment]:
+def _into_buffer(alive: _Alive, group: int, how: InGroups, now: _Now, way: PassPart) -> Iterator[Moment]:
     """The all-gather; the buffer of the group before is there until it is done."""
     own = how.groups[group]
     is_lent = alive.lent < 0 and own.gathered <= how.reused
@@ -224,7 +229,7 @@ def _into_buffer(alive: _Alive, group: int, how: InGroups, now: _Now, way: Way) 
 
 
 def _reduce(
-    alive: _Alive, group: int, how: InGroups, held: Held, released: int, now: _Now, way: Way
+    alive: _Alive, group: int, how: InGroups, held: Standing, released: int, now: _Now, way: PassPart
 ) -> Iterator[Moment]:
     own = how.groups[group]
     alive.open.pop(group, None)
@@ -240,7 +245,7 @@ def _reduce(
     alive.gradients = max(min(alive.gradients + own.gradients, held.gradients), held.between)
 
 
-def stepping(held: Held) -> Moment:
+def stepping(held: Standing) -> Moment:
     """The optimizer's step, when all else is gone."""
     gradients = max(held.gradients, held.between)
     return Moment(
@@ -255,7 +260,7 @@ def stepping(held: Held) -> Moment:
     )
 
 
-def resting(phase: str, held: Held, more: Mapping[str, int]) -> Moment:
+def resting(phase: str, held: Standing, more: Mapping[str, int]) -> Moment:
     """Between steps: what stays, and what something else takes."""
     return Moment(phase, {WEIGHTS: held.weights, OPTIMIZER: held.optimizer, GROUPS: held.gathering, **more})
 
