@@ -21,6 +21,7 @@ from shardwise.training.config import config_of
 from shardwise.training.config_values import accumulation_of, loss_of, sharding_of, tuning_of
 from shardwise.training.loop import train
 from shardwise.training.prepare import ModelRequest, load_model
+from shardwise.training.step_memory import Measured
 
 ROWS, TOKENS = 3, 96
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear"}
@@ -229,6 +230,12 @@ def test_time_is_told_where_somebody_says_how_fast_it_computes(folder):
     weights = sum(p.numel() for n, p in tiny.model().named_parameters() if p.ndim == 2 and "embed" not in n)
     tokens = ROWS * TOKENS
     assert 6 * tokens * weights < known.flops < 6 * tokens * (weights + 260 * 32) * 1.5
+
+
+def test_a_rate_is_measured_by_reading(folder):
+    plan = plan_of(configured(folder), ranks=2, read_bytes_per_s=Measured())
+    assert 1e3 < plan.read_bytes_per_s < 1e12
+    assert plan.load_s == pytest.approx(plan.load.read_bytes / plan.read_bytes_per_s)
 
 
 @pytest.mark.parametrize("name", ["memory_bytes", "flops_per_s", "read_bytes_per_s"])

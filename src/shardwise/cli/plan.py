@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 @click.option("--seq", type=click.IntRange(2), metavar="TOKENS", help="Of a training: tokens of a row.")
 @click.option("--memory", metavar="SIZE", help="Of each rank, as in 24GiB: tells the largest batch that fits.")
 @click.option("--tflops", type=click.FloatRange(0, min_open=True), help="TFLOP/s that a rank computes at.")
-@click.option("--read-rate", metavar="SIZE", help="What a machine reads in a second, as in 2GB.")
+@click.option("--read-rate", metavar="SIZE", help="What a machine reads in a second, as in 2GB; or measured.")
 @click.option("--resize-vocab", type=click.IntRange(1), help="Tokens the model is to have.")
 @click.option("--budget-bytes", type=click.IntRange(4096), help="Host memory for staging.  [default: 256 MiB]")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
@@ -160,7 +160,11 @@ def _about_training(memory: str | None, tflops: float | None, read_rate: str | N
         ("--memory", "memory_bytes", memory),
         ("--read-rate", "read_bytes_per_s", read_rate),
     ):
-        if text is not None:
+        if text == "measured" and name == "read_bytes_per_s":
+            from shardwise.training.step_memory import Measured
+
+            said[name] = Measured()
+        elif text is not None:
             try:
                 said[name] = in_bytes_of(text)
             except ConfigError as error:

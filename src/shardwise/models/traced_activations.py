@@ -78,8 +78,8 @@ class TracedModel:
         chosen = sorted(first_of.values())
         lists = _lists_of(self.base, self.blocks)
         if lists and len(chosen) < len(self.blocks):
-            # A model that goes through its blocks by their numbers is run as a whole.
-            with contextlib.suppress(IndexError, ValueError, KeyError), _only(self.base, self.blocks, chosen):
+            # A model that cannot do with some of its blocks is run as a whole.
+            with contextlib.suppress(Exception), _only(self.base, self.blocks, chosen):
                 found = self._run(loss_of, chosen)
                 return _repeated(found, [first_of[kind] for kind in self.kinds], self.groups, self.blocks)
         return self._run(loss_of, range(len(self.blocks)))

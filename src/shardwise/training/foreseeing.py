@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.engines.forecasting import PlanOptions, foreseen_of
+from shardwise.engines.read_rate import measured_read_rate
 from shardwise.models.blocks import Off, PerBlock
 from shardwise.models.wrap import Sharding
 from shardwise.report.training_plan import PhaseMemory, Room, TrainingPlan
@@ -17,7 +18,7 @@ from shardwise.training.config import config_of, read_config
 from shardwise.training.config_sections import TrainConfig
 from shardwise.training.config_values import decided, sharding_on, tuning_of
 from shardwise.training.prepare import load_tokenizer
-from shardwise.training.step_memory import Machines, StepMemory
+from shardwise.training.step_memory import Machines, Measured, StepMemory
 from shardwise.tuning.modes import AnyTuning, Full
 
 _MOST_ROWS = 1 << 16
@@ -32,11 +33,11 @@ def plan_training(
     device: str = "cuda",
     memory_bytes: int | None = None,
     flops_per_s: float | None = None,
-    read_bytes_per_s: float | None = None,
+    read_bytes_per_s: float | Measured | None = None,
 ) -> TrainingPlan:
     """What a training by this configuration takes on each rank: memory by phase, time to load, time of a step.
 
-    Configs and headers of files are read, and nothing else; no process is started. Rows are taken to be as long as
+    Configs and headers of files are read; no process is started. Rows are taken to be as long as
     ``data.max_length``.
 
     Collective: no.
@@ -49,7 +50,8 @@ def plan_training(
         device: "cpu", or the kind of accelerator.
         memory_bytes: of each rank's accelerator, or of the host for each rank; None: not asked.
         flops_per_s: of each rank, as measured in such trainings; None: unknown.
-        read_bytes_per_s: of each machine's storage; None: what is usual for the checkpoint's.
+        read_bytes_per_s: of each machine's storage; ``Measured()``: as it is read here, by reading a part;
+            None: what is usual for the checkpoint's.
 
     Raises:
         ConfigError: the configuration cannot be read or honoured, or the model cannot be run without data.
@@ -152,6 +154,8 @@ def _plan(memory: StepMemory) -> TrainingPlan:
     phases = memory.phases(rows)
     flops = times * sum(stretch.flops for stretch in memory.stretches(rows))
     rate = machines.read_bytes_per_s or memory.policy.bytes_per_s
+    if isinstance(rate, Measured):
+        rate = measured_read_rate(memory.config.model.name, HubOptions(revision=memory.config.model.revision))
     speed = machines.flops_per_s
     return TrainingPlan(
         load=memory.load,

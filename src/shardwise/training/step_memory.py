@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardwise.checkpoints.modes import CheckpointerOptions
 from shardwise.engines.forecasting import Foreseen
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.layout import Stretch
 from shardwise.models.blocks import Off
 from shardwise.models.dtypes import from_torch, to_torch
@@ -26,7 +26,7 @@ from shardwise.planning.forecasts.training_memory import (
     STAGING,
     STEPPING,
     WEIGHTS,
-    Arrangement,
+    Grouped,
     InGroups,
     Moment,
     Standing,
@@ -51,6 +51,11 @@ _WINDOW_HALF_BYTES = 16 << 20
 """Of ``execution.moving.group_gather``, by which ranks of one machine gather on its processors."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """By reading a part of the checkpoint, here and now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """On what a training is to run; the attributes are arguments of :func:`plan_training`.
@@ -64,12 +69,12 @@ class Machines:
     device: str = "cuda"
     memory_bytes: int | None = None
     flops_per_s: float | None = None
-    read_bytes_per_s: float | None = None
+    read_bytes_per_s: float | Measured | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "flops_per_s", "read_bytes_per_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not isinstance(value, Measured) and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value}: it must be greater than 0; leave it out where it is not known")
 
 
@@ -121,7 +126,7 @@ class StepMemory:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
-    def how(self) -> Arrangement:
+    def how(self) -> Grouped:
         if self.is_alone:
             return Ungrouped()
         groups = group_memories(self.world, self.gathered_as, self.summed_in, crosses=self.offloads)
@@ -220,7 +225,7 @@ class StepMemory:
         base = self.tuned.base
         try:
             blocks = repeated_blocks(base)
-        except Exception:  # a model without any is run as a whole
+        except PlacementError:  # a model without any is run as a whole
             blocks = []
         prepare_blocks(base, replace(self.sharding, compiling=Off()))
         self.tuned.model.train()

@@ -67,7 +67,7 @@ class InGroups:
         return max((group.gathered for group in self.groups if group.gathered <= self.reused), default=0)
 
 
-Arrangement: TypeAlias = Ungrouped | InGroups
+Grouped: TypeAlias = Ungrouped | InGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Now(Protocol):
     def __call__(self, way: PassPart, *, rise: int = 0, gathering: int = 0, reducing: int = 0) -> Moment: ...
 
 
-def moments(stretches: Sequence[Stretch], how: Arrangement, held: Standing) -> Iterator[Moment]:
+def moments(stretches: Sequence[Stretch], how: Grouped, held: Standing) -> Iterator[Moment]:
     """Every moment of the passes of the last micro-batch of a step, in order; see [Note: Moments]."""
     alive = _Alive(gradients=held.between)
     order: list[int] = []
