@@ -1,7 +1,7 @@
 """The memory of trainings, foreseen and measured. ``python -m benchmarks.training_memory``.
 
 Each cell is a model, what is trained of it, whether blocks are computed again, and a number of ranks on the
-processors of this machine, as ``shardwise train`` has them. Foreseen: ``shardwise.plan_training``. Measured, in new
+processors of this machine, as ``shardwise train`` has them. Foreseen: ``plan_training``. Measured, in new
 processes: the most that RssAnon + RssShmem grow over what they are once everything is imported, on the rank where
 that is most, through bringing the model up and three steps; and what is in tensors when the optimizer has taken its
 step (weights, gradients, state), over the same of the plan.

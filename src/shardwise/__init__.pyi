@@ -18,7 +18,6 @@ from shardwise.errors import RankLostError as RankLostError
 from shardwise.errors import ShardwiseError as ShardwiseError
 from shardwise.errors import StorageError as StorageError
 from shardwise.models.wrap import Sharding as Sharding
-from shardwise.training.foreseeing import plan_training as plan_training
 from shardwise.tuning.modes import ExistingLora as ExistingLora
 from shardwise.tuning.modes import Freeze as Freeze
 from shardwise.tuning.modes import Full as Full

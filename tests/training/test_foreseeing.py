@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.models.on_fake_ranks import fake_rank
 from tests.training import tiny
 from tests.verbs.real_shapes import qwen3_235b
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import shardwise
 from shardwise.models.live_bytes import LiveBytes
@@ -19,6 +26,7 @@ from shardwise.testing.world import run_world
 from shardwise.training.batches import Batch
 from shardwise.training.config import config_of
 from shardwise.training.config_values import accumulation_of, loss_of, sharding_of, tuning_of
+from shardwise.training.foreseeing import plan_training
 from shardwise.training.loop import train
 from shardwise.training.prepare import ModelRequest, load_model
 from shardwise.training.step_memory import Measured
@@ -88,13 +96,15 @@ def trained(config, watch=False):
         )
     )
     held = []
+    states = {}  # of each optimizer; Muon has AdamW beside it
 
     def look(optimizer, *_):
+        states[id(optimizer)] = [value for state in optimizer.state.values() for value in state.values()]
         held.append(
             (
                 bytes_held([*model.parameters(), *model.buffers()]),
                 bytes_held([each.grad for each in model.parameters()]),
-                bytes_held([value for state in optimizer.state.values() for value in state.values()]),
+                bytes_held([value for values in states.values() for value in values]),
             )
         )
 
@@ -116,7 +126,7 @@ def trained(config, watch=False):
 
 
 def plan_of(config, **keywords):
-    return shardwise.plan_training(config, device="cpu", **keywords)
+    return plan_training(config, device="cpu", **keywords)
 
 
 def held_in(plan):
@@ -145,7 +155,8 @@ def test_one_process(folder, sections):
     held, peak = trained(config, watch=True)
     plan = plan_of(config, ranks=1)
     assert held_in(plan) == pytest.approx(held, rel=0.05, abs=300)
-    assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+    # Of a model so small most is what a load stages with; here it is about steps.
+    assert max(each.host_bytes for each in plan.phases if each.phase != "load") == pytest.approx(peak, rel=0.05)
 
 
 def on_ranks(folder, cells):
@@ -170,13 +181,17 @@ def test_what_ranks_hold(folder, ranks):
             assert held_in(plan) == pytest.approx(held, rel=0.05, abs=600), sections
 
 
+def passes_in(plan):
+    return max(phase.device_bytes + phase.host_bytes for phase in plan.phases if phase.phase != "load")
+
+
 def test_more_ranks_and_less_trained_take_less(folder):
     two, eight = (plan_of(configured(folder), ranks=ranks) for ranks in (2, 8))
     lora = plan_of(configured(folder, tuning=LORA), ranks=2)
     again = plan_of(configured(folder, sharding={"activation_checkpointing": True}), ranks=2)
-    assert eight.peak_bytes < two.peak_bytes
+    assert held_in(eight) < held_in(two)
     assert held_in(lora)[1:] < held_in(two)[1:]
-    assert again.peak_bytes < two.peak_bytes
+    assert passes_in(again) < passes_in(two)
     assert again.flops > two.flops
     assert len(eight.peaks) == 8
     assert eight.peaks[0].nbytes == eight.peak_bytes
@@ -186,7 +201,7 @@ def test_a_copy_for_checkpoints_is_there_all_the_time(folder):
     plain = plan_of(configured(folder, checkpoints={"every": 1}), ranks=2)
     copied = plan_of(configured(folder, checkpoints={"every": 1, "mode": "asynchronous"}), ranks=2)
     weights, _, state = held_in(plain)
-    assert copied.peak_bytes - plain.peak_bytes == weights + state
+    assert passes_in(copied) - passes_in(plain) == weights + state
 
 
 def test_whole_gradients_stay_between_micro_batches(folder):
@@ -200,13 +215,13 @@ def test_whole_gradients_stay_between_micro_batches(folder):
 
 def test_the_largest_batch_fits_and_the_next_does_not(folder):
     config = configured(folder)
-    room = plan_of(config, ranks=2, memory_bytes=20 << 20).room
+    room = plan_of(config, ranks=2, memory_bytes=40 << 20).room
     assert room is not None
     assert room.largest_batch > ROWS
     assert not room.refusal
     fits = configured(folder, training={"batch_size": room.largest_batch})
     too_large = configured(folder, training={"batch_size": room.largest_batch + 1})
-    assert plan_of(fits, ranks=2).peak_bytes <= 20 << 20 < plan_of(too_large, ranks=2).peak_bytes
+    assert plan_of(fits, ranks=2).peak_bytes <= 40 << 20 < plan_of(too_large, ranks=2).peak_bytes
 
 
 def test_a_batch_that_never_fits_says_by_how_much_and_what_is_largest(folder):
@@ -216,7 +231,7 @@ def test_a_batch_that_never_fits_says_by_how_much_and_what_is_largest(folder):
     least = plan_of(configured(folder, training={"batch_size": 1}), ranks=1).peak_bytes
     assert room.lacking_least_bytes == least - (1 << 20)
     assert "no batch fits into 1.00 MiB: one row lacks" in room.refusal
-    assert "most of it are activations" in room.refusal
+    assert f"most of it are {room.term} (" in room.refusal
 
 
 def test_time_is_told_where_somebody_says_how_fast_it_computes(folder):
@@ -256,6 +271,52 @@ def test_a_model_that_cannot_be_run_without_data_is_named(folder, monkeypatch):
         plan_of(configured(folder), ranks=1)
 
 
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
+def test_what_torch_itself_counts(tmp_path, ranks, precision):
+    """FSDP2 on ranks that are not there, followed by torch's own tracker: without an optimizer, and with one row."""
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    (tracked,) = tracked_by_torch(config, ranks, precision).values()
+    sections = {
+        "training": {"batch_size": 1, "loss_chunk_tokens": None},
+        "sharding": {"precision": precision, "activation_checkpointing": False},
+    }
+    plan = plan_training(configured(str(tmp_path), **sections), ranks=ranks)
+    passes = {each.phase: each.device_bytes - each.device["optimizer state"] for each in plan.phases[1:4]}
+    assert set(passes) == {"forward", "loss", "backward"}
+    assert max(passes.values()) == pytest.approx(tracked["Total"], rel=0.03)
+
+
+def tracked_by_torch(config, ranks, precision):
+    dtype = getattr(torch, precision)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    with fake_rank(0, ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        with FakeTensorMode():
+            model = Qwen3ForCausalLM(config).train()
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            tracker = FSDPMemTracker(model)
+            tracker.track_inputs(())
+            with tracker:
+                ids = torch.zeros((1, TOKENS), dtype=torch.int64)
+                logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+                loss = F.cross_entropy(logits, F.pad(ids[:, 1:], (0, 1)).flatten(), reduction="sum")
+                del logits
+                loss.backward()
+            return tracker.get_tracker_snapshot("peak")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_thousand_ranks_of_a_large_model(monkeypatch):
@@ -284,7 +345,7 @@ def test_a_thousand_ranks_of_a_large_model(monkeypatch):
             "training": {"batch_size": 1},
         }
     )
-    plan = shardwise.plan_training(config, ranks=1024, nodes=128)
+    plan = plan_training(config, ranks=1024, nodes=128)
     assert time.process_time() - seconds[0] < 5
     assert len(plan.peaks) == 1024
     assert 20 << 30 < plan.peak_bytes < 60 << 30

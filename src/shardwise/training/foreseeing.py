@@ -214,7 +214,7 @@ def _room(memory: StepMemory, phases: tuple[PhaseMemory, ...]) -> Room | None:
 def _largest(memory: StepMemory, nbytes: int) -> int:
     """The largest batch that fits: guessed by a line through two, and looked at."""
     fits, fails = 1, _MOST_ROWS + 1
-    two, four = memory.peak(2), memory.peak(4)
+    two, four = memory.passing(2), memory.passing(4)
     slope = max((four - two) / 2, 1)
     guess = int(2 + (nbytes - two) / slope)
     for _ in range(_TRIES):

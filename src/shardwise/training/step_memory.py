@@ -23,6 +23,7 @@ from shardwise.planning.forecasts.training_memory import (
     COPY,
     GRADIENTS,
     OPTIMIZER,
+    PASSES,
     STAGING,
     STEPPING,
     WEIGHTS,
@@ -204,6 +205,11 @@ class StepMemory:
 
     def peak(self, rows: int) -> int:
         return max(phase.bytes_on(self.machines.device) for phase in self.phases(rows))
+
+    def passing(self, rows: int) -> int:
+        """The most of the passes, which is what grows with the rows."""
+        passes = [phase for phase in self.phases(rows) if phase.phase in PASSES]
+        return max(phase.bytes_on(self.machines.device) for phase in passes)
 
     def peaks(self, phases: tuple[PhaseMemory, ...]) -> tuple[RankPeak, ...]:
         """Of each rank: these differ in what the optimizer keeps, which has no padding."""

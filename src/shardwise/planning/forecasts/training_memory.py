@@ -93,7 +93,8 @@ class Standing:
     gathering: int = 0
 
 
-PHASES = ("load", "forward", "loss", "backward", "optimizer", "checkpoint")
+PASSES = ("forward", "loss", "backward")
+PHASES = ("load", *PASSES, "optimizer", "checkpoint")
 
 _PHASE_OF = {
     PassPart.FORWARD: "forward",
