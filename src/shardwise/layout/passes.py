@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 
@@ -33,3 +33,17 @@ class Stretch:
     kept: int
     released: int = 0
     flops: float = 0.0
+
+    def extended(self, other: Stretch, times: float) -> Stretch:
+        """On the line from this one to another, so many times as far as that is."""
+
+        def along(here: float, there: float) -> float:
+            return here + (there - here) * times
+
+        return replace(
+            self,
+            rise=round(along(self.rise, other.rise)),
+            kept=round(along(self.kept, other.kept)),
+            released=round(along(self.released, other.released)),
+            flops=along(self.flops, other.flops),
+        )

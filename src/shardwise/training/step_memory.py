@@ -47,6 +47,12 @@ from shardwise.training.losses import WholeLogits, untried_loss
 from shardwise.training.optimizer_memory import OptimizersMemory
 from shardwise.tuning.modes import AnyTuning
 
+_TRACED_ROWS = 8
+"""Larger batches are not run: a loss in chunks would be run for each of them."""
+
+_LINEAR_TOKENS = 1024
+"""From so many on, two chunks of the logits, all grows in a line."""
+
 _REUSED_BYTES = 256 << 20
 _WINDOW_HALF_BYTES = 16 << 20
 """Of ``execution.moving.group_gather``, by which ranks of one machine gather on its processors."""
@@ -245,6 +251,15 @@ class StepMemory:
         )
 
     def stretches(self, rows: int) -> tuple[Stretch, ...]:
+        """Those of a batch. Of a large one they follow from two smaller ones: bytes grow with the rows in a line."""
+        few = max(2, -(-_LINEAR_TOKENS // self.options.max_length))
+        if rows > max(2 * few, _TRACED_ROWS):
+            one, other = self._traced_at(few), self._traced_at(2 * few)
+            if len(one) == len(other):
+                return tuple(low.extended(high, rows / few - 1) for low, high in zip(one, other, strict=True))
+        return self._traced_at(rows)
+
+    def _traced_at(self, rows: int) -> tuple[Stretch, ...]:
         if rows not in self._traced:
             self._traced[rows] = self._trace(rows)
         return self._traced[rows]
