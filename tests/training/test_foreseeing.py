@@ -224,6 +224,16 @@ def test_the_largest_batch_fits_and_the_next_does_not(folder):
     assert plan_of(fits, ranks=2).peak_bytes <= 40 << 20 < plan_of(too_large, ranks=2).peak_bytes
 
 
+def test_a_large_batch_is_on_the_line_of_smaller_ones(folder):
+    """It is not run: a loss in chunks would be run for each of them. Beside one that is trained, without chunks."""
+    many = configured(folder, training={"batch_size": 60, "loss_chunk_tokens": None})
+    _, peak = trained(many, watch=True)
+    assert plan_of(many, ranks=1).peak_bytes == pytest.approx(peak, rel=0.05)
+    start = time.process_time()
+    plan_of(configured(folder, training={"batch_size": 60_000}), ranks=1)
+    assert time.process_time() - start < 20
+
+
 def test_a_batch_that_never_fits_says_by_how_much_and_what_is_largest(folder):
     room = plan_of(configured(folder), ranks=1, memory_bytes=1 << 20).room
     assert room is not None

@@ -158,7 +158,7 @@ class TrainingPlan:
         if self.room is not None:
             fits = (
                 self.room.refusal
-                or f"largest batch of {in_bytes(self.room.memory_bytes)}: {self.room.largest_batch}"
+                or f"the largest batch for {in_bytes(self.room.memory_bytes)} is {self.room.largest_batch}"
             )
             lines.append(f"  memory      {fits}")
         lines.append(f"  load        {self.load_s:.1f} s at {self.read_bytes_per_s / 1e9:.3g} GB/s of each machine")

@@ -251,7 +251,7 @@ class StepMemory:
         )
 
     def stretches(self, rows: int) -> tuple[Stretch, ...]:
-        """Those of a batch. Of a large one they follow from two smaller ones: bytes grow with the rows in a line."""
+        """Those of a batch. Of a large one they follow from two smaller ones: all grows in a line."""
         few = max(2, -(-_LINEAR_TOKENS // self.options.max_length))
         if rows > max(2 * few, _TRACED_ROWS):
             one, other = self._traced_at(few), self._traced_at(2 * few)
