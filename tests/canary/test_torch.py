@@ -325,7 +325,8 @@ def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
     class Mode(private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))
-            seen.append(private.storage_key(result.untyped_storage()))
+            if isinstance(result, torch.Tensor):
+                seen.append(private.storage_key(result.untyped_storage()))
             return result
 
     gone: list[object] = []
