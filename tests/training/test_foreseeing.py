@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import shardwise
 from shardwise.models.live_bytes import LiveBytes
@@ -157,6 +157,25 @@ def test_one_process(folder, sections):
     assert held_in(plan) == pytest.approx(held, rel=0.05, abs=300)
     # Of a model so small most is what a load stages with; here it is about steps.
     assert max(each.host_bytes for each in plan.phases if each.phase != "load") == pytest.approx(peak, rel=0.05)
+
+
+def test_experts(tmp_path):
+    """Of stacked experts, in float32 as on CPUs; one kind of block stands for all."""
+    config = MixtralConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    experts = configured(str(tmp_path))
+    held, peak = trained(experts, watch=True)
+    plan = plan_of(experts, ranks=1)
+    assert held_in(plan) == pytest.approx(held, rel=0.05, abs=300)
+    assert passes_in(plan) == pytest.approx(peak, rel=0.1)
 
 
 def on_ranks(folder, cells):
