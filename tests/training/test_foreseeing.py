@@ -303,7 +303,7 @@ def test_a_model_that_cannot_be_run_without_data_is_named(folder, monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
 def test_what_torch_itself_counts(tmp_path, ranks, precision):
-    """FSDP2 on ranks that are not there, followed by torch's own tracker: without an optimizer, and with one row."""
+    """FSDP2 on ranks that are not there, seen by torch's own tracker: without an optimizer, and with one row."""
     config = Qwen3Config(
         vocab_size=512,
         hidden_size=128,
