@@ -6,6 +6,7 @@ import gc
 import runpy
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -315,3 +316,28 @@ def test_a_name_that_is_gone_is_one_error_at_import(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(dist.distributed_c10d, "_get_object_coll_device")
     with pytest.raises(shardwise.ConfigError, match="has no attribute '_get_object_coll_device'"):
         runpy.run_path(private.__file__)
+
+
+def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
+    """Of tensors without data, too: by their storages' keys, and by what is told when these go."""
+    seen: list[int] = []
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                seen.append(private.storage_key(result.untyped_storage()))
+            return result
+
+    gone: list[object] = []
+    with private.FakeTensorMode(), Mode():
+        made = torch.ones(3, 4)
+        view = made.view(12)
+        other = made + 1
+    assert len(seen) == 3
+    assert seen[0] == seen[1] != seen[2]
+    assert other.untyped_storage().nbytes() == 48
+    kept = weakref.ref(other.untyped_storage(), gone.append)
+    del view, other
+    gc.collect()
+    assert gone == [kept]

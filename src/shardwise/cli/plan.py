@@ -1,17 +1,25 @@
-"""``shardwise plan``: what a load will take on every rank, from the headers alone."""
+"""``shardwise plan``: what a load, or a whole training, will take on every rank, from the headers alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.storage.hub import HubOptions
 
+if TYPE_CHECKING:
+    from shardwise.engines.forecasting import PlanOptions
+    from shardwise.report.forecast import Forecast
+    from shardwise.report.training_plan import TrainingPlan
+
 
 @click.command("plan")
 @click.argument("model")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--ranks", required=True, type=click.IntRange(1), help="Processes the model will be loaded on.")
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(1), help="Machines they will run on.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, ...")
@@ -44,6 +52,11 @@ from shardwise.storage.hub import HubOptions
     type=click.IntRange(1),
     help="Of all tenants, on one rank, padding included.  [default: 4096]",
 )
+@click.option("--batch", type=click.IntRange(1), metavar="ROWS", help="Of a training: rows of a forward pass.")
+@click.option("--seq", type=click.IntRange(2), metavar="TOKENS", help="Of a training: tokens of a row.")
+@click.option("--memory", metavar="SIZE", help="Of each rank, as in 24GiB: tells the largest batch that fits.")
+@click.option("--tflops", type=click.FloatRange(0, min_open=True), help="TFLOP/s that a rank computes at.")
+@click.option("--read-rate", metavar="SIZE", help="What a machine reads in a second, as in 2GB; or measured.")
 @click.option("--resize-vocab", type=click.IntRange(1), help="Tokens the model is to have.")
 @click.option("--budget-bytes", type=click.IntRange(4096), help="Host memory for staging.  [default: 256 MiB]")
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
@@ -51,6 +64,7 @@ from shardwise.storage.hub import HubOptions
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def plan_command(
     model: str,
+    overrides: Sequence[str],
     *,
     ranks: int,
     nodes: int,
@@ -64,6 +78,11 @@ def plan_command(
     tenants: int | None,
     rank: int | None,
     tokens_per_pass: int | None,
+    batch: int | None,
+    seq: int | None,
+    memory: str | None,
+    tflops: float | None,
+    read_rate: str | None,
     resize_vocab: int | None,
     budget_bytes: int | None,
     revision: str | None,
@@ -75,14 +94,21 @@ def plan_command(
     MODEL is a folder, the name of a repository that is in the cache of the Hugging Face hub, or a URL. Only its
     config and the headers of its files are read, nothing is downloaded, and no process is started. Exits with 2
     when the model cannot be loaded so.
+
+    Where MODEL is the YAML file of a training, as of ``shardwise train``, with KEY=VALUE overrides, or where
+    --batch and --seq are given, it tells what the whole training takes, and exits with 2 where that does not fit
+    into --memory.
     """
     from shardwise.cli.launch import fail
-    from shardwise.engines.forecasting import PlanOptions, sharding_named
+    from shardwise.engines.forecasting import sharding_named
     from shardwise.engines.tenant_forecasts import tenants_named
     from shardwise.engines.tuning_arguments import tuning_named
     from shardwise.verbs.plan import plan
 
+    made: Forecast | TrainingPlan
     try:
+        place: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "device": device}
+        about = _about_training(memory, tflops, read_rate)
         options: PlanOptions = {
             "dtype": dtype,
             "nodes": nodes,
@@ -105,10 +131,92 @@ def plan_command(
             options["resize_vocab"] = resize_vocab
         if budget_bytes is not None:
             options["budget_bytes"] = budget_bytes
-        forecast = plan(model, ranks=ranks, **options)
+        if model.endswith((".yaml", ".yml")):
+            _require_unsaid({"--batch": batch, "--seq": seq, "--tuning": tuning, "--tenants": tenants})
+            made = _of_config(model, overrides, place, about)
+        elif overrides:
+            raise ConfigError(f"{overrides[0]!r}: overrides are of a training's configuration; give its .yaml file")
+        elif batch is not None or seq is not None:
+            _require_unsaid({"--tenants": tenants})
+            made = _of_step(model, batch or 1, seq, options, place, about)
+        elif about:
+            raise ConfigError("--memory, --tflops and --read-rate are of a training; give --seq (and --batch), too")
+        else:
+            made = plan(model, ranks=ranks, **options)
     except ShardwiseError as error:
         fail(error)
-    click.echo(json.dumps(forecast.to_dict(), indent=2) if as_json else str(forecast))
+    click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
+    refusal = getattr(getattr(made, "room", None), "refusal", "")
+    if refusal:
+        fail(ConfigError(refusal))
+
+
+def _about_training(memory: str | None, tflops: float | None, read_rate: str | None) -> dict[str, Any]:
+    """What has been said of the machines that a training is to run on."""
+    from shardwise.engines.save_options import in_bytes_of
+
+    said: dict[str, Any] = {}
+    for option, name, text in (
+        ("--memory", "memory_bytes", memory),
+        ("--read-rate", "read_bytes_per_s", read_rate),
+    ):
+        if text == "measured" and name == "read_bytes_per_s":
+            from shardwise.training.step_memory import Measured
+
+            said[name] = Measured()
+        elif text is not None:
+            try:
+                said[name] = in_bytes_of(text)
+            except ConfigError as error:
+                raise ConfigError(f"{option}: {error}") from error
+    if tflops is not None:
+        said["flops_per_s"] = tflops * 1e12
+    return said
+
+
+def _require_unsaid(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{name} is not for this plan: the configuration or the other options say it")
+
+
+def _of_config(
+    file: str, overrides: Sequence[str], place: Mapping[str, Any], about: Mapping[str, Any]
+) -> Forecast | TrainingPlan:
+    """The plan of a training, or of the tenants, that a file describes."""
+    try:
+        from shardwise.tenants.config import is_of_many, tenants_of
+        from shardwise.training.config import config_of, read_values
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"configurations are read by {error.name}, which is not installed; pip install 'shardwise[train]'"
+        ) from error
+    from shardwise.tenants.foreseeing import plan_tenants
+    from shardwise.training.foreseeing import plan_training
+
+    values, told = read_values(file, overrides)
+    if not is_of_many(values):
+        return plan_training(config_of(values, told), **place, **about)
+    if about:
+        raise ConfigError(f"{told}: --memory, --tflops and --read-rate are of one training, not of tenants")
+    return plan_tenants(tenants_of(values, told), **place)
+
+
+def _of_step(
+    model: str,
+    rows: int,
+    tokens: int | None,
+    options: PlanOptions,
+    place: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> TrainingPlan:
+    """The plan of a training that options describe."""
+    from shardwise.training.foreseeing import StepAsked, foresee_step
+    from shardwise.training.step_memory import Machines
+
+    if tokens is None:
+        raise ConfigError("--batch is of a training; give --seq, the tokens of a row, too")
+    return foresee_step(model, StepAsked(rows, tokens), options, Machines(**place, **about))
 
 
 def parse_mesh(text: str) -> dict[str, int]:

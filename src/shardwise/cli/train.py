@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
     from shardwise.training.config_sections import TrainConfig
+    from shardwise.training.memory_facts import MemoryFacts
     from shardwise.training.pushing import Pushed
     from shardwise.training.report import TrainReport
 
@@ -83,6 +84,8 @@ class TrainOutcome:
     saved: SaveReport | None
     pushed: Pushed | None = None
     """None where nothing was to be."""
+    memory: MemoryFacts | None = None
+    """Of the first rank alone."""
 
     @property
     def exit_code(self) -> int:
@@ -97,6 +100,7 @@ class TrainOutcome:
             "train": self.trained.to_dict(),
             "save": self.saved.to_dict() if self.saved else None,
             "push": self.pushed.to_dict() if self.pushed else None,
+            "memory": self.memory.to_dict() if self.memory else None,
         }
 
 
@@ -187,9 +191,11 @@ def cache_root(environment: Mapping[str, str]) -> Path:
 
 def train_on_rank(request: TrainRequest) -> TrainOutcome:
     """What every rank does; the first one tells. Collective: yes."""
+    from shardwise.training.memory_facts import memory_before, memory_facts
     from shardwise.training.session import Session
     from shardwise.training.stopping import stopping_on_signals
 
+    before = memory_before()
     with (
         stopping_on_signals() as stop,
         curves_of(os.environ) as curves,
@@ -208,7 +214,9 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
         saved = None if trained.is_stopped else session.save_last()
         pushed = None if trained.is_stopped else session.push()
         log.say_end(observer, curves)
-    return TrainOutcome(session.loaded, trained, saved, pushed)
+    is_told = session.rank == 0 and not trained.is_stopped
+    memory = memory_facts(session, trained, before) if is_told else None
+    return TrainOutcome(session.loaded, trained, saved, pushed, memory)
 
 
 def _print_summary(outcome: TrainOutcome, directory: str) -> None:
@@ -224,6 +232,8 @@ def _print_summary(outcome: TrainOutcome, directory: str) -> None:
         )
     else:
         click.echo(f"nothing was left to train after step {report.last_step}")
+    if outcome.memory is not None:
+        click.echo(f"  {outcome.memory}")
     if outcome.saved is None:
         click.echo(f"stopped after step {report.last_step}; the same command goes on from there")
     else:

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,27 @@ class PlanOptions(FilledOptions, total=False):
     tokens_per_pass: int
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What a forecast was made of: the model on meta, as it would be sharded, and the layout of all ranks."""
+
+    forecast: Forecast
+    tuned: Tuned
+    world: WorldLayout
+    policy: ReadPolicy
+
+
 def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Forecast:
     """The forecast of a checkpoint, of which configs and headers are read. Collective: no.
+
+    Raises:
+        as of :func:`foreseen_of`.
+    """
+    return foreseen_of(name_or_path, ranks, options).forecast
+
+
+def foreseen_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanOptions) -> Foreseen:
+    """The forecast of a checkpoint, and what it was made of; configs and headers are read. Collective: no.
 
     Raises:
         ConfigError, CoverageError, FormatError, PlacementError, StorageError: as of
@@ -128,7 +147,7 @@ def forecast_of(name_or_path: str | os.PathLike[str], ranks: int, options: PlanO
         )
         stack.enter_context(torch.device("cpu"))
         index = as_the_model_has_it(reader, index)
-        return forecast(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
+        return foreseen(folder, config, index, mesh, options.get("read_policy") or reader.policy, options)
 
 
 def forecast(
@@ -140,6 +159,18 @@ def forecast(
     options: PlanOptions,
 ) -> Forecast:
     """The forecast of a checkpoint whose headers have been read."""
+    return foreseen(directory, config, index, mesh, policy, options).forecast
+
+
+def foreseen(
+    directory: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    mesh: MeshShape,
+    policy: ReadPolicy,
+    options: PlanOptions,
+) -> Foreseen:
+    """The same, with what it was made of."""
     built = outline(directory, config, index, options, resizing(options))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
@@ -198,7 +229,7 @@ def forecast(
     ]
     if made.held_imbalance > MAX_PADDING:
         notes += uneven_tensors(world, MAX_PADDING)
-    return replace(made, notes=(*notes, *_about_short_reads(made)))
+    return Foreseen(replace(made, notes=(*notes, *_about_short_reads(made))), tuned, world, policy)
 
 
 def _bank(

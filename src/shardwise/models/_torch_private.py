@@ -8,7 +8,8 @@ find a parameter's padded storage and to hand it a materialised one), and, befor
 pass that has been broken off; and the placements' ``_split_tensor`` (to learn which indices a rank holds, also of
 ``_StridedShard``); hooks on gradients; arithmetic on lists of tensors; fake tensors (to write a file with room for
 bytes that come later); where a chunk lies in a distributed checkpoint; whether gradients were given a dtype; trees
-of Python's containers; and the classes that torch's two ``replicate()`` put in front.
+of Python's containers; modes that see every operation, and what identifies a storage; and the classes that torch's
+two ``replicate()`` put in front.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ with KnownNames("torch", "2.11 to 2.15"):
     from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
     for _owner, _names in (
@@ -58,7 +60,7 @@ with KnownNames("torch", "2.11 to 2.15"):
         for _name in _names:
             getattr(_owner, _name)
 
-__all__ = ["tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map", "tree_map_only"]
 
 SHARDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether ``fully_shard`` takes parameters of integers. In 2.11 it asks gradients of every shard for a moment."""
@@ -191,6 +193,12 @@ def writes_to(tensor: torch.Tensor) -> int:
 def without_data(kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """An instance of a tensor subclass that has a shape and a dtype, but no memory."""
     return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for every Python object of one storage, as long as it lives."""
+    key: int = storage._cdata
+    return key
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

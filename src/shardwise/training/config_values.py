@@ -54,7 +54,7 @@ from shardwise.training.evaluation_rows import EndEarly, ToItsEnd, TrainingEnd
 from shardwise.training.layouts import RowWords
 from shardwise.training.losses import ChunkedLogits, WholeLogits
 from shardwise.training.often import EachEpoch, Every
-from shardwise.training.options import TrainOptions
+from shardwise.training.options import Precision, TrainOptions
 from shardwise.training.prepare import mixed_precision
 from shardwise.training.row_files import ByContent, ByStat
 from shardwise.training.sources import DataName
@@ -69,16 +69,22 @@ def resolved(config: TrainConfig, device: torch.device) -> TrainConfig:
 
     Collective: yes, over the default process group: accelerators of all ranks count.
     """
-    section, is_accelerator = config.sharding, device.type != "cpu"
-    decided: dict[str, object] = {}
+    is_accelerator = device.type != "cpu"
+    can = False
+    if config.sharding.precision == "auto":
+        own = is_accelerator and (device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False))
+        can = World.current().all_reduce(lambda: own, all)
+    return decided(config, "bfloat16" if can else "float32", is_accelerator=is_accelerator)
+
+
+def decided(config: TrainConfig, precision: Precision, *, is_accelerator: bool) -> TrainConfig:
+    """A configuration with what is ``auto`` in ``sharding`` decided; the precision, where it is."""
+    section, found = config.sharding, dict[str, object]()
     if section.precision == "auto":
-        can = is_accelerator and (device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False))
-        decided["precision"] = "bfloat16" if World.current().all_reduce(lambda: can, all) else "float32"
+        found["precision"] = precision
     if section.activation_checkpointing == "auto":
-        decided["activation_checkpointing"] = is_accelerator
-    if not decided:
-        return config
-    return config.model_copy(update={"sharding": section.model_copy(update=decided)})
+        found["activation_checkpointing"] = is_accelerator
+    return config.model_copy(update={"sharding": section.model_copy(update=found)}) if found else config
 
 
 def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
@@ -94,8 +100,13 @@ def sharding_of(section: ShardingSection, options: TrainOptions) -> Sharding:
             "sharding.offload='cpu': one process without a process group is not sharded, so there is no offload; "
             "start it by torchrun, or with --nproc-per-node 2 or more"
         )
+    return sharding_on(section, options, _mesh_of(section))
+
+
+def sharding_on(section: ShardingSection, options: TrainOptions, mesh: DeviceMesh | None) -> Sharding:
+    """The same on a mesh, or, where there are no ranks yet, without. Collective: no."""
     return Sharding(
-        mesh=_mesh_of(section),
+        mesh=mesh,
         wrap=_wrap_of(section),
         mp_policy=mixed_precision(options, getattr(torch, section.reduce_dtype)),
         offload_policy=(

@@ -132,6 +132,14 @@ def prepare_loss(
     return PreparedLoss(chunked)
 
 
+def untried_loss(model: nn.Module, choice: LossChoice) -> Loss:
+    """The loss that :func:`prepare_loss` would find, if nothing is wrong with it: for passes without numbers."""
+    head = _head_of(model) if isinstance(choice, ChunkedLogits) else None
+    if not isinstance(choice, ChunkedLogits):
+        return choice
+    return WholeLogits() if head is None else LossInChunks(head, choice.tokens)
+
+
 def _why_not(model: nn.Module, head: Head, computing: Callable[[], AbstractContextManager[object]]) -> str:
     """Why a model's loss cannot be taken in chunks; nothing where it can."""
     words = min(_TRIED_TOKENS, model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]

@@ -1,0 +1,398 @@
+"""What a step keeps for its backward pass, found by running it on tensors without data.
+
+[Note: Traced activations] What a block saves depends on what is trained in it, on what its input needs, on how
+attention is computed, on what is computed again, and on code of others. So it is not listed but run: one forward
+and backward pass on fake tensors (shapes and dtypes, no memory), during which each storage that comes and goes is
+counted. The passes are cut into *stretches* where groups of FSDP2 and blocks begin and end; in each, what matters
+is how far memory rises and what is left. Blocks that are alike (same modules, shapes, dtypes, plain attributes,
+trained or not, and with or without something trained before them) are run once, and their stretches stand for all
+of them.
+
+Memory that a kernel takes for itself is not seen. Fake tensors are on the CPU, whatever the device: attention
+then is what keeps its inputs, its output and a sum for each row, as flash attention does elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.layout import PassPart, Stretch
+from shardwise.models._torch_private import (
+    FakeTensorMode,
+    buffers_of,
+    parameters_of,
+    tree_leaves,
+    tree_map_only,
+    walk,
+)
+from shardwise.models.blocks import Recomputed
+from shardwise.models.live_bytes import LiveBytes
+
+
+class TracedModel:
+    """A model whose tensors have no data, and which can be run. It is changed for good: it was on meta.
+
+    Args:
+        model: on meta, as it is trained; with what is put around it (PEFT's model, say).
+        base: what is sharded of it; names of groups and blocks are those in it.
+        groups: for each group of FSDP2 the names of its modules, the root's ("",) last.
+        blocks: names of the repeated blocks.
+        computed_in: the dtype that groups are gathered in; None for each parameter's own.
+        whole: parameters that are in no group, and keep their dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        groups: Sequence[tuple[str, ...]],
+        blocks: Sequence[str],
+        computed_in: torch.dtype | None,
+        whole: frozenset[nn.Parameter] = frozenset(),
+    ) -> None:
+        self.model = model
+        self.base = base
+        self.groups = groups
+        self.blocks = blocks
+        self.mode = FakeTensorMode()
+        with self.mode:
+            _without_memory(model, computed_in, whole)
+        self.kinds = _kinds_of(base, blocks)
+
+    def trace(self, loss_of: Callable[[], torch.Tensor]) -> tuple[Stretch, ...]:
+        """The stretches of one forward and one backward pass of all blocks, in their order.
+
+        ``loss_of`` runs the model on a batch that it makes itself; the loss it returns is 0-d.
+
+        Raises:
+            whatever the model raises where it cannot be run without data.
+        """
+        first_of = {kind: index for index, kind in reversed([*enumerate(self.kinds)])}
+        chosen = sorted(first_of.values())
+        lists = _lists_of(self.base, self.blocks)
+        if lists and len(chosen) < len(self.blocks):
+            # A model that cannot do with some of its blocks is run as a whole.
+            with contextlib.suppress(Exception), _only(self.base, self.blocks, chosen):
+                found = self._run(loss_of, chosen)
+                return _repeated(found, [first_of[kind] for kind in self.kinds], self.groups, self.blocks)
+        return self._run(loss_of, range(len(self.blocks)))
+
+    def _run(self, loss_of: Callable[[], torch.Tensor], present: Sequence[int]) -> tuple[Stretch, ...]:
+        names = {self.blocks[index]: index for index in present}
+        watch = LiveBytes((*self.model.parameters(), *self.model.buffers()))
+        passes = _Passes(watch, self.base, self.groups, names)
+        try:
+            with self.mode, watch:
+                loss = loss_of()
+                passes.turn()
+                loss.backward()
+                passes.end()
+        finally:
+            passes.remove()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return tuple(passes.stretches)
+
+
+class _Passes:
+    """Cuts the passes into stretches, as hooks on groups and blocks tell where these begin and end."""
+
+    def __init__(
+        self, watch: LiveBytes, base: nn.Module, groups: Sequence[tuple[str, ...]], blocks: Mapping[str, int]
+    ) -> None:
+        self.watch = watch
+        self.stretches: list[Stretch] = []
+        self.root = len(groups) - 1
+        self.way = PassPart.FORWARD
+        self.block = -1
+        self.is_back = False
+        self._opens: tuple[int, ...] = (self.root,)
+        self._start = self._flops = 0.0
+        self._open_back: set[tuple[int, int]] = set()
+        self._closed_back: set[int] = set()
+        self._handles: list[Any] = []
+        group_of = {name: index for index, names in enumerate(groups) for name in names}
+        modules = dict(walk(base))
+        self._members = [len(names) for names in groups]
+        self._entered: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._own: list[list[nn.Parameter]] = [[] for _ in groups]
+        for name, module in modules.items():
+            owner = _owner(name, group_of)
+            self._own[group_of.get(owner, self.root)] += [
+                p for p in parameters_of(module).values() if p is not None
+            ]
+        for name, module in modules.items():
+            group, block = group_of.get(name, self.root), blocks.get(name, -1)
+            if name and (group != self.root or block >= 0):
+                self._watch(module, group, block)
+        self._begin()
+
+    def _watch(self, module: nn.Module, group: int, block: int) -> None:
+        unit = (group, block)
+
+        def before(_: nn.Module, args: Any, keywords: Any) -> Any:
+            if self.is_back:
+                return None
+            count = self._entered[group] = self._entered.get(group, 0) + 1
+            self._cut(opens=(group,) if group != self.root and count == 1 else ())
+            if block >= 0:
+                self.block, self.way = block, PassPart.FORWARD
+            inputs = [leaf for leaf in tree_leaves((args, keywords)) if _needs_gradient(leaf)]
+            if not inputs:
+                return None
+            outputs: Any = _Left.apply(lambda: self._leave(unit), *inputs)  # type: ignore[no-untyped-call]
+            after = {id(old): new for old, new in zip(inputs, outputs, strict=True)}
+            return tree_map_only(torch.Tensor, lambda leaf: after.get(id(leaf), leaf), (args, keywords))
+
+        def behind(_: nn.Module, __: Any, output: Any) -> None:
+            if self.is_back:
+                return
+            count = self._left[group] = self._left.get(group, 0) + 1
+            self._cut(closes=(group,) if group != self.root and count == self._members[group] else ())
+            if block >= 0:
+                self.block, self.way = -1, PassPart.LOSS
+            for leaf in tree_leaves(output):
+                if _needs_gradient(leaf):
+                    leaf.register_hook(lambda gradient: self._enter(unit))
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(behind))
+
+    def turn(self) -> None:
+        """The forward pass is over."""
+        self._cut(opens=(self.root,))
+        self.is_back, self.way, self.block = True, PassPart.LOSS_BACKWARD, -1
+
+    def end(self) -> None:
+        """The backward pass is over: groups whose input needs no gradient end here, the root's last."""
+        entered = {group for group, _ in self._open_back} | {self.root}
+        self._cut(closes=tuple(sorted(entered - self._closed_back)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, unit: tuple[int, int]) -> None:
+        if unit in self._open_back:
+            return
+        group, block = unit
+        is_new = group != self.root and all(group != other for other, _ in self._open_back)
+        self._open_back.add(unit)
+        self._cut(opens=(group,) if is_new else ())
+        if block >= 0:
+            self.block, self.way = block, PassPart.BACKWARD
+
+    def _leave(self, unit: tuple[int, int]) -> None:
+        group, block = unit
+        is_over = group != self.root and self._members[group] == 1 and group not in self._closed_back
+        self._cut(closes=(group,) if is_over else ())
+        if block >= 0:
+            self.block = -1
+
+    def _cut(self, closes: tuple[int, ...] = (), opens: tuple[int, ...] = ()) -> None:
+        """End a stretch, and begin another."""
+        watch = self.watch
+        start = int(self._start)
+        kept = watch.live - start
+        released = 0
+        if self.is_back:
+            self._closed_back |= set(closes)
+            released = sum(self._forget_gradients(group) for group in closes)
+        self.stretches.append(
+            Stretch(
+                way=self.way,
+                block=self.block,
+                opens=self._opens,
+                closes=closes,
+                rise=watch.peak - start,
+                kept=kept,
+                released=released,
+                flops=watch.flops - self._flops,
+            )
+        )
+        self._opens = opens
+        self._begin()
+
+    def _begin(self) -> None:
+        self._start = self.watch.peak = self.watch.live
+        self._flops = self.watch.flops
+
+    def _forget_gradients(self, group: int) -> int:
+        """As they are dealt to their shards; bytes."""
+        before = self.watch.live
+        for parameter in self._own[group]:
+            parameter.grad = None
+        return before - self.watch.live
+
+
+class _Left(torch.autograd.Function):
+    """Tells when all gradients of a module's inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.tell = tell
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.tell()
+        return (None, *gradients)
+
+
+def _needs_gradient(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _owner(name: str, groups: Mapping[str, int]) -> str:
+    """The innermost group that a module is in."""
+    while name and name not in groups:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _without_memory(model: nn.Module, dtype: torch.dtype | None, whole: frozenset[nn.Parameter]) -> None:
+    """Put fake tensors on the CPU in the place of those on meta, tied ones still tied."""
+    made: dict[int, torch.Tensor] = {}
+    for _, module in walk(model):
+        for registry in (parameters_of(module), buffers_of(module)):
+            for name, tensor in registry.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _fake(tensor, None if tensor in whole else dtype)
+                registry[name] = made[id(tensor)]
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    kept = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+    empty = torch.empty(tensor.shape, dtype=kept, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+
+
+# ── blocks that are alike ─────────────────────────────────────────────────────────────────────────
+
+
+def _kinds_of(base: nn.Module, blocks: Sequence[str]) -> list[object]:
+    """Of each block what tells it from others."""
+    words = getattr(base, "get_input_embeddings", lambda: None)()
+    is_trained_before = isinstance(words, nn.Module) and any(p.requires_grad for p in words.parameters())
+    kinds: list[object] = []
+    for name in blocks:
+        block = base.get_submodule(name)
+        kinds.append((_look_of(block), is_trained_before))
+        is_trained_before = is_trained_before or any(p.requires_grad for p in block.parameters())
+    return kinds
+
+
+def _look_of(block: nn.Module) -> object:
+    """Modules, what is registered in them, and their plain attributes, but for those that number them."""
+    return (
+        isinstance(vars(block).get("forward"), Recomputed),
+        tuple(
+            (
+                name,
+                type(module),
+                tuple((key, value) for key, value in vars(module).items() if _is_telling(key, value)),
+                tuple(
+                    (key, tuple(value.shape), value.dtype, value.requires_grad)
+                    for registry in (parameters_of(module), buffers_of(module))
+                    for key, value in registry.items()
+                    if value is not None
+                ),
+            )
+            for name, module in walk(block)
+        ),
+    )
+
+
+def _is_telling(key: str, value: object) -> bool:
+    return (
+        isinstance(value, int | float | str)
+        and not key.startswith("_")
+        and not any(word in key for word in ("idx", "index", "layer_id", "layer_number", "name"))
+    )
+
+
+def _lists_of(base: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """The one list that has all blocks and nothing else; none where there is no such."""
+    parents = {name.rpartition(".")[0] for name in blocks}
+    if len(parents) != 1:
+        return []
+    [parent] = parents
+    found = base.get_submodule(parent)
+    return [parent] if isinstance(found, nn.ModuleList) and len(found) == len(blocks) else []
+
+
+@contextlib.contextmanager
+def _only(base: nn.Module, blocks: Sequence[str], chosen: Sequence[int]) -> Iterator[None]:
+    """For a while the list of blocks has some of them, under their own names, and configs tell of these."""
+    [parent] = _lists_of(base, blocks)
+    members = base.get_submodule(parent)._modules
+    before = dict(members)
+    configs = {id(config): config for module in base.modules() if (config := getattr(module, "config", None))}
+    types = {
+        key: list(config.layer_types)
+        for key, config in configs.items()
+        if len(getattr(config, "layer_types", None) or ()) == len(blocks)
+    }
+    kept = [before[str(index)] for index in chosen]
+    members.clear()
+    members.update({str(place): module for place, module in enumerate(kept)})
+    for key, found in types.items():
+        configs[key].layer_types = [found[index] for index in chosen]
+    try:
+        yield
+    finally:
+        members.clear()
+        members.update(before)
+        for key, found in types.items():
+            configs[key].layer_types = found
+
+
+def _repeated(
+    found: Sequence[Stretch], stands_for: Sequence[int], groups: Sequence[tuple[str, ...]], blocks: Sequence[str]
+) -> tuple[Stretch, ...]:
+    """The stretches of all blocks, of which ``found`` has some: block ``i`` is as ``stands_for[i]``."""
+    of_block: dict[tuple[bool, int], list[Stretch]] = {}
+    first: dict[bool, int] = {}
+    others: dict[bool, list[tuple[int, Stretch]]] = {False: [], True: []}
+    for place, stretch in enumerate(found):
+        is_back = stretch.way in (PassPart.BACKWARD, PassPart.LOSS_BACKWARD)
+        if stretch.block < 0:
+            others[is_back].append((place, stretch))
+        else:
+            first.setdefault(is_back, place)
+            of_block.setdefault((is_back, stretch.block), []).append(stretch)
+    number = {names: index for index, names in enumerate(groups)}
+
+    def renamed(stretch: Stretch, block: int) -> Stretch:
+        def other(index: int) -> int:
+            source, target = blocks[stretch.block], blocks[block]
+            names = tuple(
+                target + name[len(source) :] if name == source or name.startswith(f"{source}.") else name
+                for name in groups[index]
+            )
+            return number.get(names, index)
+
+        return replace(
+            stretch, block=block, opens=tuple(map(other, stretch.opens)), closes=tuple(map(other, stretch.closes))
+        )
+
+    made: list[Stretch] = []
+    for is_back in (False, True):
+        begin = first.get(is_back, math.inf)
+        made += [stretch for place, stretch in others[is_back] if place < begin]
+        order = range(len(blocks))
+        for block in reversed(order) if is_back else order:
+            made += [renamed(each, block) for each in of_block.get((is_back, stands_for[block]), ())]
+        made += [stretch for place, stretch in others[is_back] if place >= begin]
+    return tuple(made)
