@@ -17,7 +17,6 @@ from shardwise.conversion.packed import nested_as_stored, packed, stored_form
 from shardwise.errors import ConfigError
 from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bit_experts import (
-    ExpertsInFourBits,
     are_experts_in_four_bits,
     put_experts_into_four_bits,
     scales_of,
@@ -35,6 +34,7 @@ from shardwise.models.four_bit_linear import (
     put_into_four_bits,
     why_it_stays,
 )
+from shardwise.models.four_bit_product import Packing
 from shardwise.models.modules import original_class, parameters_of, walk
 from shardwise.models.quantization import FourBit, of_form, to_transformers
 from shardwise.report.names import collapse
@@ -204,39 +204,44 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
 
 def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
     """What a checkpoint offers for a model, with the weights of layers in four bits packed while they are read."""
-    offers = dict(bindings.offers)
+    offers, own = dict(bindings.offers), set[str]()
     for name, module in walk(model):
+        prefix = f"{name}." if name else ""
         if are_experts_in_four_bits(module):
-            offers |= _experts_offered(name, module, offers)
+            for local, packing in module.packings.items():
+                if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
+                    own.add(f"{prefix}{scales_of(local)}")
+                else:
+                    offers |= _experts_offered(f"{prefix}{local}", packing, claims)
         if not is_in_four_bits(module):
             continue
-        weight = f"{name}.{WEIGHT}" if name else WEIGHT
+        weight = f"{prefix}{WEIGHT}"
         claims = offers.get(weight, ())
-        if all(item.dtype is DType.U8 and item.shape == tuple(module.weight.shape) for item in claims):
-            continue  # the model's own tensors, as InternalNames() have them
-        prefix = f"{name}." if name else ""
+        if _are_packed(module, WEIGHT, claims):
+            own |= {f"{prefix}{local}" for local in (SCALES, NESTED, OFFSET)}
+            continue
         found = [_kept(module, expression, weight) for expression in claims]
         offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
         if module.is_nested and SCALES not in found[0]:
             module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
-    return replace(bindings, offers=offers)
+    taken = own.intersection(bindings.strays)
+    unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
+    return replace(
+        bindings, offers=offers | {name: (bindings.strays[name],) for name in taken}, unmatched=unmatched
+    )
 
 
-def _experts_offered(
-    name: str, module: ExpertsInFourBits, offers: Mapping[str, tuple[Expression, ...]]
-) -> dict[str, tuple[Expression, ...]]:
-    """What is offered for the experts of a module, packed and scales, by FQN."""
-    found: dict[str, tuple[Expression, ...]] = {}
-    for local, packing in module.packings.items():
-        fqn, shape = f"{name}.{local}", tuple(module.get_parameter(local).shape)
-        claims = offers.get(fqn, ())
-        if all(item.dtype is DType.U8 and item.shape == shape for item in claims):
-            continue  # the model's own tensors, as InternalNames() have them
-        rounds_to = from_torch(packing.dtype, fqn)
-        both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in claims]
-        found[fqn] = tuple(weight for weight, _ in both)
-        found[f"{name}.{scales_of(local)}"] = tuple(scales for _, scales in both)
-    return found
+def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
+    """Whether what is stored are the model's own bytes, as ``InternalNames()`` have them."""
+    shape = tuple(module.get_parameter(local).shape)
+    return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
+
+
+def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
+    """What is offered for a stack of weights, packed and scales, by FQN."""
+    rounds_to = from_torch(packing.dtype, fqn)
+    both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in claims]
+    return {fqn: tuple(weight for weight, _ in both), scales_of(fqn): tuple(scales for _, scales in both)}
 
 
 def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, reshape
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bit_experts import are_experts_in_four_bits
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
@@ -35,12 +37,19 @@ QUANT_STATE = "quant_state.bitsandbytes__"
 
 
 def has_four_bits(model: nn.Module) -> bool:
-    """Whether any layer of a model is in four bits."""
-    return any(is_in_four_bits(module) for module in modules_in(model))
+    """Whether any layer of a model is in four bits, or any of its experts."""
+    return any(is_in_four_bits(module) or are_experts_in_four_bits(module) for module in modules_in(model))
 
 
 def held_in_files(held: Sequence[Held]) -> list[Held]:
-    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing."""
+    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing.
+
+    Raises:
+        ConfigError: experts are in four bits.
+    """
+    _refuse_experts(
+        held, "files of bitsandbytes have no form for them; pass names=InternalNames(), which is loaded"
+    )
     found: list[Held] = []
     for item in held:
         slot = item.slots[0]
@@ -55,6 +64,15 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
         elif slot.name == NESTED:
             found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
     return found
+
+
+def _refuse_experts(held: Sequence[Held], why: str) -> None:
+    for slot in (item.slots[0] for item in held):
+        if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+            raise ConfigError(
+                f"{slot.fqn}: its experts are in four bits, and {why} "
+                'with quantization=Nf4(), or leave experts as they are: quantization=Nf4(stay=("experts",))'
+            )
 
 
 def _constants(layer: Any, weight: Held) -> Iterator[Held]:
@@ -106,7 +124,11 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
     """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
 
     Boxes are of rows.
+
+    Raises:
+        ConfigError: experts are in four bits.
     """
+    _refuse_experts(held, "they are not merged; merge the adapter's files with shardwise.merge_adapter, or load")
     layers = {item.fqn: item.slots[0] for item in held if is_in_four_bits(item.slots[0].module)}
     tensors: list[TensorLayout] = []
     for tensor in layout.tensors:
@@ -122,11 +144,12 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
 
 
 def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
-    """Outputs with weights (n, 1), and scales (n,)."""
+    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are."""
+    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{WEIGHT}.{ABSMAX}"}
     four_bit = {
         item.fqn: item.slots[0].name
         for item in held
-        if is_in_four_bits(item.slots[0].module) and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
+        if item.slots[0].module in layers and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
     }
     found: dict[str, Output] = {}
     for key, output in outputs.items():
