@@ -28,7 +28,12 @@ def adamw(own: Any) -> torch.optim.Optimizer:
 
 MEMBERS = {
     "ada": Recipe({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}, adamw, rows=4),
-    "bob": Recipe({"r": 8, "lora_alpha": 32, "target_modules": "all-linear"}, adamw, rows=2, tokens=12),
+    "bob": Recipe(
+        {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        adamw,
+        rows=2,
+        tokens=12,
+    ),
 }
 ADAPTS_EXPERTS = Recipe(
     {"r": 2, "lora_alpha": 8, "target_modules": [], "target_parameters": STACKS}, adamw, rows=2, tokens=12
@@ -132,7 +137,7 @@ def alone(
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
         (loss / count).backward()
-        losses.append(float(loss) / count)
+        losses.append(loss.item() / count)
         optimizer.step()
         optimizer.zero_grad()
     return losses, {key: whole(values).clone() for key, values in parameters.items()}

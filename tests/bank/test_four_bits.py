@@ -32,13 +32,16 @@ def test_adapters_of_experts_need_no_numbers(worlds, mixture: Path):  # noqa: F8
 
 def test_the_command_trains_tenants_in_four_bits(tmp_path):
     folder = base(tmp_path)
-    config = values(folder, tmp_path / "out") | {"quantization": {"form": "nf4", "block_size": 32}}
-    config["tenants"] = config["tenants"][:1]
-    result = run(write(tmp_path / "tenants.yaml", config), "--json")
+
+    def config(output: str, **more: object) -> dict[str, object]:
+        found = values(folder, tmp_path / output) | {"evaluation": {}, **more}
+        return found | {"tenants": found["tenants"][:1]}
+
+    in_four_bits = config("out", quantization={"form": "nf4", "block_size": 32})
+    result = run(write(tmp_path / "tenants.yaml", in_four_bits), "--json")
     assert result.exit_code == 0, result.stderr
     own = losses(result)["ada"]
     assert alone(tmp_path / "out" / "ada", tmp_path / "alone") == pytest.approx(own, rel=1e-6)
-    assert "nf4" in (tmp_path / "out" / "ada" / "config.yaml").read_text()
-    in_numbers = values(folder, tmp_path / "numbers") | {"tenants": config["tenants"]}
-    other = run(write(tmp_path / "numbers.yaml", in_numbers), "--json")
+    other = run(write(tmp_path / "numbers.yaml", config("numbers")), "--json")
+    assert other.exit_code == 0, other.stderr
     assert losses(other)["ada"] != own

@@ -89,7 +89,12 @@ def test_a_stack_alone_may_stay(plain):
     assert "down_proj keeps its numbers: it has 192 columns, no multiple of the block of 128" in str(report.notes)
     assert experts.down_proj.is_floating_point()
     assert experts.gate_up_proj.shape == (EXPERTS, 2 * INNER, WIDTH // 2)
-    assert model(torch.arange(12).view(1, 12)).logits.isfinite().all()
+    tokens = torch.arange(12).view(1, 12)
+    logits = model(tokens).logits
+    assert logits.isfinite().all()
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        assert torch.equal(model(tokens).logits, logits), implementation
 
 
 def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
