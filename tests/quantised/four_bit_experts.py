@@ -61,8 +61,7 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
                     if not torch.equal(theirs.view(-1).view(torch.uint8), own[expert]):
                         found.append(f"{dtype} {name}.{local} {expert}")
             for key, item in bytes_of.items():
-                dim = item.placements[0].dim
-                if local_of(item).numel() != shard_numel(item.shape, dim):
+                if local_of(item).numel() != shard_numel(item):
                     found.append(f"{name}.{key}: {tuple(local_of(item).shape)} of {tuple(item.shape)}")
         if count != 4:
             found.append(f"{count} stacks of 4 are in four bits")
@@ -93,8 +92,9 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
     return found
 
 
-def shard_numel(shape: Any, dim: int) -> int:
+def shard_numel(item: Any) -> int:
     """Of the part of this rank."""
-    part = -(-shape[dim] // torch.distributed.get_world_size())
-    start = min(shape[dim], part * torch.distributed.get_rank())
-    return shape.numel() // shape[dim] * (min(shape[dim], start + part) - start)
+    count = item.shape[dim := item.placements[-1].dim]
+    part = -(-count // item.device_mesh.size(-1))
+    start = min(count, part * item.device_mesh.get_local_rank(-1))
+    return int(item.numel() // count * (min(count, start + part) - start))
