@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from tests.peers import use_peers
 from tests.quantised.four_bits import answers_of, local_of, our_model, stock_model, whole
 
 import shardwise
 from shardwise.errors import ConfigError
-from shardwise.options import InternalNames, NestedScales, PlainScales
+from shardwise.options import InternalNames, MergedAdapter, NestedScales, PlainScales
 
 STACKS = ("gate_up_proj", "down_proj")
 
@@ -40,7 +41,7 @@ def with_experts_quantised(folder: str, form: str, dtype: torch.dtype, **setting
 
 def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[str]:
     """Bytes, answers and files that are not those of bitsandbytes; refusals that do not come."""
-    use_peers()
+    use_peers("bitsandbytes")
     from bitsandbytes.functional import quantize_4bit
 
     found: list[str] = []
@@ -89,12 +90,29 @@ def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[
             except ConfigError as error:
                 if "experts are in four bits" not in str(error):
                     found.append(str(error))
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = our_model(folder, form, torch.float32, mesh, kind, tuning=lora)
+    try:
+        next(iter(shardwise.iter_hf_tensors(adapted, only=MergedAdapter())))
+        found.append("an adapter is merged")
+    except ConfigError as error:
+        if "no adapter is merged into them" not in str(error):
+            found.append(str(error))
+    with torch.no_grad():
+        for _, module, local in stacks_of(again):
+            local_of(getattr(module, local)).zero_()
+    for place in (saved, folder):
+        shardwise.load(again, place)
+        last = answers_of(again)
+        found += [
+            f"{what} put into a model that is there" for what in first if not torch.equal(first[what], last[what])
+        ]
     return found
 
 
 def shard_numel(item: Any) -> int:
     """Of the part of this rank."""
-    count = item.shape[dim := item.placements[-1].dim]
+    count = item.shape[item.placements[-1].dim]
     part = -(-count // item.device_mesh.size(-1))
     start = min(count, part * item.device_mesh.get_local_rank(-1))
     return int(item.numel() // count * (min(count, start + part) - start))

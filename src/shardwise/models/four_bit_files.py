@@ -22,7 +22,7 @@ from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.dtypes import from_torch
-from shardwise.models.four_bit_experts import are_experts_in_four_bits
+from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
@@ -47,8 +47,9 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     Raises:
         ConfigError: experts are in four bits.
     """
-    _refuse_experts(
-        held, "files of bitsandbytes have no form for them; pass names=InternalNames(), which is loaded"
+    refuse_experts(
+        held,
+        "files of bitsandbytes have no form for them; pass names=InternalNames(), which quantization=Nf4() reads",
     )
     found: list[Held] = []
     for item in held:
@@ -66,12 +67,13 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     return found
 
 
-def _refuse_experts(held: Sequence[Held], why: str) -> None:
+def refuse_experts(held: Sequence[Held], why: str) -> None:
+    """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
     for slot in (item.slots[0] for item in held):
         if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
             raise ConfigError(
-                f"{slot.fqn}: its experts are in four bits, and {why} "
-                'with quantization=Nf4(), or leave experts as they are: quantization=Nf4(stay=("experts",))'
+                f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
+                'experts as they are: quantization=Nf4(stay=("experts",))'
             )
 
 
@@ -124,22 +126,24 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
     """What is held, with the numbers that weights in four bits stand for, and without what lies beside them.
 
     Boxes are of rows.
-
-    Raises:
-        ConfigError: experts are in four bits.
     """
-    _refuse_experts(held, "they are not merged; merge the adapter's files with shardwise.merge_adapter, or load")
-    layers = {item.fqn: item.slots[0] for item in held if is_in_four_bits(item.slots[0].module)}
+    slots = {item.fqn: item.slots[0] for item in held}
     tensors: list[TensorLayout] = []
     for tensor in layout.tensors:
-        slot = layers.get(tensor.fqn)
-        if slot is None or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
-            tensors.append(tensor)
-        elif slot.name == WEIGHT:
-            shape = (tensor.shape[0], 2 * tensor.shape[1])
-            layer: Any = slot.module
-            dtype = from_torch(layer.packing.dtype, tensor.fqn)
-            tensors.append(replace(tensor, shape=shape, dtype=dtype, boxes=()))
+        module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
+        packing = None
+        if is_in_four_bits(module):
+            if name in (SCALES, NESTED, OFFSET):
+                continue
+            packing = module.packing if name == WEIGHT else None
+        elif are_experts_in_four_bits(module):
+            if name in map(scales_of, module.packings):
+                continue
+            packing = module.packings.get(name)
+        if packing is not None:
+            shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
+            tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
+        tensors.append(tensor)
     return ModelLayout(tuple(tensors))
 
 
