@@ -114,6 +114,6 @@ def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
     zoo.fill(model)
     zoo.save_original(model, tmp_path)
     ours, report = shardwise.from_pretrained(tmp_path, quantization=Nf4(), output_loading_info=True)
-    assert "gate_up_proj keeps its numbers: it is stored with what comes in before" in str(report.notes)
+    assert "down_proj keeps its numbers: it is stored with what comes in before" in str(report.notes)
     assert ours.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
     assert not ours.model.layers[0].self_attn.q_proj.weight.is_floating_point()
