@@ -63,24 +63,24 @@ class _Lookalike:
 
     def __getattr__(self, name: str) -> Any:
         experts = self._experts
-        return _Stack(experts, name) if name in experts.packings else getattr(experts, name)
+        return _WeightsOfExperts(experts, name) if name in experts.packings else getattr(experts, name)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stack:
+class _WeightsOfExperts:
     """The weights of all experts, one of which can be taken."""
 
     experts: ExpertsInFourBits
     name: str
 
-    def __getitem__(self, expert: int | torch.Tensor) -> _OfOneExpert:
+    def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
         packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
         packing = self.experts.packings[self.name]
-        return _OfOneExpert(packed, scales.view(torch.float32), packing, self.experts.compute_dtype)
+        return _WeightOfOne(packed, scales.view(torch.float32), packing, self.experts.compute_dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _OfOneExpert:
+class _WeightOfOne:
     """The weight (out, in) of one expert, which ``torch.nn.functional.linear`` takes."""
 
     packed: torch.Tensor
@@ -98,7 +98,7 @@ class _OfOneExpert:
                 'them as they are: quantization=Nf4(stay=("experts",))'
             )
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
-        weight: _OfOneExpert = given["weight"]
+        weight: _WeightOfOne = given["weight"]
         return weight.product(given["input"], given.get("bias"))
 
     def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +111,7 @@ class _OfOneExpert:
 def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
     """The weight (out, in) of one expert, of gathered parameters: a tensor, or what ``linear`` takes for one."""
     if are_experts_in_four_bits(module) and name in module.packings:
-        return _Stack(module, name)[expert]
+        return _WeightsOfExperts(module, name)[expert]
     return getattr(module, name)[expert]
 
 
