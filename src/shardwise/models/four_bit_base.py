@@ -164,7 +164,9 @@ def put_base_into_four_bits(
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
     how = f"{quantization.form.name}, blocks of {quantization.block_size}"
-    notes = [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
+    notes = (
+        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
+    )
     notes += _about_experts(chosen, how)
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
