@@ -159,6 +159,9 @@ def test_fused_experts(mixtral: transformers.PreTrainedModel) -> None:
     gate, up = torch.randn(3, 4), torch.randn(3, 4)
     expected = nn.functional.silu(gate) * up
     torch.testing.assert_close(compat.activated(experts, torch.cat([gate, up], 1)), expected)
+    eager = compat.eager_experts(type(experts))
+    assert eager is not type(experts).forward
+    assert not hasattr(eager, "__wrapped__")
 
 
 def test_chat_templates() -> None:

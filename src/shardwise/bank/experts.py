@@ -17,6 +17,7 @@ from shardwise.bank.backends import SegmentLoop, SitePart, adapt
 from shardwise.bank.routing import Route
 from shardwise.bank.tenant import expert_site
 from shardwise.models import pretrained
+from shardwise.models.four_bit_experts import weight_of_expert
 
 _UP = ("gate_up_proj", "up_proj")
 _KNOWN = (*_UP, "down_proj")
@@ -82,7 +83,7 @@ def adapted_experts(
 def _product(
     route: Route, module: Any, name: str, parameter: str, expert: int, rows: torch.Tensor, cuts: Sequence[int]
 ) -> torch.Tensor:
-    weight = getattr(module, parameter)[expert]
+    weight = weight_of_expert(module, parameter, expert)
     found = F.linear(rows, weight.T if module.is_transposed else weight)
     parts = [
         SitePart(pair, cuts[number], cuts[number + 1])

@@ -16,10 +16,12 @@ class Bindings:
     a plan reports). ``unmatched`` maps the keys that lead to nothing the model has to the name they were given.
     ``leaders`` names, for a tensor made by a conversion, the first tensor that the conversion makes (transformers
     chooses the dtype of all by it). ``faults`` are conversions that could not be understood: a sentence for each,
-    with the names that it leaves without a value.
+    with the names that it leaves without a value. ``strays`` are expressions of what is unmatched, by the name it
+    was given: the model may come to have it.
     """
 
     offers: Mapping[str, tuple[Expression, ...]]
     leaders: Mapping[str, str] = field(default_factory=dict)
     unmatched: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    strays: Mapping[str, Expression] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRo
 from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
-from shardwise.models.four_bit_files import held_in_files, in_shapes_of_files, layout_in_numbers
+from shardwise.models.four_bit_files import held_in_files, in_shapes_of_files, layout_in_numbers, refuse_experts
 from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
@@ -37,6 +37,8 @@ from shardwise.report.names import collapse
 from shardwise.tensors import Box, numel
 
 _SMALLEST_BUCKET_BYTES = 4096
+
+_NOT_MERGED = "no adapter is merged into them; merge its files with shardwise.merge_adapter"
 
 
 Targets: TypeAlias = EveryRank | FirstRank
@@ -147,6 +149,7 @@ def _supply(
             {key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
         )
     if isinstance(only, MergedAdapter):
+        world.together(lambda: refuse_experts(held, _NOT_MERGED))
         adapted = world.together(lambda: without_adapter(model, list(by_name), only.adapter))
         outputs = world.together(
             lambda: _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
@@ -189,6 +192,7 @@ def tensors_to_come(
         held = held_in_files(held)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     if isinstance(only, MergedAdapter):
+        refuse_experts(held, _NOT_MERGED)
         adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
         outputs = _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
     else:

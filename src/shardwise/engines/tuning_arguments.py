@@ -21,6 +21,7 @@ from shardwise.models.four_bit_base import put_base_into_four_bits
 from shardwise.models.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
+from shardwise.tensors import DType
 from shardwise.tuning import configs
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import AnyTuning, ExistingLora, Freeze, Full, Lora, Tuning
@@ -120,6 +121,12 @@ def base_in_four_bits(
         require_trainable({**options, "quantization": wanted})
     if wanted is None or isinstance(wanted, AsNumbers):
         return bindings, ()
+    has_bytes = any(item.dtype is DType.U8 for claims in bindings.offers.values() for item in claims)
+    if has_bytes and stored is not None and (kind := type(of_transformers(stored))) is not type(wanted):
+        raise ConfigError(
+            f"quantization={type(wanted).__name__}(...): the checkpoint has bytes of {kind.__name__}(...), as "
+            "InternalNames() have written them; pass that, or leave it out"
+        )
     return put_base_into_four_bits(model, bindings, wanted)
 
 

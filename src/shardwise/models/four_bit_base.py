@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
@@ -15,6 +16,13 @@ from shardwise.conversion import Bindings, Expression
 from shardwise.conversion.packed import nested_as_stored, packed, stored_form
 from shardwise.errors import ConfigError
 from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bit_experts import (
+    are_experts_in_four_bits,
+    put_experts_into_four_bits,
+    scales_of,
+    stacks_of,
+    why_they_stay,
+)
 from shardwise.models.four_bit_linear import (
     NESTED,
     OFFSET,
@@ -26,6 +34,7 @@ from shardwise.models.four_bit_linear import (
     put_into_four_bits,
     why_it_stays,
 )
+from shardwise.models.four_bit_product import Packing
 from shardwise.models.modules import original_class, parameters_of, walk
 from shardwise.models.quantization import FourBit, of_form, to_transformers
 from shardwise.report.names import collapse
@@ -37,22 +46,24 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which linear layers are put into four bits, and why the others are not.
+    """Which linear layers and experts are put into four bits, and why the others are not.
 
     Attributes:
         layers: by name.
-        stay: names of linear layers that stay, to the reason.
+        stacks: stacked weights of experts, as (module, local name), by name.
+        stay: names of linear layers, and of stacked weights of experts, that stay, to the reason.
     """
 
     layers: Mapping[str, nn.Linear]
+    stacks: Mapping[str, tuple[nn.Module, str]]
     stay: Mapping[str, str]
 
 
 def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
-    """The linear layers of a model on meta, tied, that are to be in four bits.
+    """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
 
-    What computes logits stays, whatever is tied, routers, what the checkpoint does not hold (``offered`` is asked
-    by the name of a weight), and what is named.
+    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
+    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named.
 
     Raises:
         ConfigError: something named matches nothing, or nothing is left.
@@ -64,38 +75,52 @@ def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callab
         for parameter in parameters_of(module).values():
             places[id(parameter)] = places.get(id(parameter), 0) + 1
     layers: dict[str, nn.Linear] = {}
+    stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
-    names = dict(walk(model))
-    for name, module in names.items():
-        if original_class(module) is not nn.Linear:
-            continue
-        assert isinstance(module, nn.Linear)
-        named = [pattern for pattern in quantization.stay if _matches(pattern, name)]
+    modules = dict(walk(model))
+
+    def why_not(aliases: Sequence[str], weight: torch.Tensor, fqn: str, why: str | None) -> str | None:
+        named = [pattern for pattern in quantization.stay if any(_matches(pattern, alias) for alias in aliases)]
         matched.update(named)
         if named:
-            stay[name] = "as asked for"
-        elif module is head or name == last:
-            stay[name] = "it computes what comes out"
-        elif places[id(module.weight)] > 1:
-            stay[name] = "its weight is tied"
-        elif _is_router(name, names):
-            stay[name] = "it chooses experts"
-        elif why := why_it_stays(module, quantization):
-            stay[name] = f"it {why}"
-        elif not offered(f"{name}.{WEIGHT}"):
-            stay[name] = "the checkpoint does not hold it, or as numbers beside others in four bits"
-        else:
-            layers[name] = module
+            return "as asked for"
+        if why is not None:
+            return why
+        if places[id(weight)] > 1:
+            return "its weight is tied"
+        return None if offered(fqn) else "the checkpoint does not hold it, or as numbers beside others in four bits"
+
+    for name, module in modules.items():
+        if original_class(module) is nn.Linear:
+            assert isinstance(module, nn.Linear)
+            why: str | None
+            if module is head or name == last:
+                why = "it computes what comes out"
+            elif _is_router(name, modules):
+                why = "it chooses experts"
+            else:
+                why = f"it {found}" if (found := why_it_stays(module, quantization)) else None
+            if why := why_not([name], module.weight, f"{name}.{WEIGHT}", why):
+                stay[name] = why
+            else:
+                layers[name] = module
+        for local, stack in stacks_of(name, module):
+            fqn = f"{name}.{local}"
+            why = f"it {found}" if (found := why_they_stay(module, stack, quantization)) else None
+            if why := why_not([name, fqn], stack, fqn, why):
+                stay[fqn] = why
+            else:
+                stacks[fqn] = (module, local)
     if wrong := [pattern for pattern in quantization.stay if pattern not in matched]:
-        known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stay}))[:8])
+        known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
         raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
-    if not layers:
+    if not layers and not stacks:
         raise ConfigError(
             f"nothing of {type(model).__name__} can be put into four bits"
             + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
         )
-    return Chosen(layers, stay)
+    return Chosen(layers, stacks, stay)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -128,13 +153,21 @@ def put_base_into_four_bits(
     for name, layer in chosen.layers.items():
         form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
         put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+    kinds: dict[nn.Module, dict[str, FourBit]] = {}
+    for module, local in chosen.stacks.values():
+        kinds.setdefault(module, {})[local] = quantization
+    for module, stacks in kinds.items():
+        put_experts_into_four_bits(module, stacks)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
     how = f"{quantization.form.name}, blocks of {quantization.block_size}"
-    notes = [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"]
+    notes = (
+        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
+    )
+    notes += _about_experts(chosen, how)
     if not is_of_bitsandbytes():
         notes.append("bitsandbytes is not installed: the same numbers are made of four bits, several times slower")
     notes += [
@@ -142,6 +175,13 @@ def put_base_into_four_bits(
         for why, members in by_reason.items()
     ]
     return offered_in_four_bits(model, bindings), tuple(notes)
+
+
+def _about_experts(chosen: Chosen, how: str) -> list[str]:
+    if not chosen.stacks:
+        return []
+    names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))
+    return [f"experts are in four bits ({how}, plain scales) and are computed one after the other: {names}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +208,44 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
 
 def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
     """What a checkpoint offers for a model, with the weights of layers in four bits packed while they are read."""
-    offers = dict(bindings.offers)
+    offers, own = dict(bindings.offers), set[str]()
     for name, module in walk(model):
+        prefix = f"{name}." if name else ""
+        if are_experts_in_four_bits(module):
+            for local, packing in module.packings.items():
+                if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
+                    own.add(f"{prefix}{scales_of(local)}")
+                else:
+                    offers |= _experts_offered(f"{prefix}{local}", packing, claims)
         if not is_in_four_bits(module):
             continue
-        weight = f"{name}.{WEIGHT}" if name else WEIGHT
+        weight = f"{prefix}{WEIGHT}"
         claims = offers.get(weight, ())
-        if all(item.dtype is DType.U8 and item.shape == tuple(module.weight.shape) for item in claims):
-            continue  # the model's own tensors, as InternalNames() have them
-        prefix = f"{name}." if name else ""
+        if _are_packed(module, WEIGHT, claims):
+            own |= {f"{prefix}{local}" for local in (SCALES, NESTED, OFFSET)}
+            continue
         found = [_kept(module, expression, weight) for expression in claims]
         offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
         if module.is_nested and SCALES not in found[0]:
             module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
-    return replace(bindings, offers=offers)
+    taken = own.intersection(bindings.strays)
+    unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
+    return replace(
+        bindings, offers=offers | {name: (bindings.strays[name],) for name in taken}, unmatched=unmatched
+    )
+
+
+def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
+    """Whether what is stored are the model's own bytes, as ``InternalNames()`` have them."""
+    shape = tuple(module.get_parameter(local).shape)
+    return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
+
+
+def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
+    """What is offered for a stack of weights, packed and scales, by FQN."""
+    rounds_to = from_torch(packing.dtype, fqn)
+    both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in claims]
+    return {fqn: tuple(weight for weight, _ in both), scales_of(fqn): tuple(scales for _, scales in both)}
 
 
 def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:

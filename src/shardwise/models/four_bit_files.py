@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, reshape
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
+from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
@@ -35,12 +37,20 @@ QUANT_STATE = "quant_state.bitsandbytes__"
 
 
 def has_four_bits(model: nn.Module) -> bool:
-    """Whether any layer of a model is in four bits."""
-    return any(is_in_four_bits(module) for module in modules_in(model))
+    """Whether any layer of a model is in four bits, or any of its experts."""
+    return any(is_in_four_bits(module) or are_experts_in_four_bits(module) for module in modules_in(model))
 
 
 def held_in_files(held: Sequence[Held]) -> list[Held]:
-    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing."""
+    """What a model holds, as files have it: scales as numbers, and beside them what tells of the packing.
+
+    Raises:
+        ConfigError: experts are in four bits.
+    """
+    refuse_experts(
+        held,
+        "files of bitsandbytes have no form for them; pass names=InternalNames(), which quantization=Nf4() reads",
+    )
     found: list[Held] = []
     for item in held:
         slot = item.slots[0]
@@ -55,6 +65,16 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
         elif slot.name == NESTED:
             found.append(_renamed(item, item.tensor, item.kind, NESTED, f"{WEIGHT}.{NESTED_ABSMAX}"))
     return found
+
+
+def refuse_experts(held: Sequence[Held], why: str) -> None:
+    """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
+    for slot in (item.slots[0] for item in held):
+        if are_experts_in_four_bits(slot.module) and slot.name in slot.module.packings:
+            raise ConfigError(
+                f"{slot.fqn}: its experts are in four bits, and {why}; or leave "
+                'experts as they are: quantization=Nf4(stay=("experts",))'
+            )
 
 
 def _constants(layer: Any, weight: Held) -> Iterator[Held]:
@@ -107,26 +127,33 @@ def layout_in_numbers(layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
 
     Boxes are of rows.
     """
-    layers = {item.fqn: item.slots[0] for item in held if is_in_four_bits(item.slots[0].module)}
+    slots = {item.fqn: item.slots[0] for item in held}
     tensors: list[TensorLayout] = []
     for tensor in layout.tensors:
-        slot = layers.get(tensor.fqn)
-        if slot is None or slot.name not in (WEIGHT, SCALES, NESTED, OFFSET):
-            tensors.append(tensor)
-        elif slot.name == WEIGHT:
-            shape = (tensor.shape[0], 2 * tensor.shape[1])
-            layer: Any = slot.module
-            dtype = from_torch(layer.packing.dtype, tensor.fqn)
-            tensors.append(replace(tensor, shape=shape, dtype=dtype, boxes=()))
+        module, name = slots[tensor.fqn].module, slots[tensor.fqn].name
+        packing = None
+        if is_in_four_bits(module):
+            if name in (SCALES, NESTED, OFFSET):
+                continue
+            packing = module.packing if name == WEIGHT else None
+        elif are_experts_in_four_bits(module):
+            if name in map(scales_of, module.packings):
+                continue
+            packing = module.packings.get(name)
+        if packing is not None:
+            shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
+            tensor = replace(tensor, shape=shape, dtype=from_torch(packing.dtype, tensor.fqn), boxes=())
+        tensors.append(tensor)
     return ModelLayout(tuple(tensors))
 
 
 def in_shapes_of_files(held: Sequence[Held], outputs: Mapping[str, Output]) -> dict[str, Output]:
-    """Outputs with weights (n, 1), and scales (n,)."""
+    """Outputs with weights (n, 1), and scales (n,), where ``held`` is what files have; others as they are."""
+    layers = {item.slots[0].module for item in held if item.slots[0].name == f"{WEIGHT}.{ABSMAX}"}
     four_bit = {
         item.fqn: item.slots[0].name
         for item in held
-        if is_in_four_bits(item.slots[0].module) and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
+        if item.slots[0].module in layers and item.slots[0].name in (WEIGHT, f"{WEIGHT}.{ABSMAX}")
     }
     found: dict[str, Output] = {}
     for key, output in outputs.items():

@@ -153,6 +153,7 @@ def bind(
         leaders=leaders,
         unmatched=unmatched,
         faults=faults,
+        strays={name: stored[key] for key, name in assignment.unmatched.items()},
     )
 
 

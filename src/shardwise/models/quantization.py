@@ -54,6 +54,8 @@ class _FourBit:
 class Nf4(_FourBit):
     """Weights of linear layers in four bits, on the quantiles of a normal distribution (QLoRA's NF4).
 
+    And those of fused experts that are computed one after the other, whose scales stay plain ones.
+
     Attributes:
         block_size: so many elements of a row have one scale, their largest magnitude. scales: how these are kept.
         compute_dtype: of the products; None for the dtype of what comes in. stay: modules that keep their weights

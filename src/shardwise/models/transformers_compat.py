@@ -409,6 +409,13 @@ def are_fused_experts(module: nn.Module) -> bool:
     return None not in facts and hasattr(module, "_apply_gate")
 
 
+def eager_experts(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """How a class of fused experts computes one after the other, whatever the config would have computed."""
+    forward: Any = kind.forward
+    found: Callable[..., torch.Tensor] = getattr(forward, "__wrapped__", forward)  # use_experts_implementation
+    return found
+
+
 def are_parted_experts(module: nn.Module) -> bool:
     """Whether ranks have experts of their own."""
     return bool(getattr(module, "_is_expert_parallel", False))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, Expression
 from shardwise.errors import ConfigError
 from shardwise.models.additions import Additions, DrawnWhole, RowNorms
+from shardwise.models.four_bit_experts import are_experts_in_four_bits
 from shardwise.models.four_bit_linear import is_in_four_bits
 from shardwise.models.modules import parameters_in, walk
 from shardwise.models.view import Held, look_inside
@@ -79,12 +80,22 @@ def with_lora(
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
     """Raises ConfigError where a LoRA needs numbers of what is in four bits."""
-    packed = [name for name, module in walk(base) if is_in_four_bits(module)]
+    experts = [(name, module) for name, module in walk(base) if are_experts_in_four_bits(module)]
+    packed = [name for name, module in walk(base) if is_in_four_bits(module)] + [name for name, _ in experts]
     if packed and config.use_dora:
         raise ConfigError(
             f"use_dora needs norms of rows of numbers, which weights in four bits are not ({packed[0]}); leave out "
             "use_dora, or quantization"
         )
+    for wanted in config.target_parameters or ():
+        stacks = (f"{name}.{local}" for name, module in experts for local in module.packings)
+        stack = next((fqn for fqn in stacks if fqn == wanted or fqn.endswith(f".{wanted}")), None)
+        if stack is not None:
+            raise ConfigError(
+                f"target_parameters: PEFT adds to the numbers of {stack}, which is in four bits; name it in "
+                f'quantization=Nf4(stay=("{wanted}",)), take it out of target_parameters, or train the adapter in '
+                "an AdapterBank, which needs no numbers"
+            )
     for wanted in config.modules_to_save or ():
         found = next((name for name in packed if wanted in name.split(".")), None)
         if found is not None:

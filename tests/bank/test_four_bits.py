@@ -1,0 +1,47 @@
+"""Tenants on a base in four bits: as on the same base with one LoRA in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.bank import four_bits
+from tests.quantised.test_four_bit_experts import plain as mixture  # noqa: F401 - a fixture
+from tests.tenants.trying import alone, base, losses, run, values, write
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_tenants_learn_as_by_a_lora(worlds, mixture: Path, tmp_path, size):  # noqa: F811
+    """Experts are in four bits, too. What is saved is opened by PEFT alone."""
+    for told in worlds(size).run(four_bits.learned, str(mixture), str(tmp_path)):
+        assert told["losses"] < 1e-6, told
+        assert told["adapters"] < 1e-4, told
+        assert told["falls"], told
+        assert not told["opened"], told
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_adapters_of_experts_need_no_numbers(worlds, mixture: Path):  # noqa: F811
+    for told in worlds(2).run(four_bits.experts_learned, str(mixture)):
+        assert told["losses"] < 1e-6, told
+        assert told["adapters"] < 1e-4, told
+        assert told["falls"], told
+
+
+def test_the_command_trains_tenants_in_four_bits(tmp_path):
+    folder = base(tmp_path)
+
+    def config(output: str, **more: object) -> dict[str, object]:
+        found = values(folder, tmp_path / output) | {"evaluation": {}, **more}
+        return found | {"tenants": found["tenants"][:1]}
+
+    in_four_bits = config("out", quantization={"form": "nf4", "block_size": 32})
+    result = run(write(tmp_path / "tenants.yaml", in_four_bits), "--json")
+    assert result.exit_code == 0, result.stderr
+    own = losses(result)["ada"]
+    assert alone(tmp_path / "out" / "ada", tmp_path / "alone") == pytest.approx(own, rel=1e-6)
+    other = run(write(tmp_path / "numbers.yaml", config("numbers")), "--json")
+    assert other.exit_code == 0, other.stderr
+    assert losses(other)["ada"] != own

@@ -1,0 +1,118 @@
+"""What ranks do with experts in four bits, beside the same numbers as bitsandbytes makes them, in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from tests.peers import use_peers
+from tests.quantised.four_bits import answers_of, local_of, our_model, stock_model, whole
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.options import InternalNames, MergedAdapter, NestedScales, PlainScales
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def stacks_of(model: Any) -> Iterator[tuple[str, Any, str]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "packings"):
+            yield from ((name, module, local) for local in module.packings)
+
+
+def with_experts_quantised(folder: str, form: str, dtype: torch.dtype, **settings: Any) -> Any:
+    """As transformers has it in one process, with experts that were put into four bits and back, one by one."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    stock = stock_model(folder, form, dtype, **settings)
+    stock.set_experts_implementation("eager")
+    for name, module in stock.named_modules():
+        if name.endswith(".experts"):
+            for local in STACKS:
+                stack = getattr(module, local).data
+                for number, weight in enumerate(stack):
+                    packed, state = quantize_4bit(weight, quant_type=form)
+                    stack[number] = dequantize_4bit(packed, state)
+    return stock
+
+
+def differing(folder: str, mesh: str, form: str, scales: str, out: str) -> list[str]:
+    """Bytes, answers and files that are not those of bitsandbytes; refusals that do not come."""
+    use_peers("bitsandbytes")
+    from bitsandbytes.functional import quantize_4bit
+
+    found: list[str] = []
+    kind = NestedScales() if scales == "nested" else PlainScales()
+    for dtype in (torch.bfloat16, torch.float32):
+        stock = with_experts_quantised(folder, form, dtype, bnb_4bit_use_double_quant=scales == "nested")
+        ours = our_model(folder, form, dtype, mesh, kind)
+        plain = stock_model(folder, form, dtype)
+        count = 0
+        for name, module, local in stacks_of(ours):
+            count += 1
+            numbers = getattr(plain.get_submodule(name), local).data
+            bytes_of = {key: getattr(module, key) for key in (local, f"{local}_scales")}
+            mine = [whole(item).view(len(numbers), -1) for item in bytes_of.values()]
+            for expert, weight in enumerate(numbers):
+                packed, state = quantize_4bit(weight, quant_type=form)
+                for theirs, own in zip((packed, state.absmax), mine, strict=True):
+                    if not torch.equal(theirs.view(-1).view(torch.uint8), own[expert]):
+                        found.append(f"{dtype} {name}.{local} {expert}")
+            for key, item in bytes_of.items():
+                if local_of(item).numel() != shard_numel(item):
+                    found.append(f"{name}.{key}: {tuple(local_of(item).shape)} of {tuple(item.shape)}")
+        if count != 4:
+            found.append(f"{count} stacks of 4 are in four bits")
+        first, second = answers_of(stock), answers_of(ours)
+        found += [f"{dtype}: {what}" for what in first if not torch.equal(first[what], second[what])]
+
+        saved = f"{out}/{str(dtype).removeprefix('torch.')}"
+        shardwise.save(ours, saved, names=InternalNames())
+        again = our_model(saved, form, dtype, mesh, kind)
+        third = answers_of(again)
+        found += [f"{dtype}: {what} read again" for what in first if not torch.equal(first[what], third[what])]
+        try:
+            our_model(saved, "fp4" if form == "nf4" else "nf4", dtype, mesh, kind)
+            found.append("bytes are taken for those of another form")
+        except ConfigError as error:
+            if "the checkpoint has bytes of" not in str(error):
+                found.append(str(error))
+        for what, refused in (
+            ("saved", lambda ours=ours: shardwise.save(ours, f"{out}/hub")),
+            ("streamed", lambda ours=ours: next(iter(shardwise.iter_hf_tensors(ours)))),
+        ):
+            try:
+                refused()
+                found.append(f"{what} under names of the hub")
+            except ConfigError as error:
+                if "experts are in four bits" not in str(error):
+                    found.append(str(error))
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = our_model(folder, form, torch.float32, mesh, kind, tuning=lora)
+    try:
+        next(iter(shardwise.iter_hf_tensors(adapted, only=MergedAdapter())))
+        found.append("an adapter is merged")
+    except ConfigError as error:
+        if "no adapter is merged into them" not in str(error):
+            found.append(str(error))
+    with torch.no_grad():
+        for _, module, local in stacks_of(again):
+            local_of(getattr(module, local)).zero_()
+    for place in (saved, folder):
+        shardwise.load(again, place)
+        last = answers_of(again)
+        found += [
+            f"{what} put into a model that is there" for what in first if not torch.equal(first[what], last[what])
+        ]
+    return found
+
+
+def shard_numel(item: Any) -> int:
+    """Of the part of this rank."""
+    count = item.shape[item.placements[-1].dim]
+    part = -(-count // item.device_mesh.size(-1))
+    start = min(count, part * item.device_mesh.get_local_rank(-1))
+    return int(item.numel() // count * (min(count, start + part) - start))

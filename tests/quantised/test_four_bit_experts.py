@@ -1,0 +1,119 @@
+"""Fused experts in four bits: each rank's part alone, and bit for bit the numbers that bitsandbytes makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests import zoo
+from tests.quantised import four_bit_experts
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+import shardwise
+from shardwise.options import Nf4
+from shardwise.testing.world import run_world
+
+EXPERTS, WIDTH, INNER = 5, 128, 192
+"""On three ranks five experts are cut into rows (384 by three) where that is even, else dealt 2, 2 and 1."""
+
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=INNER,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    zoo.fill(model)
+    folder = tmp_path_factory.mktemp("experts")
+    zoo.save_original(model, folder, max_shard_size="300KB")
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("mesh", "size", "form", "scales"),
+    [
+        ("flat", 3, "nf4", "plain"),
+        pytest.param("flat", 1, "nf4", "nested", marks=pytest.mark.slow),
+        pytest.param("flat", 2, "fp4", "plain", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "nf4", "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_answers_gradients_and_files(plain, tmp_path, mesh, size, form, scales):
+    arguments = (str(plain), mesh, form, scales, str(tmp_path))
+    assert run_world(size, four_bit_experts.differing, *arguments, timeout_s=240.0) == [[]] * size
+
+
+def test_the_plan_counts_packed_bytes(plain):
+    """Of experts alone: a base whose experts stay beside one whose experts do not."""
+    made, stays = (
+        shardwise.plan(str(plain), ranks=2, quantization=quantization, device="cpu")
+        for quantization in (Nf4(), Nf4(stay=("experts",)))
+    )
+    numbers = 2 * EXPERTS * 3 * WIDTH * INNER
+    saved = 2 * numbers - numbers // 2 - 4 * numbers // 64
+    assert sum(rank.shard_bytes for rank in stays.ranks) - sum(rank.shard_bytes for rank in made.ranks) == saved
+    assert any("experts are in four bits (NF4, blocks of 64, plain scales)" in note for note in made.notes)
+
+
+def test_peft_is_not_let_add_to_bytes(plain):
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(
+        shardwise.ConfigError, match=r"layers\.0\.mlp\.experts\.gate_up_proj, which is in four bits"
+    ):
+        shardwise.from_pretrained(str(plain), quantization=Nf4(), tuning=shardwise.Lora(config))
+    shardwise.from_pretrained(
+        str(plain), quantization=Nf4(stay=("experts.gate_up_proj",)), tuning=shardwise.Lora(config)
+    )
+
+
+def test_a_stack_alone_may_stay(plain):
+    model, report = shardwise.from_pretrained(
+        str(plain), quantization=Nf4(block_size=128), output_loading_info=True
+    )
+    experts = model.model.layers[0].mlp.experts
+    assert "down_proj keeps its numbers: it has 192 columns, no multiple of the block of 128" in str(report.notes)
+    assert experts.down_proj.is_floating_point()
+    assert experts.gate_up_proj.shape == (EXPERTS, 2 * INNER, WIDTH // 2)
+    tokens = torch.arange(12).view(1, 12)
+    logits = model(tokens).logits
+    assert logits.isfinite().all()
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        assert torch.equal(model(tokens).logits, logits), implementation
+
+
+def test_experts_that_are_multiplied_otherwise_stay(tmp_path):
+    config = GptOssConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    zoo.fill(model)
+    zoo.save_original(model, tmp_path)
+    ours, report = shardwise.from_pretrained(tmp_path, quantization=Nf4(), output_loading_info=True)
+    assert "down_proj keeps its numbers: it is stored with what comes in before" in str(report.notes)
+    assert ours.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
+    assert not ours.model.layers[0].self_attn.q_proj.weight.is_floating_point()
