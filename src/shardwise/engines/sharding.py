@@ -21,8 +21,10 @@ from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.states.supply import compare, require_alike_models, survey
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
+from shardwise.models.four_bit_live import pack_model
 from shardwise.models.groups import group_parameters
 from shardwise.models.placement import is_sharded, refuse_unmovable
+from shardwise.models.quantization import FourBit
 from shardwise.models.rebind import Bound, look_at
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held, look_inside
@@ -61,12 +63,13 @@ class ShardCall:
     values_from: ValuesFrom
     trained_dtype: TrainedDtype
     options: ShardOptions
+    quantization: FourBit | None = None
 
     def words(self, sharding: Sharding) -> str:
         """What of it ranks must have in common, with the sharding that has a mesh."""
         options = self.options
         told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
-        return repr(told)
+        return repr((*told, self.quantization))
 
 
 def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
@@ -77,6 +80,9 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
     options = call.options
     with clock.phase("agree"):
         settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
+        if (packing := call.quantization) is not None:
+            world.together(lambda: _require_unsharded(model))
+            world.together(lambda: pack_model(model, packing))
         held = world.together(lambda: look_inside(model))
         was_sharded = world.together(lambda: is_sharded(model, held))
         world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
@@ -101,6 +107,11 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
     done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds))
     return _report(world, model, settled, clock, done)
+
+
+def _require_unsharded(model: nn.Module) -> None:
+    if is_sharded(model, look_inside(model)):
+        raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
 
 
 def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:

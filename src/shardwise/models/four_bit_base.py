@@ -59,7 +59,7 @@ class Chosen:
     stay: Mapping[str, str]
 
 
-def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
+def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
     """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
 
     What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
@@ -68,7 +68,7 @@ def choose_layers(model: PreTrainedModel, quantization: FourBit, offered: Callab
     Raises:
         ConfigError: something named matches nothing, or nothing is left.
     """
-    head: Any = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
     places: dict[int, int] = {}
     for _, module in walk(model, every_name=True):
@@ -160,6 +160,11 @@ def put_base_into_four_bits(
         put_experts_into_four_bits(module, stacks)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
+    return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
+
+
+def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
+    """What is in four bits and what is not, and why, in sentences."""
     by_reason: dict[str, list[str]] = {}
     for name, why in chosen.stay.items():
         by_reason.setdefault(why, []).append(name)
@@ -174,7 +179,7 @@ def put_base_into_four_bits(
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
     ]
-    return offered_in_four_bits(model, bindings), tuple(notes)
+    return tuple(notes)
 
 
 def _about_experts(chosen: Chosen, how: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.sharding import ShardCall, ShardOptions, carry_out_shard
+from shardwise.models.quantization import FourBit
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype
 from shardwise.models.view import without_compile
 from shardwise.models.wrap import Sharding
@@ -25,6 +26,7 @@ def shard(
     optimizers: Sequence[Optimizer] = (),
     values_from: ValuesFrom = Anyone(),  # noqa: B008
     trained_dtype: TrainedDtype = AsItIs(),  # noqa: B008
+    quantization: FourBit | None = None,
     options: ShardOptions = ShardOptions(),  # noqa: B008
 ) -> ShardReport:
     """Shard a model in place with ``fully_shard``, whatever state it is in, and bind its optimizers to the shards.
@@ -49,6 +51,8 @@ def shard(
         optimizers: those that were made of the model's parameters, on every rank in the same order.
         values_from: whose values count.
         trained_dtype: ``Upcast(torch.float32)`` keeps trained parameters in a wider dtype.
+        quantization: ``Nf4(...)`` or ``Fp4(...)`` puts linear layers and experts into four bits first, in place:
+            those with values are packed, those on meta are by ``load``.
         options: budget, process group, machines, patience.
 
     Raises:
@@ -58,13 +62,15 @@ def shard(
         DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.
         RankLostError: a rank has been lost.
 
-    Every error is the same on every rank. All but the last come before anything is changed.
+    Every error is the same on every rank. All but the last come before anything is changed, but for what
+    ``quantization`` has packed by then.
     """
-    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options)
+    asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options, quantization)
 
     def look() -> nn.Module:
         given = {"model": model, "sharding": sharding, "values_from": values_from}
-        require_meant(hints_of(shard), {**given, "trained_dtype": trained_dtype, "options": options})
+        given |= {"trained_dtype": trained_dtype, "quantization": quantization, "options": options}
+        require_meant(hints_of(shard), given)
         return without_compile(model)
 
     clock = Clock()
