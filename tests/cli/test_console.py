@@ -129,6 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return place / "out", done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_observed_training(trained: tuple[Path, str]) -> None:
     out, told = trained
@@ -154,6 +155,7 @@ def test_an_observed_training(trained: tuple[Path, str]) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_curves_are_in_the_folder_or_a_note_says_why_not(trained: tuple[Path, str]) -> None:
     out, told = trained
     names = [name for name in ("loss.png", "memory.png") if (out / name).exists()]

@@ -51,7 +51,7 @@ def plain(tmp_path_factory) -> Path:
     ("mesh", "size", "form", "scales"),
     [
         ("flat", 2, "nf4", "plain"),
-        ("flat", 3, "nf4", "nested"),
+        pytest.param("flat", 3, "nf4", "nested", marks=pytest.mark.slow),
         pytest.param("flat", 1, "nf4", "plain", marks=pytest.mark.slow),
         pytest.param("flat", 1, "fp4", "nested", marks=pytest.mark.slow),
         pytest.param("flat", 5, "nf4", "plain", marks=pytest.mark.slow),
@@ -67,7 +67,12 @@ def test_bytes_answers_gradients_and_files(worlds, plain, tmp_path, mesh, size, 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("mesh", "size", "placement"), [("flat", 2, "in blocks"), ("flat", 3, "replicated"), ("flat", 1, "in blocks")]
+    ("mesh", "size", "placement"),
+    [
+        ("flat", 2, "in blocks"),
+        pytest.param("flat", 3, "replicated", marks=pytest.mark.slow),
+        pytest.param("flat", 1, "in blocks", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lora_learns_as_on_bitsandbytes(plain, mesh, size, placement):
     for told in run_world(size, four_bits.trained_alike, str(plain), mesh, placement):

@@ -58,6 +58,7 @@ def trained(*arguments: object) -> str:
     return made.stdout + made.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_killed_and_gone_on_with_by_other_ranks(base, tmp_path):
     chats = tiny.write_chats(tmp_path / "chats.jsonl", 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from tests.torture import scenes
@@ -17,11 +17,14 @@ SOME = {("several over one", "disk"), ("accelerate state", "disk"), ("several fi
 
 everywhere = pytest.mark.parametrize(("verb", "store"), CASES, ids=IDS)
 
-mostly_slow = pytest.mark.parametrize(
-    ("verb", "store"),
-    [pytest.param(*case, marks=[] if case in SOME else [pytest.mark.slow]) for case in CASES],
-    ids=IDS,
-)
+
+def but_slow(quick: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
+    cases = [pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in CASES]
+    return pytest.mark.parametrize(("verb", "store"), cases, ids=IDS)
+
+
+mostly_slow = but_slow(SOME)
+slow_with_many_files = but_slow(SOME - {("accelerate state", "disk")})
 
 Scene = Callable[[str, str], list[str]]
 
@@ -50,13 +53,13 @@ def test_a_crash_may_befall_whoever_follows_a_crash(verb: str, store: str) -> No
     passes(scenes.after_a_crash(verb, store, over=True, most=3, samples=0))
 
 
-@mostly_slow
+@slow_with_many_files
 def test_two_saves_at_once_leave_one_that_returned(verb: str, store: str) -> None:
     holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
     passes(scenes.beside(verb, store, scenes.another_saves, holds, samples=0))
 
 
-@mostly_slow
+@slow_with_many_files
 def test_a_mark_that_is_taken_away_too_early_loses_nothing(verb: str, store: str) -> None:
     holds = scenes.every(3, range(1, scenes.effects_of(verb, store) + 1))
     passes(scenes.beside(verb, store, scenes.another_takes_over, holds, samples=0))

@@ -203,7 +203,7 @@ def test_every_key_is_documented() -> None:
         (("hub_model_id=a/b",), "hub_model_id: no such key; did you mean output.push_to_hub?"),
         (("save_total_limit=2",), "save_total_limit: no such key; did you mean checkpoints.keep?"),
         (("schedule.lr=1",), "schedule.lr: no such key; did you mean optimizer.learning_rate?"),
-        (("load_in_4bit=true",), "load_in_4bit: no such key; quantised bases are loaded as their checkpoint"),
+        (("load_in_8bit=true",), "load_in_8bit: no such key; bases are kept in four bits (quantization: nf4)"),
         (("deepspeed=zero3.json",), "deepspeed: no such key; ranks are sharded by FSDP2 alone"),
         (("group_by_length=true",), "group_by_length: no such key; the seed alone decides the order of rows"),
     ],

@@ -191,7 +191,9 @@ CELLS = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_what_ranks_hold(folder, ranks):
     """Weights, gradients and the optimizer's state of each rank, over its plan."""
     for found in run_world(ranks, on_ranks, folder, CELLS):

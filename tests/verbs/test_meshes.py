@@ -21,9 +21,9 @@ WAYS = [
     Way("tp"),
     Way("shard1", "http"),
     Way("flat", "fsspec"),
-    Way("flat", "memory"),
 ]
 FURTHER = [
+    Way("flat", "memory"),
     Way("hsdp"),
     Way("ep"),
     Way("hsdp", shared_reads=InIntervals()),

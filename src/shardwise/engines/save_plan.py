@@ -86,10 +86,8 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
     The state of its training comes last. One rank asks PEFT, which may look at the hub for the base's config.
     Collective: yes.
     """
-    held = world.together(lambda: look_inside(request.model))
+    held = world.together(lambda: _looked_at(request))
     names = request.names
-    if isinstance(names, HubNames):
-        return world.together(lambda: _in_files(request, held)), {}
     if not isinstance(names, PeftNames):
         return held, {}
     places = world.from_first(lambda: names_outside(request.model, held, AdapterOnly(names.adapter)))
@@ -98,7 +96,10 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
     return [*(item for item in held if chosen.intersection(item.names)), *beside], places
 
 
-def _in_files(request: SaveRequest, held: list[Held]) -> list[Held]:
+def _looked_at(request: SaveRequest) -> list[Held]:
+    held = look_inside(request.model)
+    if not isinstance(request.names, HubNames):
+        return held
     if request.dtype is not None and has_four_bits(request.model):
         raise ConfigError(
             f"dtype={request.dtype}: weights in four bits, and their scales, are saved as they are; leave dtype out"

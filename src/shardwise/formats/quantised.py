@@ -70,11 +70,11 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class OfBitsandbytes:
+class PackedFourBits:
     """Four bits as bitsandbytes packs them; each weight says how."""
 
 
-Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers | OfBitsandbytes
+Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers | PackedFourBits
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
@@ -90,7 +90,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         case "mxfp4":
             return MicroscalingFloat4()
         case "bitsandbytes" if config.get("load_in_4bit") or config.get("_load_in_4bit"):
-            return OfBitsandbytes()
+            return PackedFourBits()
         case "compressed-tensors":
             return _of_compressed_tensors(config)
         case "modelopt":
@@ -342,7 +342,7 @@ def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> Checkp
     config = content.get("quantization_config") if isinstance(content, dict) else None
     if not isinstance(config, dict):
         return index
-    if isinstance(scheme_of(config), OfBitsandbytes):
+    if isinstance(scheme_of(config), PackedFourBits):
         return with_four_bits(reader, index)
     return dequantised_index(index, config)
 

@@ -20,7 +20,7 @@ from shardwise.models.selection import has_adapters
 
 
 def pack_model(model: nn.Module, quantization: FourBit) -> tuple[str, ...]:
-    """Put linear layers and experts of a model that is not sharded into four bits, in place; what stays, in sentences.
+    """Put linear layers and experts of a model that is not sharded into four bits, in place; what stays, in words.
 
     A weight with values is packed at once, on the CPU, one after the other; one on meta gets its bytes by ``load``.
 

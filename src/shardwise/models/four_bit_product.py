@@ -35,8 +35,8 @@ class Packing:
         ``code[nibble] * scale`` in float32, rounded once: ``dequantize_4bit`` of bitsandbytes.
         """
         shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-        if not packed.numel():
-            return torch.empty(shape, dtype=dtype, device=packed.device)
+        if not packed.numel() or packed.is_meta or type(packed) not in (torch.Tensor, torch.nn.Parameter):
+            return packed.new_empty(shape, dtype=dtype)  # nothing to make, or traced without values
         if importlib.util.find_spec("bitsandbytes") is not None:
             return _by_bitsandbytes(packed, scales, self, shape, dtype)
         if packed.device.type == "cpu":
@@ -73,6 +73,8 @@ def unnested_scales(codes: torch.Tensor, start: int, nested: torch.Tensor, offse
 
     See [Note: Nested scales]. ``nested`` and ``offset`` are those of the whole matrix.
     """
+    if codes.is_meta or type(codes) not in (torch.Tensor, torch.nn.Parameter):
+        return codes.new_empty(codes.shape, dtype=torch.float32)  # traced without values
     if codes.device.type == "cpu":
         found: torch.Tensor = unnest(_alias(codes).view(codes.shape), start, nested, offset)
         return found

@@ -96,7 +96,8 @@ def of_transformers(config: Any) -> FourBit:
         ConfigError: it is another kind of quantisation, or makes no sense.
     """
     told = dict(config) if isinstance(config, dict) else config.to_dict()
-    method = str(getattr(told.get("quant_method"), "value", told.get("quant_method")))
+    given = told.get("quant_method", "bitsandbytes" if "load_in_4bit" in told or "load_in_8bit" in told else None)
+    method = str(getattr(given, "value", given))
     if method != "bitsandbytes":
         raise ConfigError(
             f"quantization_config: {method} is not known for a base that is quantised while it is read; pass "

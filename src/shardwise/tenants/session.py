@@ -32,7 +32,7 @@ from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
 from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import resolved, sharding_of
+from shardwise.training.config_values import quantization_of, resolved, sharding_of
 from shardwise.training.data import TrainData
 from shardwise.training.metrics import MetricsFile
 from shardwise.training.optimizers import optimizers_of
@@ -43,7 +43,6 @@ from shardwise.training.prepare import (
     require_place,
     set_attention,
 )
-from shardwise.training.quantization_section import quantization_of
 from shardwise.training.resuming import require_free
 from shardwise.training.session import read_rows, write_config
 from shardwise.training.stopping import StopRequest

@@ -30,7 +30,6 @@ from shardwise.training.config_types import (
     Words,
 )
 from shardwise.training.options import Epochs, NamedOptimizer, Ratio, Schedule, Steps, TrainOptions
-from shardwise.training.quantization_section import OneQuantization
 
 
 class Section(BaseModel):
@@ -107,6 +106,24 @@ class LoraTuning(Section):
         if self.adapter is not None and others:
             raise ValueError(f"adapter has a config of its own, so that {', '.join(others)} cannot be given")
         return self
+
+
+class QuantizationSection(Section):
+    """The base is kept in four bits, as ``shardwise.options.Nf4`` says it; ``nf4`` alone is ``form: nf4``.
+
+    ``scales: nested`` is double quantisation.
+    """
+
+    form: Literal["nf4", "fp4"] = "nf4"
+    block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
+    scales: Literal["plain", "nested"] = "plain"
+    compute_dtype: Float | None = None
+    stay: Several = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _form_alone(cls, value: Any) -> Any:
+        return {"form": value} if isinstance(value, str) else value
 
 
 TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Field(discriminator="method")]
@@ -360,7 +377,7 @@ class TrainConfig(Section):
     data: DataSection
     output: OutputSection
     tuning: TuningSection = FullTuning()
-    quantization: OneQuantization | None = None
+    quantization: QuantizationSection | None = None
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection = Field(TrainingSection(), validate_default=True)
@@ -373,7 +390,9 @@ class TrainConfig(Section):
 
     @field_validator("quantization")
     @classmethod
-    def _is_frozen(cls, quantization: OneQuantization | None, others: ValidationInfo) -> OneQuantization | None:
+    def _is_frozen(
+        cls, quantization: QuantizationSection | None, others: ValidationInfo
+    ) -> QuantizationSection | None:
         if quantization is not None and not isinstance(others.data.get("tuning", LoraTuning), LoraTuning):
             raise ValueError("weights in four bits are not trained; tuning.method is lora on such a base")
         return quantization

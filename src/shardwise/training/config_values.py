@@ -27,6 +27,7 @@ from shardwise.models.policies import (
     WholeModel,
     WrapPolicy,
 )
+from shardwise.models.quantization import FourBit, Fp4, NestedScales, Nf4, PlainScales
 from shardwise.models.wrap import Sharding
 from shardwise.training.accumulation import (
     Accumulation,
@@ -44,6 +45,7 @@ from shardwise.training.config_sections import (
     FreezeTuning,
     FullTuning,
     LoraTuning,
+    QuantizationSection,
     ShardingSection,
     TrainConfig,
     TrainingSection,
@@ -281,3 +283,15 @@ def accumulation_of(
             return fitting_accumulation(model, options, getattr(torch, summed_in))
         case _:
             assert_never(section.accumulate)
+
+
+def quantization_of(section: QuantizationSection | None) -> FourBit | None:
+    """How the base is kept, where that is said."""
+    if section is None:
+        return None
+    return (Nf4 if section.form == "nf4" else Fp4)(
+        block_size=section.block_size,
+        scales=NestedScales() if section.scales == "nested" else PlainScales(),
+        compute_dtype=None if section.compute_dtype is None else getattr(torch, section.compute_dtype),
+        stay=tuple(section.stay),
+    )

@@ -16,7 +16,7 @@ from shardwise.report.training_plan import PhaseMemory, Room, TrainingPlan
 from shardwise.storage.hub import HubOptions
 from shardwise.training.config import config_of, read_config
 from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import decided, sharding_on, tuning_of
+from shardwise.training.config_values import decided, quantization_of, sharding_on, tuning_of
 from shardwise.training.prepare import load_tokenizer
 from shardwise.training.step_memory import Machines, Measured, StepMemory
 from shardwise.tuning.modes import AnyTuning, Full
@@ -142,6 +142,8 @@ def _options_of(config: TrainConfig, sharding: Sharding, tuning: AnyTuning, mach
         options["resize_vocab"] = (
             len(load_tokenizer(section.tokenizer or section.name)) if isinstance(size, str) else size
         )
+    if (kept := quantization_of(config.quantization)) is not None:
+        options["quantization"] = kept
     if section.attn_implementation is not None:
         is_flash = "flash" in section.attn_implementation
         options["attn_implementation"] = "sdpa" if is_flash else section.attn_implementation

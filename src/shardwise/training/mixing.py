@@ -110,7 +110,7 @@ def _drawn(seed: int, number: int, count: int, start: int, share: int) -> NDArra
         order = np.random.default_rng([seed, number, turn]).permutation(count)[at : at + share]
         drawn.append(order)
         start, share = start + len(order), share - len(order)
-    return np.concatenate(drawn)
+    return np.concatenate([np.empty(0, dtype=np.int64), *drawn])
 
 
 def held_out_rows(

@@ -32,6 +32,7 @@ from shardwise.training.config_values import (
     loss_of,
     name_of_evaluation,
     names_of_data,
+    quantization_of,
     reading_of,
     resolved,
     row_layout,
@@ -68,7 +69,6 @@ from shardwise.training.prepare import (
     stored_dtype,
 )
 from shardwise.training.pushing import Pushed, push, require_pushable
-from shardwise.training.quantization_section import quantization_of
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
 from shardwise.training.resuming import dated, kept_in, preview_of, require_same_data, require_same_kind
 from shardwise.training.sources import DataName, names_of

@@ -1,6 +1,6 @@
 r"""Where a text may be cut so that its parts, tokenised alone, are the tokens of the whole.
 
-[Note: Cuts] A tokenizer first finds its added tokens, then cuts what is between them by patterns, and makes
+[Note: Words] A tokenizer first finds its added tokens, then cuts what is between them by patterns, and makes
 tokens of each piece alone. So a text may be cut wherever a piece ends anyway, and the pieces before and behind
 would be the same if the text ended, or began, there. With the patterns that are known here that is so
 
@@ -76,7 +76,7 @@ _LINES: Final = (r"(?<=[!-~]\n)(?= *[!-.0-~])", r"(?<=[!-~]\n\n)(?= *[!-.0-~])")
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class WordCuts:
     """Where texts may be cut.
 
     Attributes:
@@ -88,7 +88,7 @@ class Cuts:
     trims: bool
 
 
-def cuts_of(described: str) -> Cuts | None:
+def cuts_of(described: str) -> WordCuts | None:
     """Where texts may be cut for a tokenizer, as it describes itself (JSON); None where that is not known."""
     tokenizer: dict[str, Any] = json.loads(described)
     model = tokenizer["model"]
@@ -104,7 +104,7 @@ def cuts_of(described: str) -> Cuts | None:
     if any(re.match("[A-Za-z]|\\s", str(token["content"])) for token in tokenizer["added_tokens"]):
         # Such a letter, or such white space, is none to a pattern.
         places = [_LINE if place in _LINES else place for place in places if place != _INDENTED]
-    return Cuts(_word(added, places), any(one.get("trim_offsets", False) for one in processors))
+    return WordCuts(_word(added, places), any(one.get("trim_offsets", False) for one in processors))
 
 
 def _word(added: Sequence[str], places: Sequence[str]) -> re.Pattern[str]:

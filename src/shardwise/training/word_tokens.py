@@ -1,6 +1,6 @@
 """Texts as tokens, word by word: each word is tokenised once, and its tokens are kept.
 
-What a word is, and why the tokens of words are those of the text, is said in ``word_cuts`` ([Note: Cuts]). In a
+What a word is, and why the tokens of words are those of the text, is said in ``word_cuts`` ([Note: Words]). In a
 chat most words have been seen before. The tokenizer is asked for those that are new, of many texts at once, and for
 no text as a whole; which characters a token has is asked only where an answer begins or ends within a word.
 """
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwise.training.token_spans import tokens_of
-from shardwise.training.word_cuts import Cuts, cuts_of
+from shardwise.training.word_cuts import WordCuts, cuts_of
 
 Span: TypeAlias = tuple[int, int]
 
@@ -33,7 +33,7 @@ _ID_BYTES: Final = 4
 class WordTokens:
     """Tokens of texts by one tokenizer, as long as nobody changes that."""
 
-    def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
+    def __init__(self, tokenizer: Tokenizer, cuts: WordCuts) -> None:
         self._tokenizer = tokenizer
         self._cuts = cuts
         self._known: dict[str, bytes] = {}
