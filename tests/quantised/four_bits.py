@@ -243,3 +243,46 @@ def sharded_live(folder: str, scales: str) -> list[str]:
     shardwise.shard(model, quantization=Nf4(scales=kind, compute_dtype=torch.bfloat16))
     first, second = wanted.state_dict(), model.state_dict()
     return [name for name in first if not torch.equal(whole(first[name]), whole(second[name]))]
+
+
+def losses_in_bfloat16(folder: str) -> dict[str, list[float]]:
+    """Losses of a LoRA: on these ranks; by PEFT and bitsandbytes on the whole batch, and on its rows one by one."""
+    use_peers("bitsandbytes")
+    from peft import get_peft_model
+
+    dtype, size, rank = torch.bfloat16, torch.distributed.get_world_size(), torch.distributed.get_rank()
+    tokens = torch.arange(48).view(4, 12)
+    ours = our_model(folder, "nf4", dtype, "flat", tuning=shardwise.Lora(lora_config()))
+    generator = torch.Generator().manual_seed(1)
+    start = {
+        name: 0.2 * (torch.rand(parameter.shape, generator=generator) - 0.5)
+        for name, parameter in ours.named_parameters()
+        if parameter.requires_grad
+    }
+    found: dict[str, list[float]] = {}
+    for kind, parts in (("ours", 1), ("whole", 1), ("rows", len(tokens))):
+        base = ours if kind == "ours" else get_peft_model(stock_model(folder, "nf4", dtype), lora_config())
+        trained = {name: item for name, item in base.named_parameters() if item.requires_grad}
+        with torch.no_grad():
+            for name, item in trained.items():
+                values = start[name]
+                if isinstance(item, DTensor):
+                    values = distribute_tensor(values, item.device_mesh, item.placements, src_data_rank=None)
+                item.copy_(values)
+        base.train()
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
+        own = tokens[rank * len(tokens) // size : (rank + 1) * len(tokens) // size] if kind == "ours" else tokens
+        found[kind] = []
+        for _ in range(STEPS):
+            total = torch.zeros(())
+            for part in own.chunk(parts):
+                loss = base(input_ids=part, labels=part).loss / parts
+                loss.backward()
+                total += loss.detach()
+            if kind == "ours":
+                torch.distributed.all_reduce(total)
+                total /= size
+            found[kind].append(total.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
