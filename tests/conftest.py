@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -61,8 +62,14 @@ hypothesis.settings.register_profile(  # only whether a test fails is of interes
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that spawn ranks come first: they take longest, and a run ends when the last file does."""
+    """What is listed as longest is slow. Files with tests that spawn ranks come first: they take longest."""
+    lines = Path(__file__).with_name("longest.txt").read_text().splitlines()
+    longest = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in longest:
+            item.add_marker(pytest.mark.slow)
     spawning = {item.path for item in items if item.get_closest_marker("distributed") is not None}
     items.sort(key=lambda item: item.path not in spawning)
 

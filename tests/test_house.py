@@ -86,3 +86,11 @@ def test_every_word_of_the_glossary_is_where_it_says():
                 place,
             )
     assert len(places) == len(rows) > 30
+
+
+def test_what_is_listed_as_longest_is_there():
+    """Tests by file and function; a name that has changed would be quick again, unseen."""
+    for line in (ROOT / "tests" / "longest.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            file, _, function = line.partition("::")
+            assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), line
