@@ -1,9 +1,9 @@
 """A LoRA on a base in four bits, beside what others make of that: a step, and what a rank holds of the base.
 
 ``python -m benchmarks.four_bit_peers``. Two gloo ranks train LoRAs on a small Qwen3 shape: on shardwise's base; on
-transformers' with bitsandbytes, to which ``fully_shard`` is applied by hand (its scales stay whole on every rank); on
-one with torchao's NF4 tensors, likewise (its scales are its own: other numbers). One process trains as transformers,
-PEFT and bitsandbytes do. In the same processes, in turn. Wants bitsandbytes and torchao.
+transformers' with bitsandbytes, to which ``fully_shard`` is applied by hand (its scales stay whole on every rank);
+on one with torchao's NF4 tensors, likewise (its scales are nested, and other numbers). One process trains as
+transformers, PEFT and bitsandbytes do. In the same processes, in turn. Wants bitsandbytes and torchao.
 """
 
 from __future__ import annotations
