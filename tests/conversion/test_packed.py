@@ -1,0 +1,119 @@
+"""Numbers of packed bytes, and bytes of scales: any box of them, in blocks of any size, by its own indices."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.conversion import Stored
+from shardwise.conversion.computed import Computed
+from shardwise.conversion.packed import as_bytes, nested_as_stored, packed, stored_form, unnested, unpacked
+from shardwise.tensors import Box, DType, Form4
+
+DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def evaluated(node: Computed, inputs: list[torch.Tensor], box: Box, most: int) -> torch.Tensor:
+    """A box of a node, put together of its blocks; inputs are its sources, as they are."""
+    found: torch.Tensor | None = None
+    for block in node.operation.blocks({node.output: [box]}, most):
+        values = [part(value, needed).contiguous() for value, needed in zip(inputs, block.needs, strict=True)]
+        made = node.operation.evaluate(block, values)[node.output]
+        found = torch.empty(node.shape, dtype=made.dtype) if found is None else found
+        part(found, block.gives[node.output]).copy_(made)
+    assert found is not None
+    return part(found, box)
+
+
+@st.composite
+def boxes(draw, shape):
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    return Box(
+        tuple(starts), tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True))
+    )
+
+
+@given(st.data())
+def test_any_box_of_numbers(data):
+    draw = data.draw
+    form, dtype = draw(st.sampled_from(list(Form4))), draw(st.sampled_from(list(DTYPES)))
+    outer = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 2)))]
+    shape = (*outer, 32 * draw(st.integers(1, 3)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    values = torch.randint(0, 256, (*outer, shape[-1] // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.rand((*outer, shape[-1] // 32), generator=generator)
+    stored = Stored("w", (values.numel(), 1), DType.U8), Stored("s", (scales.numel(),), DType.F32)
+    node = unpacked(*stored, shape, form, 32, dtype)
+    assert isinstance(node, Computed)
+    assert stored_form(node) == (form, 32)
+    wanted = torch.empty(shape)
+    for place in itertools.product(*map(range, shape)):
+        *rows, column = place
+        byte = int(values[(*rows, column // 2)])
+        wanted[place] = form.numbers[byte & 15 if column % 2 else byte >> 4] * scales[(*rows, column // 32)]
+    box = draw(boxes(shape))
+    found = evaluated(node, [values, scales], box, draw(st.sampled_from([1, 200, 100_000])))
+    assert found.dtype == DTYPES[dtype]
+    assert torch.equal(found, part(wanted.to(DTYPES[dtype]), box))
+
+
+@given(st.data())
+def test_any_of_the_scales_that_are_bytes(data):
+    draw = data.draw
+    count = draw(st.sampled_from([1, 255, 256, 257, 700]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    codes = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+    nested, numbers = torch.rand(-(-count // 256), generator=generator), torch.rand(256, generator=generator)
+    node = unnested(
+        Stored("c", (count,), DType.U8),
+        Stored("n", tuple(nested.shape), DType.F32),
+        0.25,
+        tuple(numbers.tolist()),
+    )
+    assert isinstance(node, Computed)
+    wanted = torch.stack([numbers[int(code)] * nested[at // 256] + 0.25 for at, code in enumerate(codes)])
+    box = draw(boxes((count,)))
+    assert torch.equal(
+        evaluated(node, [codes, nested], box, draw(st.sampled_from([1, 3000, 1 << 20]))), part(wanted, box)
+    )
+
+
+@given(st.data())
+def test_any_of_the_bytes_of_numbers(data):
+    draw = data.draw
+    shape = (draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    numbers = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    node = as_bytes(Stored("s", shape, DType.F32))
+    assert isinstance(node, Computed)
+    box = draw(boxes(node.shape))
+    found = evaluated(node, [numbers], box, draw(st.sampled_from([1, 16, 1 << 20])))
+    assert torch.equal(found, part(numbers.view(torch.uint8), box))
+
+
+def test_what_is_stored_so_is_taken_as_it_is():
+    values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
+    numbers = unpacked(values, scales, (8, 64), Form4.NF4, 64, DType.BF16)
+    weight, raw = packed(numbers, Form4.NF4, 64, rounds_to=DType.BF16)
+    assert str(weight) == f"Reshape({values}, (8, 32))"
+    assert isinstance(raw, Computed)
+    assert raw.operation.label == "taking bytes"
+    for form, block in ((Form4.FP4, 64), (Form4.NF4, 32)):
+        again, _ = packed(numbers, form, block, rounds_to=DType.BF16)
+        assert isinstance(again, Computed)
+        assert again.operation.label == "quantising"
+    assert nested_as_stored(numbers, Form4.NF4, 64) is None
+
+
+@pytest.mark.parametrize(("shape", "told"), [((8, 60), "in blocks of 64"), ((4, 64), "in four bits")])
+def test_what_does_not_go_together(shape, told):
+    values, scales = Stored("w", (256, 1), DType.U8), Stored("s", (8,), DType.F32)
+    with pytest.raises(ValueError, match=told):
+        unpacked(values, scales, shape, Form4.NF4, 64, DType.F32)
