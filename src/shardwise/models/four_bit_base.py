@@ -30,11 +30,10 @@ from shardwise.models.four_bit_linear import (
     WEIGHT,
     WHOLE_SCALES,
     is_in_four_bits,
-    is_of_bitsandbytes,
     put_into_four_bits,
     why_it_stays,
 )
-from shardwise.models.four_bit_product import Packing
+from shardwise.models.four_bit_product import Packing, has_bitsandbytes
 from shardwise.models.modules import original_class, parameters_of, walk
 from shardwise.models.quantization import FourBit, of_form, to_transformers
 from shardwise.report.names import collapse
@@ -173,7 +172,7 @@ def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
         [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
     )
     notes += _about_experts(chosen, how)
-    if not is_of_bitsandbytes():
+    if not has_bitsandbytes():
         notes.append("bitsandbytes is not installed: the same numbers are made of four bits, several times slower")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
@@ -203,7 +202,7 @@ class _Quantiser:
 def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
     """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""
     told: Any = model
-    if is_of_bitsandbytes():  # whoever asks for this goes on to import it
+    if has_bitsandbytes():  # whoever asks for this goes on to import it
         told.is_loaded_in_4bit = True
     told.is_quantized = True
     told.quantization_method = QuantizationMethod.BITS_AND_BYTES

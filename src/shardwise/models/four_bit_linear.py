@@ -15,7 +15,6 @@ While such a layer is loaded, its scales are there as they are for a moment, as 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -24,7 +23,7 @@ from torch import nn
 
 from shardwise.conversion import Expression
 from shardwise.conversion.nested_scales import NESTED_BLOCK
-from shardwise.models.four_bit_product import Packing, product, unnested_scales
+from shardwise.models.four_bit_product import Packing, has_bitsandbytes, product, unnested_scales
 from shardwise.models.quantization import FourBit, NestedScales
 
 WEIGHT = "weight"
@@ -93,15 +92,10 @@ class InFourBits:
     _load_from_state_dict = nn.Module._load_from_state_dict
 
 
-def is_of_bitsandbytes() -> bool:
-    """Whether layers are of a class of bitsandbytes', which is installed then."""
-    return importlib.util.find_spec("bitsandbytes") is not None
-
-
 @cache
 def _class() -> type[nn.Linear]:
     """The class of the layers: of bitsandbytes where that is installed, which PEFT asks for."""
-    if is_of_bitsandbytes():
+    if has_bitsandbytes():
         from bitsandbytes.nn import Linear4bit
 
         return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Packing:
         shape = (*packed.shape[:-1], 2 * packed.shape[-1])
         if not packed.numel() or packed.is_meta or type(packed) not in (torch.Tensor, torch.nn.Parameter):
             return packed.new_empty(shape, dtype=dtype)  # nothing to make, or traced without values
-        if importlib.util.find_spec("bitsandbytes") is not None:
+        if has_bitsandbytes():
             return _by_bitsandbytes(packed, scales, self, shape, dtype)
         if packed.device.type == "cpu":
             out = torch.empty(shape, dtype=dtype)
@@ -54,6 +55,12 @@ class Packing:
         halves = torch.stack([packed >> 4, packed & 15], dim=-1).int()
         numbers = table[halves].view(*packed.shape[:-1], -1, self.block_size)
         return numbers.mul_(scales.unsqueeze(-1)).view(shape).to(dtype)
+
+
+@cache
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed."""
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def _by_bitsandbytes(
