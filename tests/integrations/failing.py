@@ -40,7 +40,7 @@ def fail_alone(run: Run, place: str) -> Ended:
         except Exception as error:
             ended = Ended(f"{type(error).__name__}: {error}", trainer.state.global_step, time.time())
             if place == "model":
-                time.sleep(60)  # it lives on; only the other rank's end ends it
+                time.sleep(20)  # it lives on
             return ended
         finally:
             left = [name for name in ("get_batch_samples", "compute_loss") if name in vars(trainer)]
