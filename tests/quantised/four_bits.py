@@ -240,7 +240,14 @@ def sharded_live(folder: str, scales: str) -> list[str]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     if is_first:
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
-    shardwise.shard(model, quantization=Nf4(scales=kind, compute_dtype=torch.bfloat16))
+    try:
+        shardwise.shard(model, quantization=Nf4() if is_first else None)
+    except shardwise.DisagreementError as error:
+        assert "quantization" in str(error)  # noqa: PT017 - and nothing has been packed
+    else:
+        raise AssertionError("ranks ask for different things")
+    report = shardwise.shard(model, quantization=Nf4(scales=kind, compute_dtype=torch.bfloat16))
+    assert "lm_head keeps its numbers" in str(report)
     first, second = wanted.state_dict(), model.state_dict()
     return [name for name in first if not torch.equal(whole(first[name]), whole(second[name]))]
 

@@ -69,7 +69,7 @@ class ShardCall:
         """What of it ranks must have in common, with the sharding that has a mesh."""
         options = self.options
         told = (wrap.in_words(sharding), self.values_from, self.trained_dtype, options.budget_bytes, options.nodes)
-        return repr((*told, self.quantization))
+        return repr(told)
 
 
 def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Clock) -> ShardReport:
@@ -80,9 +80,8 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
     options = call.options
     with clock.phase("agree"):
         settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
-        if (packing := call.quantization) is not None:
-            world.together(lambda: _require_unsharded(model))
-            world.together(lambda: pack_model(model, packing))
+        world.require_equal(repr(call.quantization), "the quantization")
+        notes = world.together(lambda: _packed(model, call.quantization))
         held = world.together(lambda: look_inside(model))
         was_sharded = world.together(lambda: is_sharded(model, held))
         world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
@@ -105,13 +104,17 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         )
     with clock.phase("finish"):
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
-    done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds))
+    done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds), notes)
     return _report(world, model, settled, clock, done)
 
 
-def _require_unsharded(model: nn.Module) -> None:
+def _packed(model: nn.Module, quantization: FourBit | None) -> tuple[str, ...]:
+    """What stays of a model that is put into four bits, in words."""
+    if quantization is None:
+        return ()
     if is_sharded(model, look_inside(model)):
         raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
+    return pack_model(model, quantization)
 
 
 def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:
@@ -137,6 +140,7 @@ class _Done:
     differed: Mapping[str, int] = field(default_factory=dict)
     awaiting: tuple[str, ...] = ()
     bounds: tuple[Bound, ...] = ()
+    notes: tuple[str, ...] = ()
     was_sharded: bool = False
 
 
@@ -165,6 +169,7 @@ def _report(world: World, model: nn.Module, sharding: Sharding, clock: Clock, do
         ),
         tied={name: item.fqn for item in held for name in item.names[1:]},
         rebound=tuple(bound.count() for bound in done.bounds),
+        notes=done.notes,
         seconds=clock.seconds,
     )
 

@@ -31,6 +31,7 @@ class ShardReport:
         replicated: parameters that are whole on every rank.
         tied: further names of shared parameters, with the first name.
         rebound: for each optimizer, how many parameters and values of state it was bound to.
+        notes: what was put into four bits, and what stays as it is, in sentences.
         seconds: by phase, in order: agree, compare, wrap, exchange, finish.
     """
 
@@ -52,6 +53,7 @@ class ShardReport:
     replicated: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rebound: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class ShardReport:
             f"  {moved}, kept {in_bytes(self.kept_bytes)}; staging {in_bytes(self.staging_bytes)}",
             "  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items()),
         ]
+        lines += [f"  {note}" for note in self.notes]
         for rank in sorted(set(self.differed.values())):
             names = [name for name, other in self.differed.items() if other == rank]
             lines += listing(f"of rank {rank}", names)
