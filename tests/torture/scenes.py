@@ -30,6 +30,7 @@ from shardwise.testing.crashes import (
     CrashState,
     EffectLog,
     Entry,
+    Failed,
     FolderMade,
     Killed,
     Removed,
@@ -168,7 +169,8 @@ def _not_recorded(here: Stage, before: Mapping[str, bytes], entries: Sequence[En
     except StorageError as error:
         return [str(error)]
     files, there = last.state.files, here.files()
-    left = VERBS[here.verb].is_of_others if any(isinstance(entry, Killed) for entry in entries) else lambda _: False
+    has_ended_early = any(isinstance(entry, Killed | Failed) for entry in entries)
+    left = VERBS[here.verb].is_of_others if has_ended_early else lambda _: False
     odd = sorted(
         name
         for name in {*files, *there}

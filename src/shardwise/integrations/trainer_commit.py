@@ -71,7 +71,8 @@ def _undo(run: Path, step: int, marked: Marked) -> None:
     with _emptying(folder) as writer:
         writer.remove(on_its_way(FACTS_FILE, marked.token))
         names = writer.list()
-        if names and BEGUN_FILE not in names and FACTS_FILE not in names:  # it was removed, and we made it again
+        is_begun = BEGUN_FILE in names or FACTS_FILE in names
+        if not is_begun and (names or writer.folders):  # it was removed, and we made it again
             with contextlib.suppress(OSError):
                 remove_files(writer, names)
                 os.rmdir(folder)
