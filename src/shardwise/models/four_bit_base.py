@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -189,10 +189,17 @@ def _about_experts(chosen: Chosen, how: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Method:
+    """What transformers says of a model that it does not save."""
+
+    quant_method: str = "bitsandbytes by shardwise, whose shardwise.save(model, folder) writes its files,"
+
+
+@dataclass(frozen=True, slots=True)
 class _Quantiser:
     """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
 
-    quantization_config: Mapping[str, Any]
+    quantization_config: _Method = field(default_factory=_Method)
     is_trainable: bool = True
     is_qat_trainable: bool = False
     is_compileable: bool = False
@@ -206,7 +213,7 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
         told.is_loaded_in_4bit = True
     told.is_quantized = True
     told.quantization_method = QuantizationMethod.BITS_AND_BYTES
-    told.hf_quantizer = _Quantiser(config)
+    told.hf_quantizer = _Quantiser()
     told.config.quantization_config = dict(config)
 
 
