@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.quantised import four_bits_in_use
 from tests.quantised.four_bits import layers_of
 from tests.quantised.test_four_bits import written
@@ -142,3 +143,16 @@ def test_what_makes_no_sense():
 def test_what_is_of_another_dtype_stays(plain):
     with pytest.raises(shardwise.ConfigError, match=r"is of torch\.float64, of which nothing is packed"):
         shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float64)
+
+
+def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = AutoModelForCausalLM.from_pretrained(plain).state_dict()
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(shardwise.CoverageError, match=r"model\.norm\.weight"):
+        shardwise.load(model, tmp_path)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

@@ -79,11 +79,21 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
         for name, layer in layers.items():
             counts = _nest(layer, wholes.pop(name), offsets[name])
             written |= {f"{name}.{local}": count for local, count in counts.items()}
-            del layer._parameters[WHOLE_SCALES]
-            layer.whole_scales = ()
+            _let_go(layer)
         return written
 
     return world.together(nest)
+
+
+def let_go_of_whole_scales(model: nn.Module) -> None:
+    """Of a load that has failed: the model has what it had before."""
+    for _, layer in list(_to_nest(model)):
+        _let_go(layer)
+
+
+def _let_go(layer: Any) -> None:
+    layer._parameters.pop(WHOLE_SCALES, None)
+    layer.whole_scales = ()
 
 
 def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
