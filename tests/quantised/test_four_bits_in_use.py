@@ -134,6 +134,14 @@ def test_what_cannot_be_packed_is_refused_before_anything_is(plain, fault, told)
     assert all(parameter.is_floating_point() for parameter in model.parameters())
 
 
+def test_an_optimizer_of_what_stays_keeps_it(plain):
+    model = live(plain)
+    optimizer = torch.optim.AdamW([model.model.norm.weight])
+    report = shardwise.shard(model, quantization=Nf4(), optimizers=(optimizer,))
+    assert optimizer.param_groups[0]["params"][0] is model.model.norm.weight
+    assert report.rebound == ((1, 0),)
+
+
 def test_what_makes_no_sense():
     for changes in ({"block_size": 64.0}, {"stay": (3,)}, {"compute_dtype": torch.float64}):
         with pytest.raises(shardwise.ConfigError, match=next(iter(changes))):
