@@ -273,6 +273,9 @@ def refused(folder: str) -> dict[str, Any]:
     files = Path(folder, "files")
     told["in accelerate's files"] = attempt(shardwise.save_accelerate_optimizer, model, eight, files)
     told["compiled for DTensors"] = dtensors_that_torchao_steps(model)
+    both = made("bitsandbytes.optim.AdEMAMix8bit", model)
+    step(model, both, 0)
+    told["two moments in one"] = attempt(shardwise.optimizer_state, model, both)
     told["each for itself"] = attempt(shardwise.optimizer_state, uneven, alone)
     return told
 

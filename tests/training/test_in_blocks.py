@@ -104,6 +104,9 @@ def test_what_is_of_another_kind_or_other_blocks_is_refused_by_name(runs: Runs) 
     kind, text = found["in accelerate's files"]
     assert kind == "PlacementError"
     assert "a Checkpointer keeps moments in blocks, and factors, which these files have no form for" in text
+    kind, text = found["two moments in one"]
+    assert kind == "PlacementError"
+    assert "state1 of optimizer 0 has shape (2, 128, 64), the parameter (256, 64): it has no shards" in text
     kind, text = found["each for itself"]
     assert kind == "PlacementError"
     assert "call step_shards(optimizer), of shardwise.training.shard_steps, before the first step" in text

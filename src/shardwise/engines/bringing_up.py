@@ -78,6 +78,7 @@ def settle_call(
         **model_words(given),
         **{f"sharding.{name}": told for name, told in wrap.in_words(given.get("sharding", Sharding())).items()},
         "tuning": type(given.get("tuning", Full())).__name__,
+        "quantization": repr(given.get("quantization")),
         "weights": repr(given.get("weights", FromFiles())),
         **load_words(consent_of(given), given.get("buffers", {}), given.get("options", LoadOptions())),
     }

@@ -12,7 +12,7 @@ from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest, tie_declared
 from shardwise.engines.loading import carry_out
-from shardwise.engines.nesting import names_to_nest, with_whole_scales
+from shardwise.engines.nesting import let_go_of_whole_scales, names_to_nest, with_whole_scales
 from shardwise.engines.opening import Source, open_source
 from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
@@ -69,7 +69,10 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
         additions = Additions(nested=names_to_nest(model))
         return LoadRequest(bindings, call.consent, dict(call.buffers), options, additions=additions)
 
-    with source.closing():
-        report = carry_out(world, model, source, ask, clock)
+    try:
+        with source.closing():
+            report = carry_out(world, model, source, ask, clock)
+    finally:
+        let_go_of_whole_scales(model)
     pretrained.record_conversions(model, transforms)
     return report

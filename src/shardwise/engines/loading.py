@@ -69,7 +69,7 @@ def carry_out(
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, ready.items, placer, options.patience)
     with clock.phase("fill"):
-        nested = nest_scales(world, model)
+        nested = nest_scales(world, model, budget_bytes=options.budget_bytes)
     attributes = world.together(lambda: finish(model, ready, means, {**placer.written, **nested}, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)

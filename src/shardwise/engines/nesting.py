@@ -8,7 +8,7 @@ codes of its rows, and what all are scaled by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
+from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.world import World
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.modules import walk
 from shardwise.models.view import canonical, local_boxes, local_tensor
+from shardwise.planning.states.forms import FullState
+from shardwise.planning.states.sources import EveryRank
 
 _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
@@ -51,17 +54,46 @@ def with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
     return replace(bindings, offers=offers)
 
 
-def nest_scales(world: World, model: nn.Module) -> dict[str, int]:
-    """Nest what has been read, and let it go; by name, how many elements were written. Collective: yes."""
+def nest_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
+    """Nest what has been read, and let it go; by name, how many elements were written.
+
+    Collective: yes.
+    Memory: ``budget_bytes``, and all scales of the larger of one matrix and 32 MiB.
+    """
     written: dict[str, int] = {}
     for portion in _portions(list(_to_nest(model))):
-        wholes = world.together(lambda portion=portion: [_together(layer) for _, layer in portion])  # type: ignore[misc]
-        offsets = world.from_first(lambda wholes=wholes: [float(offset_of(whole)) for whole in wholes])  # type: ignore[misc]
-        for (name, layer), whole, offset in zip(portion, wholes, offsets, strict=True):
-            written |= {f"{name}.{local}": count for local, count in _nest(layer, whole, offset).items()}
-            del layer._parameters[WHOLE_SCALES]
-            layer.whole_scales = ()
+        written |= _nest_portion(world, portion, budget_bytes)
     return written
+
+
+def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
+    """As :func:`nest_scales`, of a few. Ranks wait for nobody within a meeting. Collective: yes."""
+    raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
+    home = next(iter(raw.values())).device
+    bytes_of = gather(world, raw, FullState(on=EveryRank()), budget_bytes=budget_bytes, device=home)
+    wholes = {name: found.view(torch.float32) for name, found in bytes_of.items()}
+    offsets = world.from_first(lambda: {name: float(offset_of(whole)) for name, whole in wholes.items()})
+
+    def nest() -> dict[str, int]:
+        written: dict[str, int] = {}
+        for name, layer in layers.items():
+            counts = _nest(layer, wholes.pop(name), offsets[name])
+            written |= {f"{name}.{local}": count for local, count in counts.items()}
+            _let_go(layer)
+        return written
+
+    return world.together(nest)
+
+
+def let_go_of_whole_scales(model: nn.Module) -> None:
+    """Of a load that has failed: the model has what it had before."""
+    for _, layer in list(_to_nest(model)):
+        _let_go(layer)
+
+
+def _let_go(layer: Any) -> None:
+    layer._parameters.pop(WHOLE_SCALES, None)
+    layer.whole_scales = ()
 
 
 def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -70,26 +102,18 @@ def _to_nest(model: nn.Module) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _portions(layers: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    portion: list[tuple[str, Any]] = []
+def _portions(layers: Sequence[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    portion: dict[str, Any] = {}
     used = 0
     for name, layer in layers:
         nbytes = 4 * layer.weight_scales.numel()
         if portion and used + nbytes > _AT_ONCE_BYTES:
             yield portion
-            portion, used = [], 0
-        portion.append((name, layer))
+            portion, used = {}, 0
+        portion[name] = layer
         used += nbytes
     if portion:
         yield portion
-
-
-def _together(layer: Any) -> torch.Tensor:
-    """All scales of a matrix, float32 (out, in / block), on the CPU."""
-    raw = layer.weight_whole_scales
-    with torch.no_grad():
-        whole = raw.full_tensor() if isinstance(raw, DTensor) else raw.detach()
-    return whole.cpu().contiguous().view(torch.float32)
 
 
 def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:

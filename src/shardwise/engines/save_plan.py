@@ -26,7 +26,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
 from shardwise.models.dtypes import from_torch, saved_dtype
-from shardwise.models.four_bit_files import has_four_bits, held_in_files, in_shapes_of_files
+from shardwise.models.four_bit_files import has_four_bits, held_in_files, in_shapes_of_files, refuse_without_scales
 from shardwise.models.revert import Output, names_in_file, revert
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
@@ -98,6 +98,8 @@ def chosen(world: World, request: SaveRequest) -> tuple[list[Held], Mapping[str,
 
 def _looked_at(request: SaveRequest) -> list[Held]:
     held = look_inside(request.model)
+    if not isinstance(request.names, PeftNames):
+        refuse_without_scales(held)
     if not isinstance(request.names, HubNames):
         return held
     if request.dtype is not None and has_four_bits(request.model):

@@ -21,7 +21,7 @@ from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.states.supply import compare, require_alike_models, survey
 from shardwise.layout import TensorKind
 from shardwise.models import wrap
-from shardwise.models.four_bit_live import pack_model
+from shardwise.models.four_bit_live import choose_to_pack, pack_model
 from shardwise.models.groups import group_parameters
 from shardwise.models.placement import is_sharded, refuse_unmovable
 from shardwise.models.quantization import FourBit
@@ -81,16 +81,24 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
     with clock.phase("agree"):
         settled = world.together(lambda: wrap.with_mesh(call.sharding, options.process_group))
         world.require_equal(repr(call.quantization), "the quantization")
-        notes = world.together(lambda: _packed(model, call.quantization))
         held = world.together(lambda: look_inside(model))
         was_sharded = world.together(lambda: is_sharded(model, held))
         world.require_equal(was_sharded, "the state of the model (sharded already, or not)")
+        if was_sharded and call.quantization is not None:
+            raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
         bounds = world.together(lambda: look_at(call.optimizers, held))
         if was_sharded:
             return _report(world, model, settled, clock, _Done(was_sharded=True))
         world.together(lambda: _refuse(model, held, settled))
         world.require_equal(call.words(settled), "the list of arguments (mesh, policies, modes, budget)")
         require_alike_models(world, held, bounds)
+        notes: tuple[str, ...] = ()
+        if (kind := call.quantization) is not None:
+            chosen = world.together(lambda: choose_to_pack(model, kind, call.optimizers))
+            held, bounds = [], []  # so that each weight is let go of when it has been packed
+            notes = world.together(lambda: pack_model(model, chosen, kind))
+            held = world.together(lambda: look_inside(model))
+            bounds = world.together(lambda: look_at(call.optimizers, held))
         found = survey(world, held, bounds, call.values_from, _nodes(world, options))
     with clock.phase("compare"):
         supply = compare(world, found, held, bounds, call.values_from, call.trained_dtype)
@@ -106,15 +114,6 @@ def carry_out_shard(world: World, model: nn.Module, call: ShardCall, clock: Cloc
         awaiting = world.together(lambda: arrivals.finish(bounds, settled))
     done = _Done(groups, traffic, supply.cast, supply.differed, tuple(awaiting), tuple(bounds), notes)
     return _report(world, model, settled, clock, done)
-
-
-def _packed(model: nn.Module, quantization: FourBit | None) -> tuple[str, ...]:
-    """What stays of a model that is put into four bits, in words."""
-    if quantization is None:
-        return ()
-    if is_sharded(model, look_inside(model)):
-        raise ConfigError("quantization packs a model before it is sharded, and this one is; leave it out")
-    return pack_model(model, quantization)
 
 
 def _refuse(model: nn.Module, held: Sequence[Held], sharding: Sharding) -> None:

@@ -23,7 +23,13 @@ from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRo
 from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin, TensorLayout
 from shardwise.models.dtypes import saved_dtype, to_torch
-from shardwise.models.four_bit_files import held_in_files, in_shapes_of_files, layout_in_numbers, refuse_experts
+from shardwise.models.four_bit_files import (
+    held_in_files,
+    in_shapes_of_files,
+    layout_in_numbers,
+    refuse_experts,
+    refuse_without_scales,
+)
 from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
 from shardwise.models.revert import Output, revert
@@ -75,9 +81,7 @@ def walk_tensors(
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
-        held = world.together(lambda: look_inside(model))
-        if isinstance(only, Everything) and isinstance(names, HubNames):
-            held = held_in_files(held)
+        held = world.together(lambda: _looked_at(model, names, only))
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
         world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
         chosen: dict[str, str] = {}
@@ -119,6 +123,13 @@ def walk_tensors(
             for items in arrivals:
                 yield from hall.complete(items.boxes())
             yield from hall.rest()
+
+
+def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:
+    held = look_inside(model)
+    if not isinstance(only, AdapterOnly):
+        refuse_without_scales(held)
+    return held_in_files(held) if isinstance(only, Everything) and isinstance(names, HubNames) else held
 
 
 @dataclass(frozen=True)
@@ -187,9 +198,7 @@ def tensors_to_come(
     Raises:
         ConfigError, CoverageError, PlacementError: as for going through them.
     """
-    held = look_inside(model)
-    if isinstance(only, Everything) and isinstance(names, HubNames):
-        held = held_in_files(held)
+    held = _looked_at(model, names, only)
     layout = layout_of(held, lambda item: Origin.NOWHERE)
     if isinstance(only, MergedAdapter):
         refuse_experts(held, _NOT_MERGED)

@@ -70,8 +70,7 @@ def trained_dtype(options: TunedOptions) -> TrainedDtype:
 def alike(options: TunedOptions, adapters: Mapping[str, Adapter]) -> str:
     """What of the options ranks must have in common, in words."""
     tuning = options.get("tuning", Full())
-    quantization = options.get("quantization")
-    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options), quantization))
+    return repr((tuning.in_words(adapters), trained_dtype(options), resizing(options)))
 
 
 @collected_later()

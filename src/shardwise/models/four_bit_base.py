@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
@@ -67,50 +67,29 @@ def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[st
     Raises:
         ConfigError: something named matches nothing, or nothing is left.
     """
-    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
-    places: dict[int, int] = {}
-    for _, module in walk(model, every_name=True):
-        for parameter in parameters_of(module).values():
-            places[id(parameter)] = places.get(id(parameter), 0) + 1
+    uses = Counter(
+        id(parameter) for _, module in walk(model, every_name=True) for parameter in parameters_of(module).values()
+    )
     layers: dict[str, nn.Linear] = {}
     stacks: dict[str, tuple[nn.Module, str]] = {}
     stay: dict[str, str] = {}
     matched: set[str] = set()
-    modules = dict(walk(model))
-
-    def why_not(aliases: Sequence[str], weight: torch.Tensor, fqn: str, why: str | None) -> str | None:
-        named = [pattern for pattern in quantization.stay if any(_matches(pattern, alias) for alias in aliases)]
+    for item in _candidates(model, quantization):
+        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in item.names)]
         matched.update(named)
+        told = item.names[-1]
         if named:
-            return "as asked for"
-        if why is not None:
-            return why
-        if places[id(weight)] > 1:
-            return "its weight is tied"
-        return None if offered(fqn) else "the checkpoint does not hold it, or as numbers beside others in four bits"
-
-    for name, module in modules.items():
-        if original_class(module) is nn.Linear:
-            assert isinstance(module, nn.Linear)
-            why: str | None
-            if module is head or name == last:
-                why = "it computes what comes out"
-            elif _is_router(name, modules):
-                why = "it chooses experts"
-            else:
-                why = f"it {found}" if (found := why_it_stays(module, quantization)) else None
-            if why := why_not([name], module.weight, f"{name}.{WEIGHT}", why):
-                stay[name] = why
-            else:
-                layers[name] = module
-        for local, stack in stacks_of(name, module):
-            fqn = f"{name}.{local}"
-            why = f"it {found}" if (found := why_they_stay(module, stack, quantization)) else None
-            if why := why_not([name, fqn], stack, fqn, why):
-                stay[fqn] = why
-            else:
-                stacks[fqn] = (module, local)
+            stay[told] = "as asked for"
+        elif item.why is not None:
+            stay[told] = f"it {item.why}"
+        elif uses[id(item.module.get_parameter(item.local))] > 1:
+            stay[told] = "its weight is tied"
+        elif not offered(f"{item.names[0]}.{item.local}"):
+            stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
+        elif isinstance(item.module, nn.Linear):
+            layers[told] = item.module
+        else:
+            stacks[told] = (item.module, item.local)
     if wrong := [pattern for pattern in quantization.stay if pattern not in matched]:
         known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
         raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
@@ -120,6 +99,40 @@ def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[st
             + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
         )
     return Chosen(layers, stacks, stay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A weight that may be put into four bits.
+
+    Attributes:
+        names: by which it is asked to stay: of its module, and its own where it is one of several in there.
+        module: that it is in, as ``local``.
+        why: it stays in any case; None where it need not.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    local: str
+    why: str | None
+
+
+def _candidates(model: nn.Module, quantization: FourBit) -> Iterator[_Candidate]:
+    """All linear layers and stacks of experts."""
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
+    modules = dict(walk(model))
+    for name, module in modules.items():
+        if original_class(module) is nn.Linear:
+            assert isinstance(module, nn.Linear)
+            why = why_it_stays(module, quantization)
+            if module is head or name == last:
+                why = "computes what comes out"
+            elif _is_router(name, modules):
+                why = "chooses experts"
+            yield _Candidate((name,), module, WEIGHT, why)
+        for local, stack in stacks_of(name, module):
+            yield _Candidate((name, f"{name}.{local}"), module, local, why_they_stay(module, stack, quantization))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -189,10 +202,17 @@ def _about_experts(chosen: Chosen, how: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Method:
+    """What transformers says of a model that it does not save."""
+
+    quant_method: str = "bitsandbytes by shardwise, whose shardwise.save(model, folder) writes its files,"
+
+
+@dataclass(frozen=True, slots=True)
 class _Quantiser:
     """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
 
-    quantization_config: Mapping[str, Any]
+    quantization_config: _Method = field(default_factory=_Method)
     is_trainable: bool = True
     is_qat_trainable: bool = False
     is_compileable: bool = False
@@ -206,7 +226,7 @@ def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None
         told.is_loaded_in_4bit = True
     told.is_quantized = True
     told.quantization_method = QuantizationMethod.BITS_AND_BYTES
-    told.hf_quantizer = _Quantiser(config)
+    told.hf_quantizer = _Quantiser()
     told.config.quantization_config = dict(config)
 
 

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.models import pretrained
-from shardwise.models.four_bit_product import Packing, product
+from shardwise.models.four_bit_product import KeptScales, Packing, product
 from shardwise.models.modules import parameters_of
-from shardwise.models.quantization import FourBit
+from shardwise.models.quantization import COMPUTED_IN, FourBit
 
 _SCALES = "_scales"
 
@@ -76,7 +76,7 @@ class _WeightsOfExperts:
     def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
         packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
         packing = self.experts.packings[self.name]
-        return _WeightOfOne(packed, scales.view(torch.float32), packing, self.experts.compute_dtype)
+        return _WeightOfOne(packed, KeptScales(scales), packing, self.experts.compute_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _WeightOfOne:
     """The weight (out, in) of one expert, which ``torch.nn.functional.linear`` takes."""
 
     packed: torch.Tensor
-    scales: torch.Tensor
+    scales: KeptScales
     packing: Packing
     compute_dtype: torch.dtype | None
 
@@ -138,6 +138,8 @@ def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: FourBit)
     """Why a stack of weights cannot be kept in four bits; None where it can."""
     if not pretrained.are_fused_experts(module):
         return "belongs to experts that are not computed one after the other in a way that is known"
+    if stack.dtype not in COMPUTED_IN:
+        return f"is of {stack.dtype}, of which nothing is packed"
     if module.is_transposed:
         return "is stored with what comes in before what comes out, so that no row is whole blocks"
     if pretrained.are_parted_experts(module):

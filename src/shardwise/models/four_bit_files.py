@@ -67,6 +67,17 @@ def held_in_files(held: Sequence[Held]) -> list[Held]:
     return found
 
 
+def refuse_without_scales(held: Sequence[Held]) -> None:
+    """Raises ConfigError for packed bytes of bitsandbytes' own layers, whose scales no tensor of the model has."""
+    for item in held:
+        kind = type(item.tensor)
+        if kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise ConfigError(
+                f"{item.fqn} is a {kind.__name__} of bitsandbytes, whose scales are no tensors of the model; "
+                "save it with its own save_pretrained, or bring it up with quantization=Nf4()"
+            )
+
+
 def refuse_experts(held: Sequence[Held], why: str) -> None:
     """Raises ConfigError where experts are in four bits, with the reason why they may not be."""
     for slot in (item.slots[0] for item in held):

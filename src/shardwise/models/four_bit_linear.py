@@ -23,8 +23,8 @@ from torch import nn
 
 from shardwise.conversion import Expression
 from shardwise.conversion.nested_scales import NESTED_BLOCK
-from shardwise.models.four_bit_product import Packing, has_bitsandbytes, product, unnested_scales
-from shardwise.models.quantization import FourBit, NestedScales
+from shardwise.models.four_bit_product import KeptScales, Packing, has_bitsandbytes, product, unnested_scales
+from shardwise.models.quantization import COMPUTED_IN, FourBit, NestedScales
 
 WEIGHT = "weight"
 SCALES = "weight_scales"
@@ -62,14 +62,20 @@ class InFourBits:
 
     def scales(self) -> torch.Tensor:
         """The scales, float32 (out, in / block), of gathered parameters."""
-        return self.scales_of(self.weight_scales, 0)
+        return self._kept_scales().floats()
 
     def scales_of(self, kept: torch.Tensor, row: int) -> torch.Tensor:
         """The scales, float32, of rows of ``weight_scales``, the first of which is the matrix' ``row``-th."""
         if not self.is_nested:
             return kept.view(torch.float32)
         start = row * (self.in_features // self.packing.block_size)
-        return unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
+        made: torch.Tensor = unnested_scales(kept, start, self.weight_nested_scales, self.weight_nested_offset)
+        return made
+
+    def _kept_scales(self) -> KeptScales:
+        if not self.is_nested:
+            return KeptScales(self.weight_scales)
+        return KeptScales(self.weight_scales, self.weight_nested_scales, self.weight_nested_offset)
 
     @property
     def is_nested(self) -> bool:
@@ -79,7 +85,17 @@ class InFourBits:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or rows.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return product(rows.to(dtype), self.weight, self.scales(), bias, self.packing).to(rows.dtype)
+        return product(rows.to(dtype), self.weight, self._kept_scales(), bias, self.packing).to(rows.dtype)
+
+    def tell_peft(self) -> None:
+        """Put down what PEFT asks the weight of a 4-bit layer for, before it is sharded."""
+        self.weight.compress_statistics = self.is_nested  # type: ignore[attr-defined]
+        self.weight.quant_type = self.packing.form.name.lower()  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a copy: torch copies parameters without what is put on them."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.tell_peft()
 
     def extra_repr(self) -> str:
         form, block = self.packing.form.name.lower(), self.packing.block_size
@@ -87,6 +103,15 @@ class InFourBits:
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{form} in blocks of {block}"
         )
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - as torch has it
+        """What moves a model moves it all; a cast to another dtype passes over what numbers are made of."""
+        own: Any = self
+        floats = {name: own._buffers.pop(name) for name in (NESTED, OFFSET) if name in own._buffers}
+        super()._apply(function, recurse)  # type: ignore[misc]
+        for name, buffer in floats.items():
+            own._buffers[name] = function(buffer.view(torch.uint8)).view(buffer.dtype)
+        return self
 
     _save_to_state_dict = nn.Module._save_to_state_dict
     _load_from_state_dict = nn.Module._load_from_state_dict
@@ -109,8 +134,8 @@ def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:
 
 def why_it_stays(module: nn.Linear, quantization: FourBit) -> str | None:
     """Why a linear layer cannot be kept in four bits; None where it can."""
-    if not module.weight.is_floating_point():
-        return "is no matrix of numbers"
+    if module.weight.dtype not in COMPUTED_IN:
+        return f"is of {module.weight.dtype}, of which nothing is packed"
     if module.in_features % quantization.block_size:
         return f"has {module.in_features} columns, no multiple of the block of {quantization.block_size}"
     return None
@@ -122,9 +147,6 @@ def put_into_four_bits(module: nn.Linear, quantization: FourBit) -> None:
     rows, columns = module.weight.shape
     is_nested = isinstance(quantization.scales, NestedScales)
     weight = _frozen(rows, columns // 2)
-    # What PEFT asks the weight of a 4-bit layer for, before it is sharded.
-    weight.compress_statistics = is_nested  # type: ignore[attr-defined]
-    weight.quant_type = form.name.lower()  # type: ignore[attr-defined]
     del module.weight
     module.__class__ = _class()
     layer: Any = module
@@ -140,6 +162,7 @@ def put_into_four_bits(module: nn.Linear, quantization: FourBit) -> None:
     layer.compute_dtype = quantization.compute_dtype
     layer.quant_state = None
     layer.whole_scales = ()
+    layer.tell_peft()
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad_(False)
 

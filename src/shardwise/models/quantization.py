@@ -11,6 +11,9 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.tensors import Form4
 
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of which numbers are packed, and in which they are made of four bits."""
+
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Those of bitsandbytes."""
 
@@ -38,15 +41,15 @@ class _FourBit:
     form: ClassVar[Form4]
 
     def __post_init__(self) -> None:
-        if self.block_size not in _BLOCK_SIZES:
+        size: object = self.block_size
+        if not isinstance(size, int) or size not in _BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r}: is one of {', '.join(map(str, _BLOCK_SIZES))}")
         dtype: object = self.compute_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(
-                f"compute_dtype={dtype!r}: is a floating dtype of torch, or None for that of the input"
-            )
+        if dtype is not None and dtype not in COMPUTED_IN:
+            known = ", ".join(map(str, COMPUTED_IN))
+            raise ConfigError(f"compute_dtype={dtype!r}: is one of {known}, or None for that of the input")
         names: object = self.stay
-        if not isinstance(names, tuple):
+        if not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
             raise ConfigError(f"stay={names!r}: is a tuple of names of modules, as in stay=('lm_head',)")
 
 

@@ -28,6 +28,7 @@ from shardwise.models.blockwise import (
     moment_of,
     numbers_of,
     own_blocks,
+    packed,
     scale_of,
     text_of,
 )
@@ -280,6 +281,9 @@ def _sort_in_moment(
             f"{key} has {codec.per_byte} codes in a byte, and the parameter's last dimension, of "
             f"{parameter.shape[-1]}, is odd or sharded"
         )
+        return
+    if local.codes.shape != (packed(own.shape, codec.per_byte) if own.numel() else own.shape):
+        strange.append(_no_shards(key, local.codes, parameter))
         return
     bound.tensors[key] = codes_of(parameter, local.codes, codec.per_byte)
     bound.tensors[Key(key.optimizer, key.parameter, key.entry + SCALE)] = scale_of(parameter, codec, local.scale)

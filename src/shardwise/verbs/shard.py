@@ -62,8 +62,8 @@ def shard(
         DisagreementError: ranks have different models, optimizers, arguments, or values where they must not.
         RankLostError: a rank has been lost.
 
-    Every error is the same on every rank. All but the last come before anything is changed, but for what
-    ``quantization`` has packed by then.
+    Every error is the same on every rank. All but the last come before anything is changed; where values differ
+    that must not, what ``quantization`` packs has been packed by then.
     """
     asked = ShardCall(sharding, optimizers, values_from, trained_dtype, options, quantization)
 

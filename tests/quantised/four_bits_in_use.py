@@ -1,0 +1,71 @@
+"""What two ranks do with a base in four bits beside training it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from tests.peers import use_peers
+from tests.quantised.four_bits import answers_of, our_model, stock_model
+from tests.verbs.on_ranks import attempt
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import shardwise
+from shardwise.execution.moving import reshard
+from shardwise.options import CompileBlocks, LoadOptions, NestedScales, Nf4
+
+NESTED = NestedScales()
+
+
+def faults(folder: str) -> dict[str, Any]:
+    """What goes wrong on one rank alone, or differs."""
+    rank, told = torch.distributed.get_rank(), {}
+    given = [Nf4(), Nf4(block_size=32)][rank]
+    told["other blocks"] = attempt(partial(shardwise.from_pretrained, folder, quantization=given))
+
+    landing = reshard.landing
+
+    def fail(tensor: torch.Tensor, name: str) -> Any:
+        if rank == 1 and name.endswith("1.mlp.up_proj"):
+            raise MemoryError("no room for the scales")
+        return landing(tensor, name)
+
+    full_tensor = DTensor.full_tensor
+
+    def fail_as_well(tensor: DTensor) -> torch.Tensor:  # ranks that wait in a collective are not told of it
+        if rank == 1:
+            raise MemoryError("no room for the scales")
+        return full_tensor(tensor)
+
+    with mock.patch.object(reshard, "landing", fail), mock.patch.object(DTensor, "full_tensor", fail_as_well):
+        told["fails alone"] = attempt(our_model, folder, "nf4", torch.float32, "flat", NESTED)
+
+    live = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if rank == 1:
+        live.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    told["not finite"] = attempt(partial(shardwise.shard, live, quantization=Nf4()))
+    told["unchanged"] = all(parameter.is_floating_point() for parameter in live.parameters())
+    return told
+
+
+def beside_bitsandbytes(folder: str, out: str) -> dict[str, Any]:
+    """Compiled blocks, with the kernels of bitsandbytes; and a model of its own layers."""
+    use_peers("bitsandbytes")
+    wanted = answers_of(our_model(folder, "nf4", torch.float32, "flat", NESTED))
+    compiled = shardwise.from_pretrained(
+        folder,
+        quantization=Nf4(scales=NESTED, compute_dtype=torch.float32),
+        dtype=torch.float32,
+        sharding=shardwise.Sharding(compiling=CompileBlocks(backend="aot_eager")),
+        options=LoadOptions(progress=False),
+    )
+    found = answers_of(compiled)
+    stock = stock_model(folder, "nf4", torch.float32)
+    return {
+        "compiled": {name: float((found[name] - wanted[name]).abs().max()) for name in wanted},
+        "stock saved": attempt(shardwise.save, stock, out),
+        "stock told": attempt(lambda: list(shardwise.iter_hf_tensors(stock))),
+    }

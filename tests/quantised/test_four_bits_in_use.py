@@ -1,0 +1,166 @@
+"""A base in four bits is cast, copied, compiled, saved and refused as users do it; nothing goes wrong silently."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.quantised import four_bits_in_use
+from tests.quantised.four_bits import layers_of
+from tests.quantised.test_four_bits import written
+from transformers import AutoModelForCausalLM
+
+import shardwise
+from shardwise.options import NestedScales, Nf4
+from shardwise.testing.world import run_world
+
+NESTED = Nf4(scales=NestedScales())
+TOKENS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return written(tmp_path_factory.mktemp("plain"))
+
+
+def require(told: tuple[str, str], kind: str, message: str) -> None:
+    assert told[0] == kind, told
+    assert re.search(message, told[1]), told
+
+
+@pytest.mark.distributed
+def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
+    first, second = worlds(2).run(four_bits_in_use.faults, str(plain))
+    assert first == second
+    require(first["other blocks"], "DisagreementError", r"quantization on rank 1 .*block_size=32.* against .*=64")
+    require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
+    require(first["not finite"], "ConfigError", r"layers\.1\.mlp\.up_proj\.weight: row 3 has values that are not")
+    assert first["unchanged"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_blocks_are_compiled_and_models_of_bitsandbytes_are_not_saved_without_scales(plain, tmp_path):
+    first, second = run_world(2, four_bits_in_use.beside_bitsandbytes, str(plain), str(tmp_path), timeout_s=110.0)
+    assert first == second
+    assert first["compiled"] == {"logits": 0, "gradients": 0}
+    for what in ("stock saved", "stock told"):
+        require(first[what], "ConfigError", r"q_proj\.weight is a Params4bit of bitsandbytes.*save_pretrained")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own compiler does
+def test_compiled(plain):
+    """What is made of bytes is not looked into: numpy makes it, or a kernel."""
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED, dtype=torch.float32)
+    rows = torch.linspace(-1, 1, 3 * 128).view(3, 128)
+    layer = model.model.layers[0].mlp
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(rows), layer(rows))
+
+
+def test_a_cast_passes_over_what_numbers_are_made_of(plain):
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    before = {name: layer.numbers() for name, layer in layers_of(model)}
+    model.bfloat16()
+    for _, layer in layers_of(model):
+        layer.half()
+    assert all(torch.equal(layer.numbers(), before[name]) for name, layer in layers_of(model))
+    assert model.model.layers[0].input_layernorm.weight.dtype is torch.bfloat16
+
+
+def test_rows_of_a_dtype_that_no_kernel_makes(plain):
+    model = shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float32)
+    wanted = model(TOKENS).logits
+    assert (model.double()(TOKENS).logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_nothing_is_kept_for_the_way_back_but_what_the_model_has(plain):
+    """Scales that were unpacked would be a sixteenth of a byte for each weight, of all layers at once."""
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    rows = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    kept: set[object] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(inputs_embeds=rows)
+    codes = {tuple(layer.weight_scales.shape) for _, layer in layers_of(model)}
+    assert {(shape, torch.uint8) for shape in codes} <= kept
+    assert not {(shape, torch.float32) for shape in codes} & kept
+
+
+def test_a_copy_is_one_in_four_bits(plain):
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
+    for _, layer in layers_of(copied):  # what PEFT asks for
+        assert (layer.weight.quant_type, layer.weight.compress_statistics) == ("nf4", True)
+
+
+def test_transformers_says_who_saves_it(plain, tmp_path):
+    model = shardwise.from_pretrained(str(plain), quantization=Nf4())
+    with pytest.raises(ValueError, match=r"shardwise\.save\(model, folder\).* is not serializable"):
+        model.save_pretrained(tmp_path / "out")
+
+
+def live(plain: Path, **keywords: object) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("optimizer", r"up_proj\.weight is in an optimizer, and not trained in four bits"),
+        ("infinite", r"layers\.1\.mlp\.up_proj\.weight: row 3 has values that are not finite"),
+        ("gradient", r"norm\.weight: a gradient would be lost"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_before_anything_is(plain, fault, told):
+    model, keywords = live(plain), {}
+    if fault == "optimizer":
+        keywords["optimizers"] = (torch.optim.AdamW(model.parameters()),)
+    elif fault == "infinite":
+        model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.inf
+    else:
+        model.model.norm.weight.grad = torch.zeros(128)
+    with pytest.raises((shardwise.ConfigError, shardwise.PlacementError), match=told):
+        shardwise.shard(model, quantization=Nf4(), **keywords)
+    assert all(parameter.is_floating_point() for parameter in model.parameters())
+
+
+def test_an_optimizer_of_what_stays_keeps_it(plain):
+    model = live(plain)
+    optimizer = torch.optim.AdamW([model.model.norm.weight])
+    report = shardwise.shard(model, quantization=Nf4(), optimizers=(optimizer,))
+    assert optimizer.param_groups[0]["params"][0] is model.model.norm.weight
+    assert report.rebound == ((1, 0),)
+
+
+def test_what_makes_no_sense():
+    for changes in ({"block_size": 64.0}, {"stay": (3,)}, {"compute_dtype": torch.float64}):
+        with pytest.raises(shardwise.ConfigError, match=next(iter(changes))):
+            Nf4(**changes)
+
+
+def test_what_is_of_another_dtype_stays(plain):
+    with pytest.raises(shardwise.ConfigError, match=r"is of torch\.float64, of which nothing is packed"):
+        shardwise.from_pretrained(str(plain), quantization=Nf4(), dtype=torch.float64)
+
+
+def test_a_load_that_is_refused_leaves_nothing_behind(plain, tmp_path):
+    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = AutoModelForCausalLM.from_pretrained(plain).state_dict()
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(shardwise.CoverageError, match=r"model\.norm\.weight"):
+        shardwise.load(model, tmp_path)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
