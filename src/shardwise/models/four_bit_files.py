@@ -24,6 +24,7 @@ from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bit_product import Packing
 from shardwise.models.modules import modules_in
 from shardwise.models.revert import Output
 from shardwise.models.view import Held, Slot
@@ -90,25 +91,31 @@ def refuse_experts(held: Sequence[Held], why: str) -> None:
 
 def _constants(layer: Any, weight: Held) -> Iterator[Held]:
     """Small tensors that are equal on all ranks."""
-    form = layer.packing.form
-    told = {
-        "quant_type": form.value,
-        "blocksize": layer.packing.block_size,
-        "dtype": str(layer.packing.dtype).removeprefix("torch."),
-        "shape": [layer.out_features, layer.in_features],
-    }
-    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
-    if layer.is_nested:
-        told |= {
-            "nested_blocksize": NESTED_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": layer.weight_nested_offset.item(),
-        }
-        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
-    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    constants[f"{QUANT_STATE}{form.value}"] = text
+    shape = (layer.out_features, layer.in_features)
+    offset = layer.weight_nested_offset.item() if layer.is_nested else None
+    constants = constants_of(layer.packing, shape, offset)
     for name, tensor in constants.items():
         yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
+
+
+def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+    """What lies beside a packed weight and is not of its size, by what follows ``weight.`` in its keys.
+
+    ``shape`` is that of the numbers; ``offset`` that of nested scales, None for plain ones.
+    """
+    form = packing.form
+    told: dict[str, Any] = {
+        "quant_type": form.value,
+        "blocksize": packing.block_size,
+        "dtype": str(packing.dtype).removeprefix("torch."),
+        "shape": list(shape),
+    }
+    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    if offset is not None:
+        told |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    return constants | {f"{QUANT_STATE}{form.value}": text}
 
 
 def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> Held:
