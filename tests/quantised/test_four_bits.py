@@ -95,6 +95,7 @@ def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):
         assert told["numbers"] < 1e-7, told
         assert told["answers"] < 1e-5, told
+        assert (told["packed again"], told["beside"]) == (0, 0)
 
 
 @pytest.mark.slow
