@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
+from shardwise.models.four_bit_files import packed_for_files
 from shardwise.options import Fp4, InBlocks, LoadOptions, MergedAdapter, NestedScales, Nf4, PlainScales, Replicated
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}
@@ -225,9 +226,17 @@ def merged(folder: str, mesh: str, scales: str) -> dict[str, Any]:
     tokens = torch.arange(12).view(1, 12)
     with torch.no_grad():
         answers = [item.eval()(input_ids=tokens).logits for item in (ours, model)]
+    again = dict(shardwise.iter_hf_tensors(ours, only=MergedAdapter(quantization=Nf4(block_size=32))))
+    expected = {}
+    for key, tensor in tensors.items():
+        layer = key.removesuffix(".weight") in bare
+        expected |= packed_for_files(key, tensor, Nf4(block_size=32)) if layer else {key: tensor}
+    assert again.keys() == expected.keys()
     return {
         "numbers": max(relative(tensors[f"{name}.weight"], values) for name, values in bare.items()),
         "answers": relative(answers[0], answers[1]),
+        "packed again": sum(not torch.equal(again[key], expected[key]) for key in again),
+        "beside": sum(key.endswith(".absmax") for key in again) - len(bare),
     }
 
 

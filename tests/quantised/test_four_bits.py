@@ -95,6 +95,7 @@ def test_a_lora_is_merged_into_the_numbers(worlds, plain, mesh, size, scales):
     for told in worlds(size).run(four_bits.merged, str(plain), mesh, scales):
         assert told["numbers"] < 1e-7, told
         assert told["answers"] < 1e-5, told
+        assert (told["packed again"], told["beside"]) == (0, 0)
 
 
 @pytest.mark.slow
@@ -310,3 +311,37 @@ def test_an_adapter_is_merged_into_stored_bytes(stored, tmp_path):
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("base", ["plain", "stored"])
+def test_an_adapter_is_merged_and_packed_again(base, request, tmp_path):
+    """The bytes are those of the merged numbers, brought up in four bits and saved."""
+    folder = request.getfixturevalue(base)
+    adapter = save_adapter(request.getfixturevalue("plain"), tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    shardwise.merge_adapter(folder, adapter, tmp_path / "numbers")
+    report = shardwise.merge_adapter(folder, adapter, tmp_path / "found", quantization=Nf4())
+    assert any("14 linear layers are in four bits" in note for note in report.notes)
+    shardwise.save(shardwise.from_pretrained(str(tmp_path / "numbers"), quantization=Nf4()), tmp_path / "wanted")
+    wanted, found = (load_file(tmp_path / out / "model.safetensors") for out in ("wanted", "found"))
+    assert wanted.keys() == found.keys()
+    if base == "stored":  # what no adapter changes keeps its bytes
+        shardwise.save(shardwise.from_pretrained(str(folder), quantization=Nf4()), tmp_path / "kept")
+        kept = load_file(tmp_path / "kept" / "model.safetensors")
+        wanted |= {key: kept[key] for key in wanted if "q_proj" not in key}
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    told, meant = (json.loads((tmp_path / out / "config.json").read_text()) for out in ("found", "wanted"))
+    assert told["quantization_config"] == meant["quantization_config"]
+    again = shardwise.from_pretrained(str(tmp_path / "found"))
+    assert again.model.layers[0].self_attn.q_proj.weight.dtype is torch.uint8
+
+
+def test_what_cannot_be_packed_again_is_refused_before_a_file(plain, tmp_path):
+    adapter = save_adapter(plain, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    for asked, why in [
+        (Nf4(scales=NestedScales()), "nested scales need the mean"),
+        (Nf4(stay=("nobody",)), "matches no linear layer"),
+        ("int8", "is Nf4"),
+    ]:
+        with pytest.raises(shardwise.ConfigError, match=why):
+            shardwise.merge_adapter(plain, adapter, tmp_path / "out", quantization=asked)
+    assert not list((tmp_path / "out").glob("*"))

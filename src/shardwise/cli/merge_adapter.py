@@ -15,6 +15,7 @@ from shardwise.errors import ShardwiseError
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--dtype", default="auto", show_default=True, help="Of the outcome: auto, float32, bfloat16, ...")
 @click.option("--max-shard-size", default="50GB", show_default=True, help="Of one file's tensors.")
+@click.option("--quantization", type=click.Choice(["nf4", "fp4"]), help="Linear layers in four bits; else numbers.")
 @click.option("--adapter-name", default="default", show_default=True, help="Where ADAPTER holds several.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the base brings along.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -25,6 +26,7 @@ def merge_adapter_command(
     *,
     dtype: str,
     max_shard_size: str,
+    quantization: str | None,
     adapter_name: str,
     trust_remote_code: bool,
     as_json: bool,
@@ -45,6 +47,7 @@ def merge_adapter_command(
             out,
             adapter_name=adapter_name,
             max_shard_size=max_shard_size,
+            quantization=quantization,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )

@@ -49,6 +49,35 @@ def as_bytes(numbers: Expression) -> Expression:
     return Computed(AsBytes(shape, numbers.dtype.itemsize), _OUT, shape, DType.U8, (numbers,))
 
 
+@dataclass(frozen=True, slots=True)
+class FromBytes:
+    """The other way round: bytes (.., 4 n) are the float32 (.., n) that memory has there.
+
+    Attributes:
+        shape: of the numbers.
+    """
+
+    shape: Shape
+    label: str = "reading bytes"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        size = DType.F32.itemsize
+        for box in aligned_blocks(
+            wanted[_NUMBERS], self.shape, tuple(1 for _ in self.shape), max(1, most_bytes // (2 * size))
+        ):
+            of_bytes = Box((*box.offsets[:-1], size * box.offsets[-1]), (*box.sizes[:-1], size * box.sizes[-1]))
+            yield ComputedBlock((of_bytes,), {_NUMBERS: box}, 2 * size * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {_NUMBERS: four_bit.scales_in(values[0].contiguous())}
+
+
+def from_bytes(raw: Expression) -> Expression:
+    """See :class:`FromBytes`."""
+    shape = (*raw.shape[:-1], raw.shape[-1] // DType.F32.itemsize)
+    return Computed(FromBytes(shape), _NUMBERS, shape, DType.F32, (raw,))
+
+
 def packed(numbers: Expression, form: Form4, block_size: int, *, rounds_to: DType) -> tuple[Expression, Expression]:
     """What is kept of a matrix in four bits: packed bytes (.., out, in / 2), and scales.
 

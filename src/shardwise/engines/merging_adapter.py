@@ -14,6 +14,7 @@ from shardwise.conversion import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.adapters import beside_of, weights_in
 from shardwise.engines.outline import ModelOptions, Outline, config_of
+from shardwise.engines.saved_in_four_bits import FourBitSave, four_bits_of, in_four_bits
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.reading.adapter_merge import edited
 from shardwise.execution.reading.outgoing import Outgoing
@@ -28,6 +29,7 @@ from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
 from shardwise.models.key_conversions import assign_keys
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
+from shardwise.models.quantization import FourBit
 from shardwise.models.revert import Output
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import (
@@ -64,6 +66,7 @@ class AdapterMergeCall:
     adapter_name: str
     max_shard_bytes: int
     options: ModelOptions
+    quantization: FourBit | None = None
 
     @classmethod
     def of(
@@ -74,18 +77,20 @@ class AdapterMergeCall:
         adapter_name: str,
         max_shard_bytes: int,
         options: ModelOptions,
+        quantization: FourBit | str | None,
     ) -> AdapterMergeCall:
         """Find both folders.
 
         Raises:
-            ConfigError: the outcome would take the place of one.
+            ConfigError: the outcome would take the place of one; or weights cannot be quantised so.
             FormatError, StorageError: there is no such folder.
         """
+        packing = four_bits_of(quantization)
         in_cache = HubOptions(local_files_only=True)
         found = resolve(base, in_cache, download=False)
         lora = adapter_folder(resolve(adapter, in_cache, download=False), adapter_name)
         offline.require_other_folder(Path(out), [found, lora])
-        return cls(found, lora, Path(out), adapter_name, max_shard_bytes, options)
+        return cls(found, lora, Path(out), adapter_name, max_shard_bytes, options, packing)
 
     @property
     def folder(self) -> Path:
@@ -95,12 +100,16 @@ class AdapterMergeCall:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMerge:
-    """An adapter and its base, joined: what is edited, and what comes out. Writing adds to ``changed``."""
+    """An adapter and its base, joined: what is edited, and what comes out. Writing adds to ``changed``.
+
+    ``packed`` says which layers come out in four bits.
+    """
 
     source: offline.OfflineModel
     plan: MergePlan
     outgoing: Outgoing
     changed: set[str]
+    packed: FourBitSave | None
 
 
 def carry_out_adapter_merge(call: AdapterMergeCall) -> MergeAdapterReport:
@@ -113,7 +122,7 @@ def carry_out_adapter_merge(call: AdapterMergeCall) -> MergeAdapterReport:
         merge = _planned(call, stack)
         source, plan = merge.source, merge.plan
         companions = offline.companions_of(call.folder, call.adapter)
-        companions["config.json"] = _config_content(call, source)
+        companions["config.json"] = _config_content(call, merge)
         streamed, names = _write(merge, companions, call)
         offline.write_templates(call.out, offline.templates_of([call.adapter, call.folder]))
     return MergeAdapterReport(
@@ -128,7 +137,12 @@ def carry_out_adapter_merge(call: AdapterMergeCall) -> MergeAdapterReport:
         nbytes=streamed.nbytes,
         files=names,
         companions=tuple(sorted(companions)),
-        notes=(*source.notes, *about_ties(source, plan), *offline.ties_undone(source)),
+        notes=(
+            *source.notes,
+            *about_ties(source, plan),
+            *offline.ties_undone(source),
+            *(merge.packed.notes if merge.packed is not None else ()),
+        ),
         seconds=time.perf_counter() - start,
     )
 
@@ -158,13 +172,20 @@ def _planned(call: AdapterMergeCall, stack: ExitStack) -> PlannedMerge:
     joined = beside(index, lora.index, ADAPTER)
     both = stack.enter_context(offline.placer_of(Beside(reader, lora.reader, ADAPTER), joined))
     tensors = merged_tensors(source, outputs, plan, stored_tensors(joined), changed)
-    return PlannedMerge(source, plan, Outgoing(tensors, both), changed)
+    packed = None if call.quantization is None else in_four_bits(source, outputs, tensors, call.quantization)
+    made = tensors if packed is None else packed.made
+    return PlannedMerge(source, plan, Outgoing(made, both), changed, packed)
 
 
-def _config_content(call: AdapterMergeCall, source: offline.OfflineModel) -> bytes:
+def _config_content(call: AdapterMergeCall, merge: PlannedMerge) -> bytes:
     dtype = call.options.get("dtype", "auto")
     told = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-    return offline.config_content(call.folder, dtype=told, untied=bool(offline.ties_undone(source)))
+    return offline.config_content(
+        call.folder,
+        dtype=told,
+        untied=bool(offline.ties_undone(merge.source)),
+        quantization=None if merge.packed is None else merge.packed.config,
+    )
 
 
 def _write(

@@ -277,11 +277,13 @@ def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
     return found
 
 
-def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
-    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, no quantiser."""
+def config_content(
+    folder: Path, *, dtype: str | None, untied: bool, quantization: Mapping[str, object] | None = None
+) -> bytes:
+    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, how it is quantised."""
     content = _parsed_config(folder)
     content.pop("transformers_weights", None)
-    content.pop("quantization_config", None)  # numbers are written, whatever they were read from
+    content.pop("quantization_config", None)  # of what was read
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
     for part in parts:
         for name in ("dtype", "torch_dtype"):
@@ -293,6 +295,8 @@ def config_content(folder: Path, *, dtype: str | None, untied: bool) -> bytes:
         content["dtype"] = dtype
     if untied:
         content["tie_word_embeddings"] = False
+    if quantization is not None:
+        content["quantization_config"] = dict(quantization)
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.conversion import Stored, computes
 from shardwise.engines.save_options import HubNames, InternalNames, WrittenNames
+from shardwise.engines.saved_in_four_bits import four_bits_of
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.memory.materialize import home_of
 from shardwise.execution.memory.shared_memory import is_common
@@ -27,11 +28,13 @@ from shardwise.models.four_bit_files import (
     held_in_files,
     in_shapes_of_files,
     layout_in_numbers,
+    packed_for_files,
     refuse_experts,
     refuse_without_scales,
 )
 from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
+from shardwise.models.quantization import FourBit
 from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
@@ -121,8 +124,8 @@ def walk_tensors(
             arrivals = assemble(world, rounds, supply.giver, hall.room, dtypes, home)
         with contextlib.closing(arrivals), _told_when_left():
             for items in arrivals:
-                yield from hall.complete(items.boxes())
-            yield from hall.rest()
+                yield from supply.packing.each(hall.complete(items.boxes()))
+            yield from supply.packing.each(hall.rest())
 
 
 def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:
@@ -133,12 +136,46 @@ def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAd
 
 
 @dataclass(frozen=True)
+class _PackedAgain:
+    """Layers that are in four bits in the model, and are to be so again once an adapter is merged; by key."""
+
+    keys: frozenset[str] = frozenset()
+    quantization: FourBit | None = None
+
+    @classmethod
+    def of(cls, only: MergedAdapter, outputs: Mapping[str, Output], packed: Collection[str]) -> _PackedAgain:
+        """``packed`` are names of weights in four bits.
+
+        Raises:
+            ConfigError: there are none; or they cannot be packed so.
+        """
+        quantization = four_bits_of(only.quantization)
+        if quantization is None:
+            return cls()
+        made = {key: item.expression for key, item in outputs.items()}
+        keys = {key for key, item in made.items() if isinstance(item, Stored) and item.key in packed}
+        if not keys:
+            raise ConfigError("MergedAdapter(quantization=...): nothing of the base is in four bits; leave it out")
+        if odd := [key for key in keys if made[key].shape[-1] % quantization.block_size]:
+            raise ConfigError(f"{min(odd)}: its rows are not of whole blocks of {quantization.block_size}")
+        return cls(frozenset(keys), quantization)
+
+    def each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in tensors:
+            if self.quantization is not None and key in self.keys:
+                yield from packed_for_files(key, tensor, self.quantization)
+            else:
+                yield key, tensor
+
+
+@dataclass(frozen=True)
 class _StreamSupply:
     """The tensors that are wanted, and what the ranks give for them."""
 
     outputs: Mapping[str, Output]
     shares: Mapping[str, Sequence[Boxes]]
     giver: Giver
+    packing: _PackedAgain = _PackedAgain()
 
 
 def _supply(
@@ -172,7 +209,8 @@ def _supply(
         packed = packed_rows(base_held)
         base_shares |= {name: tuple(map(in_numbers, base_shares[name])) for name in packed}
         merging = MergingGiver(base_held, base_shares, world.rank, adapted.factors, matrices, packed)
-        return _StreamSupply(outputs, base_shares, merging)
+        again = world.together(lambda: _PackedAgain.of(only, outputs, packed))
+        return _StreamSupply(outputs, base_shares, merging, again)
     world.together(lambda: _refuse_adapters(model, names))
     return _StreamSupply(
         world.together(lambda: in_shapes_of_files(held, _outputs(model, layout, names))), shares, giver
@@ -204,10 +242,17 @@ def tensors_to_come(
         refuse_experts(held, _NOT_MERGED)
         adapted = without_adapter(model, [name for item in held for name in item.names], only.adapter)
         outputs = _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
+        by_name = {name: item for item in held for name in item.names}
+        packed = packed_rows({name: by_name[fqn] for name, fqn in adapted.inside.items()})
+        packing = _PackedAgain.of(only, outputs, packed)
     else:
         _refuse_adapters(model, names)
-        outputs = in_shapes_of_files(held, _outputs(model, layout, names))
-    return {key: (to_torch(saved_dtype(output.dtype, dtype)), output.shape) for key, output in outputs.items()}
+        outputs, packing = in_shapes_of_files(held, _outputs(model, layout, names)), _PackedAgain()
+    empty = (
+        (key, torch.empty(output.shape, dtype=to_torch(saved_dtype(output.dtype, dtype)), device="meta"))
+        for key, output in outputs.items()
+    )
+    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in packing.each(empty)}
 
 
 def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:

@@ -172,7 +172,7 @@ def put_base_into_four_bits(
         put_experts_into_four_bits(module, stacks)
     kept = tuple(sorted(pattern for pattern in chosen.stay))
     mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
-    return offered_in_four_bits(model, bindings), notes_of(chosen, quantization)
+    return offered_in_four_bits(model, bindings), (*notes_of(chosen, quantization), *about_speed())
 
 
 def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
@@ -185,13 +185,18 @@ def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
         [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
     )
     notes += _about_experts(chosen, how)
-    if not has_bitsandbytes():
-        notes.append("bitsandbytes is not installed: the same numbers are made of four bits, several times slower")
     notes += [
         f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
         for why, members in by_reason.items()
     ]
     return tuple(notes)
+
+
+def about_speed() -> tuple[str, ...]:
+    """What a report says of how numbers are made of four bits."""
+    if has_bitsandbytes():
+        return ()
+    return ("bitsandbytes is not installed: the same numbers are made of four bits, several times slower",)
 
 
 def _about_experts(chosen: Chosen, how: str) -> list[str]:

@@ -18,13 +18,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Stored, reshape
+from shardwise.conversion.four_bit import quantise_rows
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.layout import ModelLayout, TensorKind, TensorLayout
 from shardwise.models.dtypes import from_torch
 from shardwise.models.four_bit_experts import are_experts_in_four_bits, scales_of
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bit_product import Packing
 from shardwise.models.modules import modules_in
+from shardwise.models.quantization import FourBit
 from shardwise.models.revert import Output
 from shardwise.models.view import Held, Slot
 from shardwise.tensors import numel
@@ -90,25 +93,51 @@ def refuse_experts(held: Sequence[Held], why: str) -> None:
 
 def _constants(layer: Any, weight: Held) -> Iterator[Held]:
     """Small tensors that are equal on all ranks."""
-    form = layer.packing.form
-    told = {
-        "quant_type": form.value,
-        "blocksize": layer.packing.block_size,
-        "dtype": str(layer.packing.dtype).removeprefix("torch."),
-        "shape": [layer.out_features, layer.in_features],
-    }
-    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
-    if layer.is_nested:
-        told |= {
-            "nested_blocksize": NESTED_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": layer.weight_nested_offset.item(),
-        }
-        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
-    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    constants[f"{QUANT_STATE}{form.value}"] = text
+    shape = (layer.out_features, layer.in_features)
+    offset = layer.weight_nested_offset.item() if layer.is_nested else None
+    constants = constants_of(layer.packing, shape, offset)
     for name, tensor in constants.items():
         yield _renamed(weight, tensor, TensorKind.PERSISTENT_BUFFER, WEIGHT, f"{WEIGHT}.{name}")
+
+
+def constants_of(packing: Packing, shape: Sequence[int], offset: float | None) -> dict[str, torch.Tensor]:
+    """What lies beside a packed weight and is not of its size, by what follows ``weight.`` in its keys.
+
+    ``shape`` is that of the numbers; ``offset`` that of nested scales, None for plain ones.
+    """
+    form = packing.form
+    told: dict[str, Any] = {
+        "quant_type": form.value,
+        "blocksize": packing.block_size,
+        "dtype": str(packing.dtype).removeprefix("torch."),
+        "shape": list(shape),
+    }
+    constants = {QUANT_MAP: torch.tensor(form.numbers, dtype=torch.float32)}
+    if offset is not None:
+        told |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        constants[NESTED_MAP] = torch.tensor(dynamic_numbers(), dtype=torch.float32)
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    return constants | {f"{QUANT_STATE}{form.value}": text}
+
+
+def packed_for_files(key: str, numbers: torch.Tensor, quantization: FourBit) -> Iterator[tuple[str, torch.Tensor]]:
+    """A matrix (out, in) as files have it, with plain scales: on its device, and on meta where it is there.
+
+    Raises:
+        FormatError: naming the key, where a row has values that are not finite.
+    """
+    rows, columns = numbers.shape
+    packing = Packing(quantization.form, quantization.block_size, numbers.dtype)
+    source = numbers.detach().contiguous()
+    host = source if source.is_meta else source.cpu()
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=host.device)
+    scales = torch.empty(rows, columns // packing.block_size, dtype=torch.float32, device=host.device)
+    if not host.is_meta and (bad := quantise_rows(host, packing.block_size, packing.form, codes, scales)):
+        raise FormatError(f"{key}: row {bad[0]} has values that are not finite, and cannot be put into 4 bits")
+    yield key, codes.view(-1, 1).to(numbers.device)
+    yield f"{key}.{ABSMAX}", scales.view(-1).to(numbers.device)
+    for name, tensor in constants_of(packing, (rows, columns), None).items():
+        yield f"{key}.{name}", tensor.to(numbers.device)
 
 
 def _renamed(item: Held, tensor: torch.Tensor, kind: TensorKind, old: str, new: str) -> Held:

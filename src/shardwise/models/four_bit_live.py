@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.conversion.four_bit import quantise_rows
 from shardwise.conversion.nested_scales import nest
 from shardwise.errors import ConfigError
-from shardwise.models.four_bit_base import Chosen, choose_layers, mark_in_four_bits, notes_of
+from shardwise.models.four_bit_base import Chosen, about_speed, choose_layers, mark_in_four_bits, notes_of
 from shardwise.models.four_bit_experts import put_experts_into_four_bits, scales_of
 from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WEIGHT, put_into_four_bits
 from shardwise.models.quantization import FourBit, to_transformers
@@ -80,7 +80,7 @@ def pack_model(model: nn.Module, chosen: Chosen, quantization: FourBit) -> tuple
                 _install(module, {local: packed, scales_of(local): raw}, weight.device)
     if isinstance(model, PreTrainedModel):
         mark_in_four_bits(model, to_transformers(quantization, tuple(sorted(chosen.stay)), model.dtype))
-    return notes_of(chosen, quantization)
+    return *notes_of(chosen, quantization), *about_speed()
 
 
 def _give_values(layer: Any, weight: torch.Tensor, quantization: FourBit) -> None:

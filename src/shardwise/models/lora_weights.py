@@ -12,14 +12,22 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout
 from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.quantization import FourBit
 from shardwise.models.view import canonical
 
 
 @dataclass(frozen=True, slots=True)
 class MergedAdapter:
-    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged in."""
+    """The base of a PEFT model, under its own names, with one LoRA of linear layers merged in.
+
+    Attributes:
+        adapter: which one.
+        quantization: of a base in four bits: ``Nf4(...)`` or ``Fp4(...)``, of plain scales, packs its layers again,
+            as files of bitsandbytes have them; None gives numbers.
+    """
 
     adapter: str = "default"
+    quantization: FourBit | None = None
 
 
 @dataclass(frozen=True, slots=True)

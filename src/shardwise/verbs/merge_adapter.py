@@ -8,6 +8,7 @@ from typing import Unpack
 from shardwise.engines.merging_adapter import AdapterMergeCall, carry_out_adapter_merge
 from shardwise.engines.outline import ModelOptions
 from shardwise.engines.save_options import MAX_SHARD_SIZE, in_bytes_of
+from shardwise.models.quantization import FourBit
 from shardwise.report.merge_report import MergeAdapterReport
 
 
@@ -18,6 +19,7 @@ def merge_adapter(
     *,
     adapter_name: str = "default",
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    quantization: FourBit | str | None = None,
     **options: Unpack[ModelOptions],
 ) -> MergeAdapterReport:
     """Fold a LoRA adapter of PEFT into its base and write the outcome as the hub has it.
@@ -31,6 +33,9 @@ def merge_adapter(
         out: a folder, made where it is not there. A model in it is replaced once all is written.
         adapter_name: of an adapter in a folder of its own inside ``adapter``, or in the names of its tensors.
         max_shard_size: as in ``"5GB"``: of one file's tensors.
+        quantization: ``Nf4(...)`` or ``Fp4(...)``, or ``"nf4"``, ``"fp4"``: linear layers come out in four bits, in
+            files of bitsandbytes, as if the outcome were brought up so and saved. None writes numbers, also of a
+            base in four bits.
 
     Keyword arguments: see :class:`~shardwise.engines.outline.ModelOptions`; the outcome has their ``dtype``.
 
@@ -45,4 +50,6 @@ def merge_adapter(
     Where it raises, a model that was in ``out`` before is there still.
     """
     max_shard_bytes = in_bytes_of(max_shard_size)
-    return carry_out_adapter_merge(AdapterMergeCall.of(base, adapter, out, adapter_name, max_shard_bytes, options))
+    return carry_out_adapter_merge(
+        AdapterMergeCall.of(base, adapter, out, adapter_name, max_shard_bytes, options, quantization)
+    )
