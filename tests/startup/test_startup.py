@@ -245,7 +245,7 @@ def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: py
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 def test_who_holds_less_grows_less(tmp_path: Path) -> None:
-    """All arms make one model; memory-efficient ones grow less than plain ones, and ours least of all."""
+    """All arms make one model; memory-efficient ones grow less than plain ones, ours as transformers' own."""
     shape = smaller("qwen3-100m", num_hidden_layers=6, max_window_layers=6, vocab_size=16384)
     result = startup(write(shape, tmp_path), "--ranks", 4, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
@@ -255,4 +255,6 @@ def test_who_holds_less_grows_less(tmp_path: Path) -> None:
     grown = {name: arm["runs"][0]["figures"]["growth_bytes"] for name, arm in told["arms"].items()}
     assert grown["native-efficient"] < grown["native"]
     assert grown["accelerate-efficient"] < grown["accelerate"]
-    assert min(grown, key=lambda name: grown[name]) == "shardwise"
+    least, ours = grown.pop("transformers"), grown.pop("shardwise")
+    assert ours < min(grown.values()) / 1.5
+    assert ours < 1.1 * least

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,10 +67,11 @@ def _whole(job: StartupJob) -> Any:
 def _wrap(model: Any) -> nn.Module:
     """The blocks that the model's class names, and the rest."""
     blocks = set(model._no_split_modules or ())
+    mesh = init_device_mesh(this_device().type, (dist.get_world_size(),))
     for module in [*model.modules()]:
         if type(module).__name__ in blocks:
-            fully_shard(module)
-    fully_shard(model)
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     wrapped: nn.Module = model
     return wrapped
 
