@@ -33,6 +33,11 @@ def measure(folder: Path, out: Path, options: Sequence[str]) -> tuple[dict[str, 
     if done.returncode not in (0, 1):
         raise RuntimeError(f"shardwise bench startup ended with {done.returncode}")
     told: dict[str, Any] = json.loads(done.stdout)
+    told["model"] = folder.name
+    del told["files"]  # they are gone with their folder
+    for arm in told["arms"].values():
+        for run in arm["runs"]:
+            run["folder"] = Path(run["folder"]).name
     return told, done.returncode
 
 

@@ -17,9 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import bench, main
+from shardwise.execution.processes.local_ranks import RankError
 from shardwise.observing.run_record import RunReader
+from shardwise.pictures import installed
 from shardwise.startup import figures, kinds, room
 from shardwise.startup.figures import ArmFigures, ArmRun, GrowthLimit
+from shardwise.startup.values import BroughtUp, compared, run_starts, values_of
 from shardwise.tensors.box import Box
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 
@@ -115,8 +118,8 @@ def test_growth_is_that_of_one_moment_over_the_level_of_each_rank(tmp_path: Path
     assert max(np.sum([series.y for series in chart.series], axis=0)) == pytest.approx(80 / 1024)
     assert [(band.name, band.start, band.stop) for band in chart.bands] == [
         ("load", 0.0, 1.5),
-        ("wrap", 1.0, 2.5),
-        ("optimizer", 2.0, 3.5),
+        ("wrap", 1.5, 2.5),
+        ("optimizer", 2.5, 3.5),
     ]
 
 
@@ -157,8 +160,6 @@ def test_growth_over_the_limit_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, a
 
 @given(st.data())
 def test_fingerprints_of_any_cut_add_up_to_that_of_the_whole(data: st.DataObject) -> None:
-    from shardwise.startup.rank import run_starts
-
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     whole = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + 1
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -177,6 +178,50 @@ def test_fingerprints_of_any_cut_add_up_to_that_of_the_whole(data: st.DataObject
         for number, first in enumerate(starts):
             total += fingerprint(memoryview(part[number * nbytes :][:nbytes]), first * 4)
     assert total % MODULUS == fingerprint(memoryview(whole.reshape(-1).view(np.uint8)))
+
+
+def test_a_peer_that_fails_is_told_and_ours_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {"native"}
+    started: list[str] = []
+
+    def in_place_of_ranks(size: int, _: object, arm: str, *others: str, **__: object) -> list[BroughtUp]:
+        started.append(arm)
+        if arm in failing:
+            raise RankError({1: "Traceback ...\nRuntimeError: it is broken"}, {})
+        made_run(Path(others[-1]), [[(0.0, 0, 0), (3.0, 50 * MIB, 0)]] * size)
+        return [BroughtUp(20 << 20, 0, 256 << 20, {"a": 1}, {"b": 2})] * size
+
+    monkeypatch.setattr(bench, "run_fresh", in_place_of_ranks)
+    monkeypatch.setattr(installed, "lacking", lambda *names: ["plotly"])
+    model, out = write(TINY, tmp_path), tmp_path / "out"
+    arms = ("--arms", "transformers,native,shardwise", "--repeats", 2, "--dtype", "auto")
+    result = startup(model, "--ranks", 2, "--out", out, *arms)
+    assert result.exit_code == 0, result.stderr
+    assert started == ["shardwise", "native", "transformers", "shardwise", "transformers"]
+    assert "native did not run: [rank 1] RuntimeError: it is broken" in result.stdout
+    assert "limit of shardwise: 100.00 MiB of at most 616.00 MiB" in result.stdout
+    assert "there is no picture, and no report: plotly, which draws, is not installed" in result.stderr
+    assert sorted(path.name for path in out.iterdir()) == [
+        "shardwise-1",
+        "shardwise-2",
+        "startup.json",
+        "transformers-1",
+        "transformers-2",
+    ]
+    failing.add("shardwise")
+    result = startup(model, "--ranks", 2, "--out", tmp_path / "other", *arms)
+    assert (result.exit_code, "RuntimeError: it is broken" in result.stderr) == (2, True)
+
+
+def test_ranks_that_hold_other_values_are_told() -> None:
+    held = [BroughtUp(0, 0, 0, {"a": 1, "b": 2}, {"c": 3}), BroughtUp(0, 0, 0, {"a": 5}, {"c": 3})]
+    ours = values_of(held)
+    assert compared(ours, ours) == "same"
+    moved = [BroughtUp(0, 0, 0, {"a": 4}, {"c": 3}), BroughtUp(0, 0, 0, {"a": 2, "b": 2}, {"c": 3})]
+    assert compared(values_of(moved), ours) == "same"  # cut at another place
+    apart = [BroughtUp(0, 0, 0, {"a": 6, "b": 2}, {"c": 3}), BroughtUp(0, 0, 0, {}, {"c": 4})]
+    assert compared(values_of(apart), ours) == "1 of 3 differ, as c"
+    assert compared(values_of(apart), values_of(apart)) == "1 of 3 differ, as c"
 
 
 # ── pictures ──────────────────────────────────────────────────────────────────────────────────────
@@ -209,7 +254,9 @@ def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
 def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without accelerate, on a machine with memory for the model once."""
     real = importlib.util.find_spec
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: name != "accelerate" and real(name))
+    monkeypatch.setattr(
+        kinds.importlib.util, "find_spec", lambda name: None if name == "accelerate" else real(name)
+    )
     monkeypatch.setattr(room, "host_pools", lambda: {"": TINY.nbytes * 2 * 3 // 2})
     out = tmp_path / "out"
     result = startup(write(TINY, tmp_path), "--ranks", 2, "--out", out)

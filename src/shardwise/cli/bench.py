@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.launch import fail, run_fresh
-from shardwise.errors import ShardwiseError, StorageError
+from shardwise.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.report.sizes import in_bytes
 from shardwise.startup.figures import (
     ArmRun,
     GrowthLimit,
     arm_run,
     chart_of,
-    compared,
     figures_of,
     limit_of,
 )
 from shardwise.startup.kinds import KINDS, OURS, arms_named, lacking
 from shardwise.startup.room import no_room
+from shardwise.startup.values import compared
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -211,11 +211,13 @@ def _warm(place: Path) -> None:
 def _pictures(out: Path, runs: Sequence[ArmRun], charts: Sequence[Chart]) -> list[str]:
     """Draw all arms beside each other, and the report; nothing where what draws is not installed."""
     from shardwise.cli.report import draw_report
-    from shardwise.pictures.installed import lacking as not_installed
+    from shardwise.pictures.installed import require
     from shardwise.pictures.side_by_side import write_side_by_side
 
-    if lack := not_installed("plotly", "matplotlib"):
-        click.echo(f"not drawn: {' and '.join(lack)} not installed; pip install 'shardwise[report]'", err=True)
+    try:
+        require("plotly", "matplotlib")
+    except ConfigError as error:
+        click.echo(f"there is no picture, and no report: {error}", err=True)
         return []
     write_side_by_side(charts, out / PICTURE)
     draw_report([Path(run.folder) for run in runs], out / "report")

@@ -19,7 +19,7 @@ from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Band, Chart, Floats, Look, Series
 from shardwise.pictures.thinning import extremes
 from shardwise.startup.kinds import PHASES
-from shardwise.tensors.fingerprint import MODULUS
+from shardwise.startup.values import BroughtUp, values_of
 
 SLACK_BYTES = 32 << 20
 """What a rank of ours may take beside its shards and its budget."""
@@ -27,21 +27,6 @@ SLACK_BYTES = 32 << 20
 _KIB = 1024
 _GIB_IN_KIB = 2.0**20
 _POINTS = 150
-
-
-@dataclass(frozen=True)
-class BroughtUp:
-    """What a rank holds in the end, and the budget that a load of ours has had.
-
-    ``shards`` are the fingerprints of its parts of tensors that are sharded, to be added over the ranks; ``wholes``
-    those of tensors that every rank has.
-    """
-
-    host_bytes: int
-    device_bytes: int
-    budget_bytes: int
-    shards: dict[str, int] = field(default_factory=dict)
-    wholes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +113,8 @@ def figures_of(record: RunRecord) -> ArmFigures:
     )
 
 
-def values_of(ranks: Sequence[BroughtUp]) -> dict[str, str]:
-    """By name: what the whole tensor is; one that every rank has is not the same on all, or is."""
-    found: dict[str, str] = {}
-    for name in {name: None for rank in ranks for name in (*rank.shards, *rank.wholes)}:
-        wholes = {rank.wholes[name] for rank in ranks if name in rank.wholes}
-        total = sum(rank.shards.get(name, 0) for rank in ranks) % MODULUS
-        found[name] = f"{next(iter(wholes), total):016x}" if len(wholes) < 2 else "ranks differ"
-    return found
-
-
-def compared(values: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """``same``, or how many tensors are not those of another run, and one of them."""
-    names = [*{**ours, **values}]
-    differing = [name for name in names if values.get(name) != ours.get(name) or values[name] == "ranks differ"]
-    return "same" if not differing else f"{len(differing)} of {len(names)} differ, as {differing[0]}"
-
-
 def chart_of(arm: str, record: RunRecord, figures: ArmFigures) -> Chart:
-    """The growth of the machine over time, ranks on top of each other, over the phases."""
+    """Growth over time, ranks on top of each other; a phase lasts until the last rank leaves it."""
     time = _moments(record)
     layers = {
         f"rank {rank.rank}": np.maximum(_growth(record, rank, time, "anonymous", "shared"), 0.0) / _GIB_IN_KIB
@@ -154,11 +122,11 @@ def chart_of(arm: str, record: RunRecord, figures: ArmFigures) -> Chart:
     }
     places = extremes(np.sum(list(layers.values()), axis=0), _POINTS)
     begin = min(rank.began + _span(rank, "load")[0] for rank in record.ranks) - record.began
-    bands = []
+    bands, start = [], 0.0
     for name in PHASES:
-        spans = [(rank.began - record.began, _span(rank, name)) for rank in record.ranks]
-        start, stop = (edge([shift + span[side] for shift, span in spans]) for side, edge in ((0, min), (1, max)))
-        bands.append(Band(name, start - begin, stop - begin))
+        stop = max(rank.began + _span(rank, name)[1] for rank in record.ranks) - record.began - begin
+        bands.append(Band(name, start, stop))
+        start = stop
     series = [Series(name, time[places] - begin, layer[places], Look.AREA) for name, layer in layers.items()]
     title = f"{arm}\n{figures.seconds:.1f} s, at most {figures.growth_bytes / 2**30:.2f} GiB"
     return Chart(f"startup-{arm}", title, "seconds", "GiB", series, bands)

@@ -22,8 +22,8 @@ class Holder(Enum):
     EVERY_RANK = "every rank"
 
     def at_once_bytes(self, model_bytes: int, ranks: int) -> int:
-        """About the least that a machine must have for all its ranks."""
-        return {Holder.NOBODY: 1, Holder.FIRST_RANK: 2, Holder.EVERY_RANK: ranks}[self] * model_bytes
+        """About what all ranks need at once: whole models, the shards, tensors that are sent whole."""
+        return {Holder.NOBODY: 1, Holder.FIRST_RANK: 3, Holder.EVERY_RANK: ranks + 1}[self] * model_bytes
 
 
 @dataclass(frozen=True, slots=True)

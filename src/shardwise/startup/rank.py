@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Sequence
-from itertools import product
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -18,9 +15,8 @@ from shardwise.execution.memory.copy_in import memory_of
 from shardwise.models.view import local_boxes, local_tensor, raw_bytes, strided_view
 from shardwise.observing.phases import phase
 from shardwise.startup.arms import STEPS, StartupJob, on_meta
-from shardwise.startup.figures import BroughtUp
 from shardwise.startup.kinds import PHASES
-from shardwise.tensors.box import Box
+from shardwise.startup.values import BroughtUp, run_starts
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
 from shardwise.verbs.observe import observe
 
@@ -104,13 +100,3 @@ def _fingerprint(name: str, tensor: torch.Tensor) -> int:
         for number, start in enumerate(runs):
             total += fingerprint(memory_of(data[number * nbytes :][:nbytes]), start * size)
     return total % MODULUS
-
-
-def run_starts(box: Box, shape: Sequence[int]) -> list[int]:
-    """Where the runs of a box begin in the whole tensor, counted in elements; a run is as long as can be."""
-    cut = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
-    outer = cut[-1] if cut else 0
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    places = product(*(range(size) for size in box.sizes[:outer]))
-    return [first + sum(n * stride for n, stride in zip(place, strides, strict=False)) for place in places]
