@@ -77,7 +77,7 @@ def _wrap(model: Any) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnFirstRank:
+class _WholeOnFirst:
     """A model on meta, and on rank 0 its values, by name; elsewhere none."""
 
     model: Any
@@ -85,17 +85,17 @@ class _OnFirstRank:
     buffers: Mapping[str, torch.Tensor]
 
 
-def _load_on_first(job: StartupJob) -> _OnFirstRank:
+def _load_on_first(job: StartupJob) -> _WholeOnFirst:
     if dist.get_rank():
-        return _OnFirstRank(on_meta(job), {}, {})
+        return _WholeOnFirst(on_meta(job), {}, {})
     model = _whole(job)
     stored, buffers = model.state_dict(), dict(model.named_buffers())
     names = {*dict(model.named_parameters()), *buffers}  # a tied parameter once
     values = {name: tensor for name, tensor in stored.items() if name in names}
-    return _OnFirstRank(on_meta(job), values, buffers)
+    return _WholeOnFirst(on_meta(job), values, buffers)
 
 
-def _wrap_and_broadcast(found: _OnFirstRank) -> nn.Module:
+def _wrap_and_broadcast(found: _WholeOnFirst) -> nn.Module:
     model = _wrap(found.model)
     # Not strict: a tied head is the embedding's parameter.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
