@@ -208,6 +208,8 @@ def test_a_peer_that_fails_is_told_and_ours_is_an_error(tmp_path: Path, monkeypa
         "transformers-1",
         "transformers-2",
     ]
+    result = startup(model, "--ranks", 2, "--out", tmp_path / "one", "--arms", "native")
+    assert (result.exit_code, "no arm could run" in result.stderr) == (2, True)
     failing.add("shardwise")
     result = startup(model, "--ranks", 2, "--out", tmp_path / "other", *arms)
     assert (result.exit_code, "RuntimeError: it is broken" in result.stderr) == (2, True)

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +130,9 @@ def measure_startup(model: str, ranks: int, out: Path, arms: str | None, repeats
     """Run the arms in turns, and write runs, figures, report and picture into ``out``.
 
     Raises:
-        ShardwiseError: the model cannot be opened, the folder is in use, an arm is not known, or ours has failed.
+        ShardwiseError: the model cannot be opened, the folder is in use, an arm is not known, ours or all have failed.
     """
+    from shardwise.cli.report import write_text
     from shardwise.formats.checkpoint_index import open_checkpoint
     from shardwise.observing.run_record import RunReader
     from shardwise.storage.hub import resolve
@@ -164,14 +165,16 @@ def measure_startup(model: str, ranks: int, out: Path, arms: str | None, repeats
             runs.append(arm_run(name, str(folder), figures, held))
             charts[name].append((figures.seconds, chart_of(name, record, figures)))
             budgets += [rank.budget_bytes for rank in held]
+    if not runs:
+        told = "; ".join(f"{name}: {reason}" for name, reason in not_run.items())
+        raise ConfigError(f"no arm could run, so that nothing is measured ({told})")
     ours = [run for run in runs if run.arm == OURS]
     worst = max(ours, key=lambda run: run.figures.growth_bytes, default=None)
     limit = None if worst is None else limit_of(worst, ranks, max(budgets))
     by_seconds = [sorted(found, key=lambda pair: pair[0]) for found in charts.values() if found]
-    files = _pictures(out, runs, [found[(len(found) - 1) // 2][1] for found in by_seconds]) if runs else []
-    result = StartupResult(model, ranks, dtype, runs, not_run, limit, files)
-    (out / FIGURES).write_text(json.dumps(result.to_dict(), indent=1) + "\n", "utf-8")
-    return result
+    result = StartupResult(model, ranks, dtype, runs, not_run, limit)
+    write_text(out / FIGURES, json.dumps(result.to_dict(), indent=1) + "\n")
+    return replace(result, files=_pictures(out, runs, [found[(len(found) - 1) // 2][1] for found in by_seconds]))
 
 
 def _bring_up(arm: str, model: str, dtype: str, run: str) -> object:  # runs on a rank

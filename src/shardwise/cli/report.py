@@ -51,7 +51,7 @@ def draw_report(runs: Sequence[Path], folder: Path) -> tuple[list[str], int]:
     found = read_runs(runs)
     sections = sections_of(found)
     page = page_of(", ".join(label for label, _ in found), sections)
-    _write(folder / "report.html", page)
+    write_text(folder / "report.html", page)
     names: set[str] = set()
     for section in sections:
         for chart in section.charts:
@@ -61,7 +61,8 @@ def draw_report(runs: Sequence[Path], folder: Path) -> tuple[list[str], int]:
     return [f"{section.title}: {note}" for section in sections for note in section.notes], len(names)
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Into a file, which is replaced in one go; raises StorageError."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
