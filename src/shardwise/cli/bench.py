@@ -130,7 +130,7 @@ def measure_startup(model: str, ranks: int, out: Path, arms: str | None, repeats
     """Run the arms in turns, and write runs, figures, report and picture into ``out``.
 
     Raises:
-        ShardwiseError: the model cannot be opened, the folder is in use, an arm is not known, ours or all have failed.
+        ShardwiseError: there is no such model or arm, the folder is in use, ours or all have failed.
     """
     from shardwise.cli.report import write_text
     from shardwise.formats.checkpoint_index import open_checkpoint
