@@ -32,6 +32,8 @@ TINY = SHAPES["qwen3-0.6b"].tiny()
 MIB = 1 << 10
 """In KiB."""
 
+# matplotlib's oldest supported version calls pyparsing by names of which that warns.
+old_names = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 drawing = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("plotly", "matplotlib")),
     reason="plotly or matplotlib is not installed",
@@ -54,7 +56,11 @@ def test_what_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch:
     used = tmp_path / "used"
     used.mkdir()
     (used / "mine.txt").write_text("")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     found = {
+        "no config": startup(bare, "--ranks", 2, "--out", tmp_path / "f"),
         "no model": startup(tmp_path / "none", "--ranks", 2, "--out", tmp_path / "a"),
         "no weights": startup(used, "--ranks", 2, "--out", tmp_path / "b"),
         "no ranks": startup(model, "--ranks", 0, "--out", tmp_path / "c"),
@@ -68,6 +74,7 @@ def test_what_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch:
     errors = {name: result.stderr for name, result in found.items()}
     assert str(tmp_path / "none") in errors["no model"]
     assert str(used) in errors["no weights"]
+    assert f"{bare}: there is no config.json in it that names a model_type" in errors["no config"]
     assert "--ranks" in errors["no ranks"]
     assert "'fast' is none; there are shardwise, native," in errors["arm"]
     assert "there is mine.txt in it already; name a new or an empty folder" in errors["folder"]
@@ -230,6 +237,7 @@ def test_ranks_that_hold_other_values_are_told() -> None:
 
 
 @drawing
+@old_names
 def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -252,6 +260,7 @@ def test_the_picture_can_be_read_on_white_and_on_black(tmp_path: Path) -> None:
 
 
 @drawing
+@old_names
 @pytest.mark.distributed
 def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without accelerate, on a machine with memory for the model once."""

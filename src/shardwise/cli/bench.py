@@ -132,6 +132,7 @@ def measure_startup(model: str, ranks: int, out: Path, arms: str | None, repeats
     Raises:
         ShardwiseError: there is no such model or arm, the folder is in use, ours or all have failed.
     """
+    from shardwise.cli.inspect import read_config_facts
     from shardwise.cli.report import write_text
     from shardwise.formats.checkpoint_index import open_checkpoint
     from shardwise.observing.run_record import RunReader
@@ -140,6 +141,8 @@ def measure_startup(model: str, ranks: int, out: Path, arms: str | None, repeats
     names = arms_named(arms)
     place = resolve(model)
     index = open_checkpoint(place)
+    if "model_type" not in read_config_facts(place):
+        raise ConfigError(f"{model}: there is no config.json in it that names a model_type; give a model's folder")
     _take(out)
     _warm(place)
     not_run = {name: reason for name in names if (reason := lacking(name) or no_room(name, index, ranks, dtype))}
