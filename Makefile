@@ -36,7 +36,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer clean
+.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,9 @@ bench-four-bits: $(VENV)/project ## a base in four bits: brought up, its memory,
 
 bench-trainer: $(VENV)/project ## a step of the Hugging Face Trainer against our own loop's; minutes, ARGS=--quick
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.trainer $(ARGS)
+
+bench-startup: $(VENV)/project ## memory and seconds of a model coming up, against peers, with a picture; minutes, ARGS=--quick
+	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -132,6 +132,25 @@ def run_ranks(
                 assert_never(launch)
 
 
+def run_fresh(
+    size: int, function: Callable[..., Any], *args: Any, preloaded: Sequence[str] = ("torch", "transformers")
+) -> list[Any]:
+    """Call ``function(*args)`` on ``size`` new processes, also where that is one; its values by rank.
+
+    Each call has processes of its own, with the environment as the user has it.
+
+    Raises:
+        ConfigError: this process is itself one that a launcher started.
+        ShardwiseError: as raised by the function, or by a rank that ended.
+    """
+    if isinstance(read_launch(os.environ), Launched):
+        raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")
+    from shardwise.execution.processes.spawned import run_spawned
+
+    with _defaults(_CUDA_FROM_AFAR):
+        return run_spawned(size, function, *args, preloaded=preloaded)
+
+
 def _huge_pages(environment: Mapping[str, str]) -> Mapping[str, str]:
     """What is set for torch's allocator: huge pages, where the user has not decided and they cost less here."""
     from shardwise.execution.memory.first_touch import huge_pages_pay

@@ -7,6 +7,7 @@ import importlib
 import click
 
 _COMMANDS = {
+    "bench": "how a model comes up here, by this library and by others: memory and seconds",
     "demo": "bring up, prove and train a small model that it makes itself",
     "inspect": "what a checkpoint holds, from its headers",
     "merge-adapter": "fold a LoRA into its base, in bounded memory",

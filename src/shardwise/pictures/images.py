@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,21 +64,30 @@ def write_png(chart: Chart, path: Path) -> None:
         for number, bars in enumerate(chart.bars):
             places = np.array([place_of[row] for row in bars.rows], np.float64) + (number + 0.5) * thick - 0.4
             axes.barh(places, bars.length, left=bars.start, height=thick, label=bars.name)
-        axes.set_yticks(range(len(chart.rows)), _escaped(*chart.rows))
+        axes.set_yticks(range(len(chart.rows)), escaped(*chart.rows))
         axes.set_ylim(len(chart.rows) - 0.5, -0.5)
     elif chart.key != "loss":
         axes.set_ylim(bottom=0)
-    axes.set_title(_escaped(chart.title)[0], loc="left", fontsize=11)
+    axes.set_title(escaped(chart.title)[0], loc="left", fontsize=11)
     axes.set_xlabel(chart.x_title)
     axes.set_ylabel(chart.y_title)
     axes.grid(visible=True, alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     if 1 < len(handles) <= _LEGEND_OF:
-        figure.legend(handles, _escaped(*labels), loc="outside lower left", ncols=4, fontsize=8, frameon=False)
+        figure.legend(handles, escaped(*labels), loc="outside lower left", ncols=4, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write one of matplotlib's figures as a PNG, which is replaced in one go; what is behind it as it says.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(fresh, format="png")
+        figure.savefig(fresh, format="png", facecolor="auto")
         os.replace(fresh, path)
     except OSError as error:
         raise StorageError(f"{path}: it cannot be written ({error.strerror or error})") from error
@@ -88,6 +98,6 @@ def _owner(name: str) -> str:
     return name.partition(",")[0].removesuffix(" evaluation").removeprefix("foreseen for ")
 
 
-def _escaped(*texts: str) -> list[str]:
+def escaped(*texts: str) -> list[str]:
     """Without what matplotlib would take for mathematics; a label that begins with _ it would leave out."""
     return [text.replace("$", r"\$").lstrip("_") or " " for text in texts]
