@@ -46,10 +46,15 @@ DEMO = smaller(
     vocab_size=512,
 )
 SHAPES = {"demo": DEMO, "36m": SMALL, "159m": MIDDLE, "0.6b": MODELS["qwen3-0.6b"], "1.7b": MODELS["qwen3-1.7b"]}
-TUNINGS: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "lora": {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"},
+_LORA = {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": {"tuning": {"method": "full"}},
+    "lora": {"tuning": _LORA},
+    "nf4": {"tuning": _LORA, "quantization": "nf4"},
+    "nf4-nested": {"tuning": _LORA, "quantization": {"scales": "nested"}},
 }
+"""Sections of a configuration; the last two train a LoRA on a base in four bits."""
+
 ALLOCATOR_BYTES = 64 << 20
 """What libraries and the allocator of a rank may take for themselves."""
 
@@ -64,7 +69,8 @@ class Cell:
     """One training."""
 
     model: str
-    tuning: str
+    trained: str
+    """Of :data:`TRAINED`."""
     keeps: str
     """``keep`` activations, or compute blocks ``again``."""
     ranks: int
@@ -73,8 +79,8 @@ class Cell:
 
     @classmethod
     def of(cls, text: str) -> Cell:
-        model, tuning, keeps, ranks, *more = text.split(",")
-        return cls(model, tuning, keeps, int(ranks), *map(int, more))
+        model, trained, keeps, ranks, *more = text.split(",")
+        return cls(model, trained, keeps, int(ranks), *map(int, more))
 
     def config(self, folder: str) -> Any:
         """As ``shardwise train`` would be told."""
@@ -85,25 +91,25 @@ class Cell:
                 "model": {"name": folder},
                 "data": {"train": "none.jsonl", "max_length": self.tokens},
                 "output": {"directory": "none"},
-                "tuning": TUNINGS[self.tuning],
                 "training": {"batch_size": self.rows, "max_steps": STEPS},
                 "sharding": {"activation_checkpointing": self.keeps == "again"},
                 "checkpoints": {"every": None},
+                **TRAINED[self.trained],
             }
         )
 
 
 QUICK = [
-    Cell(model, tuning, keeps, ranks)
+    Cell(model, trained, keeps, ranks)
     for model in ("demo", "36m")
-    for tuning in TUNINGS
+    for trained in TRAINED
     for keeps in ("keep", "again")
     for ranks in (1, 2)
 ]
 ALL = [
-    Cell(model, tuning, keeps, ranks)
+    Cell(model, trained, keeps, ranks)
     for model in ("demo", "36m", "0.6b", "1.7b")
-    for tuning in TUNINGS
+    for trained in TRAINED
     for keeps in ("keep", "again")
     for ranks in (1, 2, 4)
 ]
@@ -118,7 +124,7 @@ def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     from shardwise.execution.moving.group_gather import gather_in_windows
     from shardwise.execution.processes.launched import this_device
     from shardwise.execution.ranks.world import World
-    from shardwise.training.config_values import loss_of, resolved, sharding_of, tuning_of
+    from shardwise.training.config_values import loss_of, quantization_of, resolved, sharding_of, tuning_of
     from shardwise.training.loop import train
     from shardwise.training.prepare import ModelRequest, load_model
 
@@ -132,7 +138,15 @@ def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: held.append(bytes_held(model, optimizer)))
     with meter.MemoryWatch() as memory:
         sharding = sharding_of(config.sharding, options)
-        model, _ = load_model(ModelRequest(folder, options, tuning_of(config.tuning), sharding))
+        model, _ = load_model(
+            ModelRequest(
+                folder,
+                options,
+                tuning_of(config.tuning),
+                sharding,
+                quantization=quantization_of(config.quantization),
+            )
+        )
         brought_up = meter.anonymous_bytes() - memory.before
         gather_in_windows(model, World.current())
         train(model, Turns(steps), options, loss=loss_of(config.training))
@@ -209,7 +223,7 @@ def compared(cell: Cell, folder: str, has_heap: bool) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     cell, plan, fact = row["cell"], row["foreseen"], row["measured"]
     return (
-        f"| {cell['model']} | {cell['tuning']} | {cell['keeps']} | {cell['ranks']} "
+        f"| {cell['model']} | {cell['trained']} | {cell['keeps']} | {cell['ranks']} "
         f"| {cell['rows']} x {cell['tokens']} "
         f"| {plan['held'] / 2**20:.1f} | {fact['held'] / 2**20:.1f} | {row['held_ratio']:.3f} "
         f"| {plan['peak'] / 2**20:.0f} ({plan['phase']}) | {fact['peak'] / 2**20:.0f} | {row['ratio']:.3f} "
@@ -228,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small models alone")
     parser.add_argument("--heap", action="store_true", help="glibc as it is: it keeps much of what is freed")
-    parser.add_argument("--cell", action="append", help="MODEL,TUNING,keep|again,RANKS[,ROWS,TOKENS]")
+    parser.add_argument("--cell", action="append", help="MODEL,TRAINED,keep|again,RANKS[,ROWS,TOKENS]")
     parser.add_argument("--out", type=Path, help="results, as .json")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     parser.add_argument("--alone", help=argparse.SUPPRESS)
