@@ -58,7 +58,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 ALLOCATOR_BYTES = 64 << 20
 """What libraries and the allocator of a rank may take for themselves."""
 
-HELD_LIMIT, PEAK_LIMIT = 0.05, 0.1
+HELD_LIMIT, PEAK_LIMIT = 0.05, 0.05
 STEPS = 3
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h; once it is set, it is so for good."""
