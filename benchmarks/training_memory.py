@@ -6,9 +6,15 @@ processes: the most that RssAnon + RssShmem grow over what they are once everyth
 that is most, through bringing the model up and three steps; and what is in tensors when the optimizer has taken its
 step (weights, gradients, state), over the same of the plan.
 
-glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes: on small models a third
-on top, which no arithmetic foresees. So it is told to give back what is larger than 1 MiB (as
-MALLOC_MMAP_THRESHOLD_=1048576 does); ``--heap`` measures it as it is.
+glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes ([Note: Holes]). So it
+is told to give back what is larger than 1 MiB (as MALLOC_MMAP_THRESHOLD_=1048576 does); ``--heap`` measures it as
+it is.
+
+[Note: Holes] torch asks for memory at multiples of 64 bytes. glibc 2.36 takes up to 96 bytes more, and frees what
+is over at once: into a thread's cache or a fast bin, where it is not joined with its neighbours and is soon lent
+to somebody small. The block beside it, when it is freed, is then some bytes too short for the next one of its own
+size, and that goes to the top of the heap. Without these two, what is freed is joined and used again, and most of
+the holes are gone: ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0``.
 
 ``--cell demo,full,keep,1`` (several times) picks cells; ``--quick`` the small ones.
 """
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -62,6 +69,8 @@ HELD_LIMIT, PEAK_LIMIT = 0.05, 0.05
 STEPS = 3
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h; once it is set, it is so for good."""
+
+_OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True)
@@ -265,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "heap": given.heap,
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(_OF_MALLOC)},
         "rows": rows,
     }
     place = given.out or Path("benchmarks/results", f"training-memory-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")
