@@ -6,9 +6,15 @@ processes: the most that RssAnon + RssShmem grow over what they are once everyth
 that is most, through bringing the model up and three steps; and what is in tensors when the optimizer has taken its
 step (weights, gradients, state), over the same of the plan.
 
-glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes: on small models a third
-on top, which no arithmetic foresees. So it is told to give back what is larger than 1 MiB (as
-MALLOC_MMAP_THRESHOLD_=1048576 does); ``--heap`` measures it as it is.
+glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes ([Note: Holes]). So it
+is told to give back what is larger than 1 MiB (as MALLOC_MMAP_THRESHOLD_=1048576 does); ``--heap`` measures it as
+it is.
+
+[Note: Holes] torch asks for memory at multiples of 64 bytes. glibc 2.36 takes up to 96 bytes more, and frees what
+is over at once: into a thread's cache or a fast bin, where it is not joined with its neighbours and is soon lent
+to somebody small. The block beside it, when it is freed, is then some bytes too short for the next one of its own
+size, and that goes to the top of the heap. Without these two, what is freed is joined and used again, and most of
+the holes are gone: ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0``.
 
 ``--cell demo,full,keep,1`` (several times) picks cells; ``--quick`` the small ones.
 """
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,17 +53,24 @@ DEMO = smaller(
     vocab_size=512,
 )
 SHAPES = {"demo": DEMO, "36m": SMALL, "159m": MIDDLE, "0.6b": MODELS["qwen3-0.6b"], "1.7b": MODELS["qwen3-1.7b"]}
-TUNINGS: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "lora": {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"},
+_LORA = {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": {"tuning": {"method": "full"}},
+    "lora": {"tuning": _LORA},
+    "nf4": {"tuning": _LORA, "quantization": "nf4"},
+    "nf4-nested": {"tuning": _LORA, "quantization": {"scales": "nested"}},
 }
+"""Sections of a configuration; the last two train a LoRA on a base in four bits."""
+
 ALLOCATOR_BYTES = 64 << 20
 """What libraries and the allocator of a rank may take for themselves."""
 
-HELD_LIMIT, PEAK_LIMIT = 0.05, 0.1
+HELD_LIMIT, PEAK_LIMIT = 0.05, 0.05
 STEPS = 3
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h; once it is set, it is so for good."""
+
+_OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,8 @@ class Cell:
     """One training."""
 
     model: str
-    tuning: str
+    trained: str
+    """Of :data:`TRAINED`."""
     keeps: str
     """``keep`` activations, or compute blocks ``again``."""
     ranks: int
@@ -73,8 +88,8 @@ class Cell:
 
     @classmethod
     def of(cls, text: str) -> Cell:
-        model, tuning, keeps, ranks, *more = text.split(",")
-        return cls(model, tuning, keeps, int(ranks), *map(int, more))
+        model, trained, keeps, ranks, *more = text.split(",")
+        return cls(model, trained, keeps, int(ranks), *map(int, more))
 
     def config(self, folder: str) -> Any:
         """As ``shardwise train`` would be told."""
@@ -85,25 +100,25 @@ class Cell:
                 "model": {"name": folder},
                 "data": {"train": "none.jsonl", "max_length": self.tokens},
                 "output": {"directory": "none"},
-                "tuning": TUNINGS[self.tuning],
                 "training": {"batch_size": self.rows, "max_steps": STEPS},
                 "sharding": {"activation_checkpointing": self.keeps == "again"},
                 "checkpoints": {"every": None},
+                **TRAINED[self.trained],
             }
         )
 
 
 QUICK = [
-    Cell(model, tuning, keeps, ranks)
+    Cell(model, trained, keeps, ranks)
     for model in ("demo", "36m")
-    for tuning in TUNINGS
+    for trained in TRAINED
     for keeps in ("keep", "again")
     for ranks in (1, 2)
 ]
 ALL = [
-    Cell(model, tuning, keeps, ranks)
+    Cell(model, trained, keeps, ranks)
     for model in ("demo", "36m", "0.6b", "1.7b")
-    for tuning in TUNINGS
+    for trained in TRAINED
     for keeps in ("keep", "again")
     for ranks in (1, 2, 4)
 ]
@@ -118,7 +133,7 @@ def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     from shardwise.execution.moving.group_gather import gather_in_windows
     from shardwise.execution.processes.launched import this_device
     from shardwise.execution.ranks.world import World
-    from shardwise.training.config_values import loss_of, resolved, sharding_of, tuning_of
+    from shardwise.training.config_values import loss_of, quantization_of, resolved, sharding_of, tuning_of
     from shardwise.training.loop import train
     from shardwise.training.prepare import ModelRequest, load_model
 
@@ -132,7 +147,15 @@ def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: held.append(bytes_held(model, optimizer)))
     with meter.MemoryWatch() as memory:
         sharding = sharding_of(config.sharding, options)
-        model, _ = load_model(ModelRequest(folder, options, tuning_of(config.tuning), sharding))
+        model, _ = load_model(
+            ModelRequest(
+                folder,
+                options,
+                tuning_of(config.tuning),
+                sharding,
+                quantization=quantization_of(config.quantization),
+            )
+        )
         brought_up = meter.anonymous_bytes() - memory.before
         gather_in_windows(model, World.current())
         train(model, Turns(steps), options, loss=loss_of(config.training))
@@ -209,7 +232,7 @@ def compared(cell: Cell, folder: str, has_heap: bool) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     cell, plan, fact = row["cell"], row["foreseen"], row["measured"]
     return (
-        f"| {cell['model']} | {cell['tuning']} | {cell['keeps']} | {cell['ranks']} "
+        f"| {cell['model']} | {cell['trained']} | {cell['keeps']} | {cell['ranks']} "
         f"| {cell['rows']} x {cell['tokens']} "
         f"| {plan['held'] / 2**20:.1f} | {fact['held'] / 2**20:.1f} | {row['held_ratio']:.3f} "
         f"| {plan['peak'] / 2**20:.0f} ({plan['phase']}) | {fact['peak'] / 2**20:.0f} | {row['ratio']:.3f} "
@@ -228,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small models alone")
     parser.add_argument("--heap", action="store_true", help="glibc as it is: it keeps much of what is freed")
-    parser.add_argument("--cell", action="append", help="MODEL,TUNING,keep|again,RANKS[,ROWS,TOKENS]")
+    parser.add_argument("--cell", action="append", help="MODEL,TRAINED,keep|again,RANKS[,ROWS,TOKENS]")
     parser.add_argument("--out", type=Path, help="results, as .json")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
     parser.add_argument("--alone", help=argparse.SUPPRESS)
@@ -251,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "heap": given.heap,
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(_OF_MALLOC)},
         "rows": rows,
     }
     place = given.out or Path("benchmarks/results", f"training-memory-{datetime.now(UTC):%Y-%m-%d-%H%M}.json")

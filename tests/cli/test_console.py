@@ -22,6 +22,7 @@ from tests.observing.made_runs import make_metrics
 from tests.training import tiny
 
 from shardwise.cli.live_bar import LiveBar
+from shardwise.cli.report import report_command
 from shardwise.cli.train import train_command
 from shardwise.cli.training_log import StepLog
 from shardwise.observing.run_record import RunReader
@@ -152,6 +153,21 @@ def test_an_observed_training(trained: tuple[Path, str]) -> None:
     before = told[: told.index("step 1/4")].splitlines()
     assert len(before) <= 10 + 4
     assert not any("F32" in line for line in before)
+
+
+@drawing
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_report_of_a_training_has_what_its_plan_foresaw(trained: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = trained
+    result = RUNNER.invoke(report_command, [str(out), "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.stderr
+    page = (tmp_path / "report.html").read_text("utf-8")
+    [table] = re.findall("<h3>Training: host memory, foreseen and done</h3>.*?</table>", page, re.S)
+    rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", table)
+    assert [row[0] for row in rows] == ["load", "forward and backward", "optimizer", "checkpoint"]
+    assert float(rows[1][3]) > 0
+    assert "foreseen: forward and backward" in page
 
 
 @pytest.mark.distributed

@@ -24,6 +24,7 @@ from tests.training import tiny
 from tests.training.stub_hub import stub_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardwise.cli import launch
 from shardwise.cli.launch import InThisProcess, Launch, Launched, Spawned, read_launch, run_ranks
 from shardwise.cli.train import NOT_PUSHED, STOPPED, StepLog, train_command
 from shardwise.errors import ConfigError
@@ -537,6 +538,27 @@ def test_huge_pages_are_asked_for_where_they_pay_and_the_user_has_not_decided(mo
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     assert run_ranks(1, os.environ.get, "THP_MEM_ALLOC_ENABLE", preloaded=()) == ["0"]
     assert looks == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("given", ["", "glibc.malloc.perturb=0"])
+def test_ranks_that_are_started_on_processors_join_what_is_freed(given: str) -> None:
+    """glibc reads it when a process begins; what the user has said stays."""
+    program = "import os; from shardwise.cli.launch import run_ranks as r; print(r(2, os.getenv, 'GLIBC_TUNABLES'))"
+    wanted = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    wanted |= {"GLIBC_TUNABLES": given} if given else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, timeout=100, capture_output=True, text=True, env=wanted
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([given or "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"] * 2)
+
+
+def test_where_there_may_be_accelerators_the_heap_is_left_alone(tmp_path: Path) -> None:
+    assert launch._joined_at_once(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert not launch._joined_at_once(tmp_path)
 
 
 @pytest.mark.parametrize(("huge", "pay"), [(0.0002, True), (0.0044, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ def make_rank(
     step_s: float = 0.5,
     is_ended: bool = True,
     device_gib: float = 0.0,
+    foreseen: Mapping[str, float] | None = None,
 ) -> Path:
-    """The file of a rank that loads for a fifth of the time and trains for the rest, with a peak in one sample."""
+    """The file of a rank that loads for a fifth of the time and trains for the rest, with a peak in one sample.
+
+    ``foreseen`` is what the plan of the training says of each phase, in GiB; None where it has told none.
+    """
     path = run / "observed" / f"rank-{rank:05d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = [
@@ -85,6 +90,12 @@ def make_rank(
         ]
         rows.append((t, sample))
     rows += [(loaded, facts), (loaded, [1, loaded, 3 * GIB, 2 * GIB, GIB // 2, GIB // 10])]
+    if foreseen is not None and rank == 0:
+        phases = {name: {"device_bytes": 0, "host_bytes": int(gib * 2**30)} for name, gib in foreseen.items()}
+        if device_gib:
+            phases = {name: {"device_bytes": at["host_bytes"], "host_bytes": 1} for name, at in phases.items()}
+        told = {"device": "cuda" if device_gib else "cpu", "phases": phases}
+        rows.append((seconds, {"t": seconds, "tell": "training", **told}))
     lines += [row for _, row in sorted(rows, key=lambda row: row[0])]
     if is_ended:
         lines.append({"t": seconds, "end": True, "peak_kib": int(most)})

@@ -86,6 +86,64 @@ def test_a_run_as_a_page_and_pictures(tmp_path: Path) -> None:
     assert all((run / "report" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
+FORESEEN = {"load": 4, "forward": 5, "loss": 7, "backward": 6.5, "optimizer": 3.5, "checkpoint": 2}
+
+
+def rows_in(page: str, title: str) -> dict[str, list[str]]:
+    """The rows of a table, by their first cells; none where there is no such table."""
+    found = re.search(rf"<h3>{title}</h3><div class=\"table\"><table>(.*?)</table>", page, re.S)
+    lines = re.findall(r"<tr>(<td>.*?)</tr>", found[1]) if found else []
+    cells = [re.findall(r"<td>(.*?)</td>", line) for line in lines]
+    return {first: others for first, *others in cells}
+
+
+@drawing
+def test_a_training_is_shown_beside_what_its_plan_foresaw(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out", ranks=2, foreseen=FORESEEN)
+    assert report(run).exit_code == 0
+    page = page_in(run / "report")
+    rows = rows_in(page, "Training: host memory, foreseen and done")
+    assert [*rows] == ["load", "forward and backward", "optimizer", "checkpoint"]
+    assert [cells[0] for cells in rows.values()] == ["4.00 GiB", "7.00 GiB", "3.50 GiB", "2.00 GiB"]
+    assert rows["checkpoint"][1:] == ["no sample", "", ""]
+    # One sample has two GiB more, at the beginning of a forward pass; loading has taken three.
+    assert float(rows["forward and backward"][2]) == pytest.approx(5 / 7, abs=0.05)
+    assert float(rows["optimizer"][2]) == pytest.approx(3 / 3.5, abs=0.1)
+    memory = charts_in(page)["Host memory by rank, anonymous and shared; points: PSS"]["data"]
+    drawn = {trace["name"]: trace for trace in memory if trace["name"].startswith("foreseen: ")}
+    assert [*drawn] == ["foreseen: load", "foreseen: forward and backward", "foreseen: optimizer"]
+    passes = drawn["foreseen: forward and backward"]
+    assert passes["y"] == [pytest.approx(1.5 + 7, abs=0.3)] * 2
+    assert (passes["x"][0], passes["x"][1]) == (pytest.approx(2, abs=0.1), pytest.approx(9.2, abs=0.1))
+
+
+@drawing
+def test_of_accelerators_their_own_memory_is_compared(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "out", ranks=1, device_gib=3.0, foreseen=FORESEEN)
+    assert report(run).exit_code == 0
+    page = page_in(run / "report")
+    rows = rows_in(page, "Training: accelerator memory, in tensors, foreseen and done")
+    assert rows["optimizer"] == ["3.50 GiB", "3.00 GiB", "0.86", "0"]
+    charts = charts_in(page)
+    on_host = charts["Host memory by rank, anonymous and shared; points: PSS"]["data"]
+    assert not any(trace["name"].startswith("foreseen: ") for trace in on_host)
+    there = charts["Accelerator memory by rank"]["data"]
+    heights = [trace["y"] for trace in there if trace["name"] == "foreseen: forward and backward"]
+    assert heights == [[7, 7]]
+
+
+@drawing
+@pytest.mark.parametrize("phases", [None, [], {"load": 3}, {"load": {"host_bytes": "many"}}, {"load": {}, "x": {}}])
+def test_a_run_that_has_told_no_forecast_shows_none(tmp_path: Path, phases: object) -> None:
+    run = make_run(tmp_path / "out", ranks=1)
+    with (run / "observed" / "rank-00000.jsonl").open("a") as file:
+        file.write(json.dumps({"t": 10.0, "tell": "training", "device": "cpu", "phases": phases}) + "\n")
+    assert report(run).exit_code == 0
+    page = page_in(run / "report")
+    assert "foreseen: " not in page
+    assert "Training: host memory" not in page
+
+
 @drawing
 def test_the_page_asks_nobody(tmp_path: Path) -> None:
     run = make_run(tmp_path / "out")

@@ -134,6 +134,8 @@ def test_footprints_are_those_of_the_schedule(ranks, gap, at_once):
         wanted += wanted_of(made[:2], ranks, dtype=DType.F32)
         wanted += wanted_of(made[1:], ranks, on_device=True)
         wanted += wanted_of(made[:1], ranks, dim=2)
+        both = stack([stack(leaves[:5], 0), stack(leaves[5:10], 0)], 1)
+        wanted += wanted_of([permute(made[0], (0, 2, 1)), both], ranks, dim=2)
     index = index_of(stored, files=4)
     footprints = Footprints(MeshShape.flat(ranks), index, wanted, policy(gap, at_once), BUDGET)
     for position in range(ranks):

@@ -25,7 +25,7 @@ from shardwise.models.view import local_tensor
 from shardwise.testing.world import run_world
 from shardwise.training.batches import Batch
 from shardwise.training.config import config_of
-from shardwise.training.config_values import accumulation_of, loss_of, sharding_of, tuning_of
+from shardwise.training.config_values import accumulation_of, loss_of, quantization_of, sharding_of, tuning_of
 from shardwise.training.foreseeing import plan_training
 from shardwise.training.loop import train
 from shardwise.training.prepare import ModelRequest, load_model
@@ -33,6 +33,8 @@ from shardwise.training.step_memory import Measured
 
 ROWS, TOKENS = 3, 96
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear"}
+NF4 = {"tuning": LORA, "quantization": {"block_size": 32}}
+NESTED = {"tuning": LORA, "quantization": {"block_size": 32, "scales": "nested"}}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,7 @@ def trained(config, watch=False):
             config.options(),
             tuning_of(config.tuning),
             sharding_of(config.sharding, config.options()),
+            quantization=quantization_of(config.quantization),
         )
     )
     held = []
@@ -147,6 +150,9 @@ def held_in(plan):
         {"training": {"batch_size": 1}},
         {"optimizer": {"name": "sgd"}},
         {"sharding": {"precision": "bfloat16"}},
+        NF4,
+        NESTED,
+        {**NESTED, "sharding": {"activation_checkpointing": True, "precision": "bfloat16"}},
     ],
     ids=lambda sections: str(sections)[:60],
 )
@@ -187,6 +193,8 @@ CELLS = [
     {"tuning": LORA},
     {"tuning": {**LORA, "placement": "replicated"}},
     {"sharding": {"precision": "bfloat16"}, "optimizer": {"name": "muon"}},
+    NF4,
+    NESTED,
 ]
 
 
@@ -352,9 +360,14 @@ def tracked_by_torch(config, ranks, precision):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_thousand_ranks_of_a_large_model(monkeypatch):
-    """Beside the forecast of its load, which is planned by itself, it takes a second of a processor."""
+    """Beside the forecast of its load, which is planned by itself, it takes a second of a processor.
+
+    What is alike is looked at once: one of 94 layers, and of each layer one of 128 experts.
+    """
     from shardwise.engines.forecasting import foreseen
     from shardwise.layout import MeshShape
+    from shardwise.models import traced_activations
+    from shardwise.planning.forecasts import footprint
     from shardwise.storage.policies import LOCAL
     from shardwise.training import foreseeing
 
@@ -368,6 +381,20 @@ def test_a_thousand_ranks_of_a_large_model(monkeypatch):
         seconds.append(time.process_time())
         return made
 
+    looked_at = {"copies": 0, "fakes": 0}
+    copies_and_computed, fake = footprint.copies_and_computed, traced_activations._fake
+
+    def counted_copies(*given):
+        made = copies_and_computed(*given)
+        looked_at["copies"] += len(made[0])
+        return made
+
+    def counted_fake(*given):
+        looked_at["fakes"] += 1
+        return fake(*given)
+
+    monkeypatch.setattr(footprint, "copies_and_computed", counted_copies)
+    monkeypatch.setattr(traced_activations, "_fake", counted_fake)
     monkeypatch.setattr(foreseeing, "foreseen_of", found)
     config = config_of(
         {
@@ -379,6 +406,8 @@ def test_a_thousand_ranks_of_a_large_model(monkeypatch):
     )
     plan = plan_training(config, ranks=1024, nodes=128)
     assert time.process_time() - seconds[0] < 5
+    assert looked_at["copies"] < 20 * 1024
+    assert looked_at["fakes"] < 40
     assert len(plan.peaks) == 1024
     assert 20 << 30 < plan.peak_bytes < 60 << 30
     # Of 22 billion active parameters: two for the pass, two for it once more, four backwards; and attention.

@@ -213,9 +213,9 @@ def train_on_rank(request: TrainRequest) -> TrainOutcome:
             log.close()
         saved = None if trained.is_stopped else session.save_last()
         pushed = None if trained.is_stopped else session.push()
+        is_told = session.rank == 0 and not trained.is_stopped
+        memory = memory_facts(session, trained, before) if is_told else None
         log.say_end(observer, curves)
-    is_told = session.rank == 0 and not trained.is_stopped
-    memory = memory_facts(session, trained, before) if is_told else None
     return TrainOutcome(session.loaded, trained, saved, pushed, memory)
 
 

@@ -66,6 +66,7 @@ from shardwise.conversion.nested_scales import (
 )
 from shardwise.conversion.quantise import quantised
 from shardwise.conversion.region import Axis, Region
+from shardwise.conversion.rows_apart import rows_apart
 from shardwise.conversion.strided_views import view
 
 __all__ = [
@@ -121,6 +122,7 @@ __all__ = [
     "quantised_bytes",
     "raw_scales_shape",
     "reshape",
+    "rows_apart",
     "rows_stored",
     "scales_in",
     "scales_shape",

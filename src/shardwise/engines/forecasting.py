@@ -25,6 +25,7 @@ from shardwise.engines.pretrained_options import FilledOptions, consent_of
 from shardwise.engines.tenant_forecasts import tenant_shapes
 from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
+from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.quantised import as_the_model_has_it
@@ -162,6 +163,7 @@ def forecast(
     return foreseen(directory, config, index, mesh, policy, options).forecast
 
 
+@collected_later()
 def foreseen(
     directory: Path,
     config: PreTrainedConfig,

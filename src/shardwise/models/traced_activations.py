@@ -62,9 +62,10 @@ class TracedModel:
         self.groups = groups
         self.blocks = blocks
         self.mode = FakeTensorMode()
-        with self.mode:
-            _without_memory(model, computed_in, whole)
         self.kinds = _kinds_of(base, blocks)
+        self._computed_in = computed_in
+        self._whole = whole
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def trace(self, loss_of: Callable[[], torch.Tensor]) -> tuple[Stretch, ...]:
         """The stretches of one forward and one backward pass of all blocks, in their order.
@@ -85,6 +86,8 @@ class TracedModel:
         return self._run(loss_of, range(len(self.blocks)))
 
     def _run(self, loss_of: Callable[[], torch.Tensor], present: Sequence[int]) -> tuple[Stretch, ...]:
+        with self.mode:  # only what is there: of a model of a hundred blocks, one
+            _without_memory(self.model, self._computed_in, self._whole, self._made)
         names = {self.blocks[index]: index for index in present}
         watch = LiveBytes((*self.model.parameters(), *self.model.buffers()))
         passes = _Passes(watch, self.base, self.groups, names)
@@ -258,17 +261,26 @@ def _owner(name: str, groups: Mapping[str, int]) -> str:
     return name
 
 
-def _without_memory(model: nn.Module, dtype: torch.dtype | None, whole: frozenset[nn.Parameter]) -> None:
-    """Put fake tensors on the CPU in the place of those on meta, tied ones still tied."""
-    made: dict[int, torch.Tensor] = {}
+def _without_memory(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    whole: frozenset[nn.Parameter],
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Put fake tensors on the CPU in the place of those on meta, tied ones still tied.
+
+    ``made`` has, by id, what was replaced, and by what; both ways, so that nothing is replaced twice.
+    """
     for _, module in walk(model):
         for registry in (parameters_of(module), buffers_of(module)):
             for name, tensor in registry.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = _fake(tensor, None if tensor in whole else dtype)
-                registry[name] = made[id(tensor)]
+                    fake = _fake(tensor, None if tensor in whole else dtype)
+                    made[id(tensor)] = (tensor, fake)  # kept, so that its id stays its own
+                    made[id(fake)] = (fake, fake)
+                registry[name] = made[id(tensor)][1]
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 from shardwise.observing.rank_record import PhaseSpan, RankRecord
 from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
+from shardwise.pictures.foreseen_training import TrainingForeseen
 from shardwise.pictures.thinning import extremes, merged
 from shardwise.report.sizes import in_bytes
 
@@ -37,6 +38,7 @@ class RankCharts:
         self.samples = [rank.samples() for rank in self.ranks]
         self.shifts = [rank.began - run.began for rank in self.ranks]
         self.seconds = max((rank.until - run.began for rank in run.ranks), default=0.0)
+        self.training = TrainingForeseen(self.ranks, self.shifts)
         self.bands = self._bands()
         self.parts = max(40, min(1000, _POINTS // (2 * max(len(self.ranks), 1))))
 
@@ -52,6 +54,8 @@ class RankCharts:
             for rank, time, samples in self._each()
         ]
         series += self._foreseen()
+        if self.training.is_on_host:
+            series += self.training.lines()
         shares = [np.array(rank.shares, np.float64).reshape(-1, 5) for rank in self.ranks]
         series += [
             Series(f"rank {rank.rank}, PSS", table[:, 0] + shift, (table[:, 2] + table[:, 3]) / _GIB, Look.POINTS)
@@ -82,6 +86,8 @@ class RankCharts:
             if samples["used"].any():
                 series.append(self._line(f"rank {rank.rank}, in tensors", time, samples["allocated"] / _GIB))
                 series.append(self._line(f"rank {rank.rank}, kept", time, samples["reserved"] / _GIB, Look.DASHED))
+        if series and not self.training.is_on_host:
+            series += self.training.lines()
         return Chart("accelerator", "Accelerator memory by rank", _TIME, "GiB", series, self.bands)
 
     def phases(self) -> Chart:
@@ -135,7 +141,7 @@ class RankCharts:
 
     def tables(self) -> list[Table]:
         """What was foreseen beside what happened, and seconds by phase."""
-        return [table for table in (self._loads(), self._seconds()) if table.rows]
+        return [table for table in (self._loads(), self.training.table(), self._seconds()) if table.rows]
 
     def _each(self) -> list[tuple[RankRecord, Floats, Mapping[str, Floats]]]:
         return [

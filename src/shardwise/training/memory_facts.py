@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.execution.processes.launched import this_device
+from shardwise.observing import phases
 from shardwise.report.sizes import in_bytes
+from shardwise.report.training_plan import TrainingPlan
 from shardwise.storage.urls import is_url
 from shardwise.training.accumulation import SHARDED_FOR_LACK_OF_MEMORY
 from shardwise.training.config_sections import TrainConfig
@@ -47,8 +49,22 @@ def memory_before() -> int:
     return peak_memory(device) if device.type == "cpu" else 0
 
 
+def _told(plan: TrainingPlan) -> dict[str, Any]:
+    """What was foreseen of each phase, for whoever observes this rank."""
+    return {
+        "device": plan.load.device,
+        "phases": {
+            phase.phase: {"device_bytes": phase.device_bytes, "host_bytes": phase.host_bytes}
+            for phase in plan.phases
+        },
+    }
+
+
 def memory_facts(session: Session, trained: TrainReport, before: int) -> MemoryFacts | None:
     """What was needed, and what the plan of this very training says; None where no step was taken.
+
+    The plan is made when all is done: made before, it would take memory from what is measured. Whoever observes
+    this rank is told of it.
 
     Collective: no; about a second of the rank that asks.
     """
@@ -59,9 +75,11 @@ def memory_facts(session: Session, trained: TrainReport, before: int) -> MemoryF
         return MemoryFacts(needed, None, why_not="the model is at a URL, which is not asked again")
     try:
         machines = Machines(ranks=session.size, device=this_device().type)
-        plan = foresee_training(_as_it_was(session, trained), machines)
+        with phases.phase("foresee"):
+            plan = foresee_training(_as_it_was(session, trained), machines)
     except Exception as error:  # whatever it is: the training is over, and good
         return MemoryFacts(needed, None, why_not=str(error).partition("\n")[0])
+    phases.tell("training", _told(plan))
     return MemoryFacts(needed, plan.peak_bytes, plan.worst.phase)
 
 

@@ -4,13 +4,15 @@
 for their keys, and which are spread alike over the ranks, have the same copies with other keys in them. So the
 copies, and the segments they are read by, are worked out once for each kind and position, and then moved to the
 place of every tensor of that kind, all of them at once. A model of 45,000 stored tensors has about twenty kinds.
-The segments of all tensors are then joined to requests, by the rules of :mod:`shardwise.planning.loads.schedule`.
+Of stacked experts that no rank has some of, each expert is such a tensor by itself. The segments of all tensors are
+then joined to requests, by the rules of :mod:`shardwise.planning.loads.schedule`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -23,6 +25,7 @@ from shardwise.conversion import (
     copies,
     copies_and_computed,
     leaves_of,
+    rows_apart,
     skeleton,
 )
 from shardwise.formats.checkpoint_index import CheckpointIndex
@@ -31,7 +34,7 @@ from shardwise.planning.forecasts.computed_reads import ComputedReads
 from shardwise.planning.forecasts.segments import Numbers, Segments, requests, stored_bytes, within_leaf
 from shardwise.planning.loads.staging import staging_within
 from shardwise.storage.contract import ReadPolicy
-from shardwise.tensors import Box, DType
+from shardwise.tensors import Box, DType, Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,14 @@ class _FileMap:
         return tuple(self._names[number] for number in np.flatnonzero(counts))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What several parts of a tensor are made of but for their keys: of one, and for each key those of all."""
+
+    expression: Expression
+    numbers: dict[str, list[int]]
+
+
 @dataclass
 class _AlikeTensors:
     """Tensors made in the same way of other keys: one of them, and for each where its leaves lie."""
@@ -214,13 +225,14 @@ class _AlikeTensors:
         """What fills the boxes of all of the tensors."""
         if self._last is not None and self._last[0] is boxes:  # a tensor that every rank holds whole
             return self._last[1]
-        number_of = {key: number for number, key in enumerate(self.keys)}
         # Of stacked experts, the copies of all leaves are alike.
         alike: dict[object, tuple[Copy, list[int]]] = {}
-        for copy in _copies(self.wanted.expression, boxes):
-            leaf = copy.leaf
-            form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
-            alike.setdefault(form, (copy, []))[1].append(number_of[leaf.key])
+        inner = [_below(part) for part in boxes if part.box.numel] if self._is_apart else boxes
+        for part in self._parts:
+            for copy in _copies(part.expression, inner):
+                leaf = copy.leaf
+                form = (leaf.shape, leaf.dtype, copy.source, copy.target.sizes, copy.target.strides)
+                alike.setdefault(form, (copy, []))[1].extend(part.numbers[leaf.key])
         if not self._by_key:
             self._by_key = list(np.ascontiguousarray(np.asarray(self.places, np.int64).T))
         found: list[Segments] = []
@@ -231,6 +243,34 @@ class _AlikeTensors:
         made = Segments.all_of(found)
         self._last = (boxes, made)
         return made
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """The tensor, or the parts that :attr:`_is_apart` tells of, those that are alike as one."""
+        rows = rows_apart(self.wanted.expression) if self._is_apart else None
+        number_of = {key: number for number, key in enumerate(self.keys)}
+        found: dict[object, tuple[_Part, tuple[str, ...]]] = {}
+        for row in rows or (self.wanted.expression,):
+            bare, keys = skeleton(row)
+            part, names = found.setdefault(bare, (_Part(row, {key: [] for key in keys}), keys))
+            for name, key in zip(names, keys, strict=True):
+                part.numbers[name].append(number_of[key])
+        return [part for part, _ in found.values()]
+
+    @cached_property
+    def _is_apart(self) -> bool:
+        """Whether indices of the first dimension are tensors by themselves, of which each rank has all or none."""
+        expression = self.wanted.expression
+        if self.wanted.fetched is not None or computes(expression) or rows_apart(expression) is None:
+            return False
+        boxes = [part.box for held in self.wanted.spread.boxes for part in held]
+        return all(box.numel == 0 or box.sizes[0] == expression.shape[0] for box in boxes)
+
+
+def _below(part: LocalBox) -> LocalBox:
+    """The same of one index of the first dimension."""
+    box, local = part.box, part.local
+    return LocalBox(Box(box.offsets[1:], box.sizes[1:]), Strided(local.offset, local.sizes[1:], local.strides[1:]))
 
 
 def _copies(expression: Expression, boxes: Iterable[LocalBox]) -> Iterator[Copy]:

@@ -73,7 +73,10 @@ def stored_bytes(copy: Copy) -> int:
 
 def requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[Numbers, Numbers]:
     """(starts, stops) of the requests that :func:`~shardwise.planning.loads.schedule.schedule` makes of them."""
-    order = np.lexsort((segments.stops, segments.starts))
+    order = np.argsort(segments.starts, kind="stable")
+    starts = segments.starts[order]
+    if (starts[1:] == starts[:-1]).any():
+        order = np.lexsort((segments.stops, segments.starts))
     ordered = Segments(
         segments.starts[order],
         segments.stops[order],
