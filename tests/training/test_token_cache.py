@@ -127,6 +127,17 @@ def test_parts_of_a_data_set_are_told_apart(tmp_path: Path, monkeypatch: pytest.
     assert was_kept(read(DataName(str(tmp_path / "rows"), "train[1:]"), folder(tmp_path)))
 
 
+def test_rows_are_named_by_the_files_as_they_are_called_now(tmp_path: Path) -> None:
+    (tmp_path / "then").mkdir()
+    for name in "ab":
+        tiny.write_rows(tmp_path / "then" / f"{name}.jsonl", {"text": name})
+    cache = folder(tmp_path, known_by=ByContent())
+    assert "then/b.jsonl, line 1" in read(tmp_path / "then", cache).name_rows([2])
+    found = read((tmp_path / "then").rename(tmp_path / "now"), cache)
+    assert was_kept(found)
+    assert "now/b.jsonl, line 1" in found.name_rows([2])
+
+
 def test_other_content_with_the_same_time_is_found_by_its_content(file: Path, tmp_path: Path) -> None:
     def change() -> None:
         at = file.stat()

@@ -213,8 +213,8 @@ class Csv(_LocalFile):
             return ()
         if len(records) > 1:
             raise ConfigError(
-                f"{self.path}: its header ends with a carriage return alone, as lines did on old Macs, and behind it "
-                "rows would be lost; end lines with a line feed"
+                f"{self.path}: its header ends with a carriage return alone, as lines did on old Macs, and rows "
+                "behind it would be lost; end lines with a line feed"
             )
         [names] = records
         if len(set(names)) < len(names):
