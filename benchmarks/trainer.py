@@ -1,10 +1,11 @@
 """The Hugging Face Trainer on a model of shardwise's, against shardwise's own loop. ``python -m
 benchmarks.trainer``.
 
-On gloo ranks of this machine, in the same processes, on the same shapes, rows and settings: a few steps of the
-one, a few of the other, and so on. A step counts from its beginning to the beginning of the next, with what the
-Trainer does between (logs, callbacks, the sum by which ranks learn what callbacks of others say). The first
-step of each turn, which makes the optimizer's state, is out. The losses of both have to be the same.
+On gloo ranks of this machine, on the same shapes, rows and settings: a few steps of the one, a few of the other,
+and so on, each time in fresh processes that begin with the checkpoint, so that one model is in memory at a time. A
+step counts from its beginning to the beginning of the next, with what the Trainer does between (logs, callbacks,
+the sum by which ranks learn what callbacks of others say). The first step of each turn, which makes the optimizer's
+state, is out. The losses of both have to be the same, and those of every turn.
 """
 
 from __future__ import annotations
@@ -43,17 +44,24 @@ OWN, TRAINER = "own loop", "Trainer"
 STEP_LIMIT = 1.05
 
 
-def take_turns(job: Job, turns: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds and losses of the steps of each, but for the first of each turn. Collective: yes."""
-    quieten()
-    found: dict[str, dict[str, list[float]]] = {arm: {"seconds": [], "losses": []} for arm in (OWN, TRAINER)}
-    models = {arm: bring_up_by_shardwise(job) for arm in found}
+def take_turns(job: Job, turns: int, ranks: int, timeout_s: float) -> list[dict[str, dict[str, list[float]]]]:
+    """Of each rank the seconds and losses of the steps of each, but for the seconds of the first of each turn."""
+    found: list[dict[str, dict[str, list[float]]]] = [
+        {arm: {"seconds": [], "losses": []} for arm in LOOPS} for _ in range(ranks)
+    ]
     for _ in range(turns):
-        for arm, measured in ((OWN, own_loop), (TRAINER, trainers_loop)):
-            seconds, losses = measured(models[arm], job)
-            found[arm]["seconds"] += seconds[1:]
-            found[arm]["losses"] += losses
+        for arm in LOOPS:
+            with LocalRanks(ranks, timeout_s=timeout_s) as world:
+                for rank, (seconds, losses) in enumerate(world.run(take_turn, arm, job)):
+                    found[rank][arm]["seconds"] += seconds[1:]
+                    found[rank][arm]["losses"] += losses
     return found
+
+
+def take_turn(arm: str, job: Job) -> tuple[list[float], list[float]]:
+    """Seconds and losses of some steps, from the checkpoint on. Collective: yes."""
+    quieten()
+    return LOOPS[arm](bring_up_by_shardwise(job), job)
 
 
 def own_loop(model: Any, job: Job) -> tuple[list[float], list[float]]:
@@ -123,6 +131,9 @@ def trainers_loop(model: Any, job: Job) -> tuple[list[float], list[float]]:
     return [later - earlier for earlier, later in itertools.pairwise(begun)], losses
 
 
+LOOPS = {OWN: own_loop, TRAINER: trainers_loop}
+
+
 def summary(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians, and their ratio. A step takes as long as on its slowest rank."""
     steps = {
@@ -186,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--out", type=Path, help="results, as .json and .md beside it")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir(), "shardwise-benchmarks"))
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one model")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one turn of one of them")
     given = parser.parse_args(argv)
     began = time.perf_counter()
     steps, turns = given.steps or (4 if given.quick else 6), given.turns or (2 if given.quick else 5)
@@ -194,8 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in given.models or ([SMALL.name] if given.quick else [SMALL.name, "qwen3-0.6b"]):
         folder = write(MODELS[name], given.dir)
         job = Job(str(folder), steps, given.rows, given.tokens, MODELS[name].config["vocab_size"])
-        with LocalRanks(given.ranks, timeout_s=given.timeout) as world:
-            runs[name] = world.run(take_turns, job, turns)
+        runs[name] = take_turns(job, turns, given.ranks, given.timeout)
     made = {name: summary(found) for name, found in runs.items()}
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import accelerate.utils.constants as accelerate_names
 import pytest
@@ -176,6 +177,30 @@ def test_chat_templates() -> None:
         for piece in template.generate(messages=["bb", "d"]):
             pieces.append(piece)
     assert ("".join(pieces), marks) == ("abbdc", [(1, 3), (3, 4)])
+
+
+def test_what_a_template_has_set_can_be_read_and_its_loop_moved() -> None:
+    text = (
+        "{%- macro f() %}{% endmacro %}{%- if 1 %}{%- set ns = namespace(a=1) %}{%- endif %}{%- set n = nothing %}"
+        "{%- for m in told(messages) %}{{- moved(loop) or '' }}{{- loop.index0 }}{{- ns.a }}{%- endfor %}"
+    )
+    template = templates_compat.compile_template(text)
+
+    def told(found: Any, value: Any) -> Any:
+        assert set(found) == {"f", "ns", "n"}
+        assert templates_compat.is_macro(found["f"])
+        assert templates_compat.is_undefined(found["n"])
+        said = templates_compat.attributes(found["ns"])
+        assert said == {"a": 1}
+        said["a"] = 2
+        return value[1:]
+
+    def moved(loop: Any) -> None:
+        if loop.first:
+            templates_compat.set_round(loop, 5)
+
+    doors = {"told": templates_compat.told_what_is_set(told), "moved": moved}
+    assert "".join(template.generate(messages=["a", "b", "c"], **doors)) == "5262"
 
 
 def test_files_of_accelerate_and_of_the_trainer() -> None:

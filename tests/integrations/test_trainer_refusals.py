@@ -210,5 +210,5 @@ def test_what_the_trainer_writes_into_folders_lasts_too_and_is_asked_for(tmp_pat
     *_, last = states_after_crash({}, log.effects(), samples=0)
     assert last.files["checkpoint-3/additional_chat_templates/tools.jinja"] == b"{{ x }}"
     assert "checkpoint-3/shardwise.trainer.json" in last.files
-    trainer_commit.remove_but(run / "checkpoint-9")
+    trainer_commit.remove_but(run, 9)
     assert list(run.iterdir()) == []

@@ -98,6 +98,14 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
     assert (tmp_path / "run" / "last" / "training_args.bin").is_file()
     assert (tmp_path / "run" / "config.json").is_file(), "beside the checkpoints"
 
+    # Another run goes on from there, and has nothing better: what is here is not its to remove.
+    state = tmp_path / "run" / "checkpoint-8" / "trainer_state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "best_metric": -1e9}))
+    beside, more = kinds(tmp_path / "run"), {**given, "save_total_limit": 1, "max_steps": 10}
+    two.run(train, saving(folder, tmp_path / "other", **more).but(resume=str(state.parent)))
+    assert kinds(tmp_path / "run") == beside
+    assert kinds(tmp_path / "other") == ["checkpoint-10"]
+
     lora = saving(folder, tmp_path / "lora", model="lora", **given | {"save_total_limit": 1})
     adapted = two.run(train, lora)
     assert kinds(tmp_path / "lora") == [Path(adapted[0].best).name], "the best alone is left at the end"
@@ -151,6 +159,9 @@ def test_refused_checkpoints(two: LocalRanks, folder: Path, tmp_path: Path) -> N
     facts = later / "checkpoint-6" / "shardwise.trainer.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "step": 6}))
     assert "checkpoint-6 of another run" in refused(saving(folder, later).but(resume=str(later / "checkpoint-2")))
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoint-3").touch()
+    assert "checkpoint-3 of another run" in refused(saving(folder, tmp_path / "file"))
     (later / "checkpoint-6" / "state" / "step-2" / ".metadata").unlink()
     assert "files of it are gone" in refused(saving(folder, later).but(resume=True))
     facts.write_text("{")

@@ -82,6 +82,8 @@ def test_of_a_text_all_is_learned_but_its_first_token() -> None:
 def test_of_a_completion_the_completion_is_learned() -> None:
     row = Completion(1, "2+2=", "4")
     assert (whole(row), learned(row)) == ("2+2=4<|im_end|>", ["4<|im_end|>"])
+    asked = Completion(1, "2+2?<|im_end|>", "4")  # what it ends with itself
+    assert (whole(asked), learned(asked)) == ("2+2?<|im_end|>4<|im_end|>", ["4<|im_end|>"])
 
 
 # Tokens

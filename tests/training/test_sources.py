@@ -223,6 +223,7 @@ def test_files_that_are_broken(tmp_path: Path) -> None:
         "quote.csv": (b'text\n"a"\n"b\nc\n', r"quote.csv: row 2: its quotes are broken \("),
         "header.csv": (b'"text\na\nb\n', "header.csv: row 1: its quotes are broken"),
         "after.csv": (b'text\na\n"b" c\n', r"after.csv: row 2: its quotes are broken \("),
+        "mac.csv": (b"text\ra\nb\n", "mac.csv: its header ends with a carriage return alone"),
         "twice.csv": (b"text,text\na,b\n", "two of its columns have one name: text, text"),
         "latin.csv": (b"text\na\n\xff\n", "latin.csv: row 1: invalid UTF-8"),
         "rows.jsonl.gz": (b"\x1f\x8b", "compressed files are not read"),

@@ -110,6 +110,34 @@ def test_what_decides_about_tokens_decides_what_is_kept(
     assert not was_kept(read(file, cache))
 
 
+def test_parts_of_a_data_set_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the data sets library cuts from one file, of as many rows."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    datasets.disable_progress_bars()
+    (tmp_path / "rows").mkdir()
+    tiny.write_rows(tmp_path / "rows" / "some.jsonl", {"text": "one"}, {"text": "two"})
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: some.jsonl\n---\n"
+    (tmp_path / "rows" / "README.md").write_text(card)
+    first, second = (
+        read(DataName(str(tmp_path / "rows"), split), folder(tmp_path)) for split in ("train[:1]", "train[1:]")
+    )
+    assert not was_kept(second)
+    assert first.examples[0].tokens.tolist() != second.examples[0].tokens.tolist()
+    assert was_kept(read(DataName(str(tmp_path / "rows"), "train[1:]"), folder(tmp_path)))
+
+
+def test_rows_are_named_by_the_files_as_they_are_called_now(tmp_path: Path) -> None:
+    (tmp_path / "then").mkdir()
+    for name in "ab":
+        tiny.write_rows(tmp_path / "then" / f"{name}.jsonl", {"text": name})
+    cache = folder(tmp_path, known_by=ByContent())
+    assert "then/b.jsonl, line 1" in read(tmp_path / "then", cache).name_rows([2])
+    found = read((tmp_path / "then").rename(tmp_path / "now"), cache)
+    assert was_kept(found)
+    assert "now/b.jsonl, line 1" in found.name_rows([2])
+
+
 def test_other_content_with_the_same_time_is_found_by_its_content(file: Path, tmp_path: Path) -> None:
     def change() -> None:
         at = file.stat()

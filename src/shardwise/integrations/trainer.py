@@ -222,13 +222,14 @@ class ShardwiseTrainer(_Trainer):
             self._saved_step = step
             world.from_first(lambda: self._end_save(run, limit, saving.marked))
 
-    def _finalize_training(self, *given: Any) -> Any:
+    def _finalize_training(self, trial: Any, *given: Any) -> Any:
         with self._keeping_all() as limit:
-            done = super()._finalize_training(*given)  # type: ignore[no-untyped-call]
-        best = self.state.best_model_checkpoint
+            done = super()._finalize_training(trial, *given)  # type: ignore[no-untyped-call]
+        run = Path(self._get_output_dir(trial=trial))
+        best = folders.step_in(run, self.state.best_model_checkpoint)
         if limit == 1 and best is not None:
             with World.current(call="Trainer.train") as world:
-                world.from_first(lambda: committing.remove_but(Path(best)))
+                world.from_first(lambda: committing.remove_but(run, best))
         return done
 
     @contextmanager
@@ -245,10 +246,7 @@ class ShardwiseTrainer(_Trainer):
         """Remove what is above the limit, and take the mark away."""
         kinds = folders.checkpoints_in(run)
         complete = [step for step, kind in kinds.items() if kind is folders.FolderKind.COMPLETE]
-        best = self.state.best_model_checkpoint
-        kept = next(
-            (step for step in complete if best and Path(best).name == folders.folder_of(run, step).name), None
-        )
+        kept = folders.step_in(run, self.state.best_model_checkpoint)
         committing.remove_under(marked, run, folders.steps_to_remove(complete, limit, kept))
         marked.release()
 

@@ -140,16 +140,15 @@ def remove_left(run: Path) -> None:
         _remove_left(run)
 
 
-def remove_but(best: Path) -> None:
-    """Remove all checkpoints of a run but one.
+def remove_but(run: Path, best: int) -> None:
+    """Remove all checkpoints of a run but that of one step.
 
     Raises:
         StorageError: another save is going on there, or something cannot be removed.
     """
-    with marked_here(best.parent) as marked:
-        complete = [step for step, kind in checkpoints_in(best.parent).items() if kind is FolderKind.COMPLETE]
-        others = [step for step in complete if folder_of(best.parent, step).name != best.name]
-        remove_under(marked, best.parent, others)
+    with marked_here(run) as marked:
+        complete = [step for step, kind in checkpoints_in(run).items() if kind is FolderKind.COMPLETE]
+        remove_under(marked, run, [step for step in complete if step != best])
 
 
 def _remove_left(run: Path) -> None:

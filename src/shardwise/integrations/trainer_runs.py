@@ -120,10 +120,20 @@ def folder_of(run: Path, step: int) -> Path:
     return run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
+def step_in(run: Path, folder: str | None) -> int | None:
+    """The step of a checkpoint of this run; None of one elsewhere, as where another run was gone on from."""
+    found = None if folder is None else _FOLDER.fullmatch(Path(folder).name)
+    if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
+        return None
+    return int(found[1])
+
+
 def kind_of(folder: Path) -> FolderKind:
     """Looks for two files."""
     if (folder / FACTS_FILE).is_file():
         return FolderKind.COMPLETE
+    if not folder.is_dir():
+        return FolderKind.FOREIGN
     is_ours = (folder / BEGUN_FILE).is_file() or not any(folder.iterdir())
     return FolderKind.LEFT if is_ours else FolderKind.FOREIGN
 

@@ -6,7 +6,8 @@ They are run in transformers' own sandbox and by nothing else: they come with ch
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,7 @@ from jinja2 import TemplateError, meta, nodes
 
 from shardwise.errors import ConfigError
 from shardwise.models import templates_compat as compat
+from shardwise.models.template_loops import BEGUN, ENTERED, MainLoop
 
 _PROMPT = "add_generation_prompt"
 _MESSAGES = "messages"
@@ -67,6 +69,15 @@ class CompiledTemplate:
         return _only_reads(self._parsed)
 
     @cached_property
+    def door(self) -> TemplateDoor | None:
+        """The same with a door into the loop that writes the messages; None where it has no such loop."""
+        environment = self._template.environment
+        loop = MainLoop.of(environment.parse(self.text), self.text)
+        if loop is None:
+            return None
+        return TemplateDoor(environment.from_string(loop.template), loop.asks, loop.looks_closer)
+
+    @cached_property
     def _parsed(self) -> nodes.Template:
         parsed: nodes.Template = self._template.environment.parse(self.text)
         return parsed
@@ -95,6 +106,45 @@ class CompiledTemplate:
 
 
 _JOINED_PIECES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateDoor:
+    """A template that calls whoever runs it where its loop over the messages begins, and where each round does.
+
+    Attributes:
+        asks: whether what the loop writes may depend on whether an answer is asked for.
+        looks_closer: whether it would notice a number that is not Python's own.
+    """
+
+    template: Any
+    asks: bool
+    looks_closer: bool
+
+    def pieces(
+        self,
+        variables: Mapping[str, Any],
+        entered: Callable[[Mapping[str, Any], Any], Any],
+        begun: Callable[[Any], bool],
+        written: list[str],
+        marks: list[tuple[int, int]],
+    ) -> Iterator[str]:
+        """What it writes, piece by piece.
+
+        Args:
+            variables: what it is given.
+            entered: is told where the loop begins: all that the template has set, by name, and what it goes
+                through; gives back what it goes through instead.
+            begun: is told where a round begins, with the template's ``loop``; whether the round is to be.
+            written: each piece is to be added to it, by whoever takes it.
+            marks: what is marked is added to it, as places in what ``written`` says.
+
+        Raises:
+            Exception: whatever its code may raise.
+        """
+        doors = {ENTERED: compat.told_what_is_set(entered), BEGUN: begun}
+        with compat.follow_marks(self.template, written, marks):
+            yield from self.template.generate({**variables, **doors})
 
 
 def _asks_alike(node: nodes.Node, given: frozenset[str]) -> bool:

@@ -22,7 +22,8 @@ this.
 
 *In one pass*: what a template has not seen cannot have changed what it wrote ([Note: What a template has not seen]
 in :mod:`~shardwise.training.watched`). So of templates that do not look ahead one rendering of a chat shows all of
-its answers, in time that grows with its length. Others have each answer rendered by itself.
+its answers, in time that grows with its length. Others have each answer rendered by itself, from where it differs
+from what is written already ([Note: Taken up] in :mod:`~shardwise.training.chat_rounds`).
 """
 
 from __future__ import annotations
@@ -249,9 +250,8 @@ class ChatReader:
         said["content"] = [{"type": "text", "text": other}] if isinstance(content, list) else other
         if count == index + 1:
             said.pop("tool_calls", None)  # where nothing answers them
-        messages = [*script.messages[:index], said, *script.messages[index + 1 : count]]
         try:
-            return Script(self.template, script.variables, messages).written(count).text
+            return script.written_with(index, said, count).text
         except RowError:
             return None
 

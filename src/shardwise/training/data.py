@@ -196,6 +196,8 @@ class _Kept:
     folder: str | None
     key: str | None
     note: str = ""
+    names: tuple[str, ...] = ()
+    """Of the files, as they are called now."""
 
 
 def _all_on_all_ranks(world: World, names: Sequence[DataName], asked: RowsAsked) -> FoundData:
@@ -250,7 +252,7 @@ def _on_all_ranks(
 def _mapped(led: _Kept) -> list[TokenTable]:
     assert led.folder is not None
     assert led.key is not None
-    return [map_table(led.folder, led.key, CheckSizes())]
+    return [map_table(led.folder, led.key, CheckSizes()).called(led.names)]
 
 
 def _led(
@@ -263,17 +265,19 @@ def _led(
         _require_usable(name, table, malformed, encoding.max_length)
         return table, _Kept(file_space(), None, None)
     key = _key(files, caching, encoding)
+    names = tuple(file.name for file in files)
     kept = find_table(caching, key) if key is not None else None
     if kept is not None and key is not None:
+        kept, note = kept.called(names), f"{name.path}: its tokens were kept"
         _require_usable(name, kept, malformed, encoding.max_length)
-        return kept, _Kept(file_space(), entry_of(caching, key), key, f"{name.path}: its tokens were kept")
+        return kept, _Kept(file_space(), entry_of(caching, key), key, note, names)
     table = _tokenised(world, files, encoding, options)
     _require_usable(name, table, malformed, encoding.max_length)
     if (cause := _keep(files, caching, key, table, encoding)) is not None:
         return table, _Kept(file_space(), None, None, f"{name.path}: its tokens are not kept ({cause})")
     assert key is not None
     folder = entry_of(caching, key)
-    return map_table(folder, key, CheckSizes()), _Kept(file_space(), folder, key)
+    return map_table(folder, key, CheckSizes()), _Kept(file_space(), folder, key, names=names)
 
 
 def _keep(

@@ -30,7 +30,7 @@ from shardwise.training.token_spans import tokenise, tokens_within
 from shardwise.training.word_tokens import WordTokens
 
 _CHATS = ChatOptions()
-_FORM = 1  # another number for whatever makes other examples of the same rows
+_FORM = 2  # another number for whatever makes other examples of the same rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,12 @@ class Encoder:
     @cached_property
     def _words(self) -> WordTokens | None:
         return WordTokens.of(self.tokenizer)
+
+    @cached_property
+    def _ends_texts(self) -> bool:
+        """Whether the tokenizer adds the token that ends a text."""
+        [made] = tokenise(self.tokenizer, ["x"], add_special_tokens=True)
+        return not isinstance(made, ValueError) and made.ids[-1:].tolist() == self._end([])
 
     def encode_many(self, rows: Sequence[Row]) -> list[list[Example] | RowFault]:
         """Of each row its examples, at full length and in order, or what is wrong with it.
@@ -227,8 +233,8 @@ class Encoder:
             case Completion():
                 prompt, answer = (part.ids.tolist() for part in tokens)
                 answer += self._end(answer)
-                # A tokenizer that ends every text would end the prompt too.
-                prompt = prompt[:-1] if prompt and prompt[-1:] == self._end([]) else prompt
+                # A tokenizer that ends every text would end the prompt too. What a prompt itself ends with stays.
+                prompt = prompt[:-1] if self._ends_texts and prompt[-1:] == self._end([]) else prompt
                 return [Example.of([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))]
             case _:
                 assert_never(read)

@@ -206,11 +206,17 @@ class Csv(_LocalFile):
 
     def _header(self, content: bytes, delimiter: str, words: RowWords) -> tuple[str, ...]:
         try:
-            names = next(csv_records(content.removeprefix(BOM).decode(), delimiter), None)
+            records = list(csv_records(content.removeprefix(BOM).decode(), delimiter))
         except (csv.Error, UnicodeDecodeError) as error:
             raise unreadable(self.path, error) from error
-        if names is None:
+        if not records:
             return ()
+        if len(records) > 1:
+            raise ConfigError(
+                f"{self.path}: its header ends with a carriage return alone, as lines did on old Macs, and rows "
+                "behind it would be lost; end lines with a line feed"
+            )
+        [names] = records
         if len(set(names)) < len(names):
             raise ConfigError(f"{self.path}: two of its columns have one name: {', '.join(names)}")
         require_columns(self.path, names, words)
@@ -263,6 +269,8 @@ class DataSetRows:
 
     name: str
     opened: Any
+    part: tuple[str, str | None] = ("train", None)
+    """The split, which may be a slice of one, and the configuration: of other parts the files may be the same."""
     unit: PlaceUnit = "row"
 
     def nbytes(self) -> int:
@@ -271,7 +279,9 @@ class DataSetRows:
     def facts(self, known_by: KnownBy) -> object:
         files = sorted(entry["filename"] for entry in self.opened.cache_files)
         # Of what is in memory alone nobody can say whether it is the same.
-        return [len(self.opened), [_LocalFile(file).facts(known_by) for file in files]] if files else None
+        return (
+            [*self.part, len(self.opened), [_LocalFile(file).facts(known_by) for file in files]] if files else None
+        )
 
     def blocks(self, nbytes: int, words: RowWords) -> Iterator[RowBlock]:
         columns = require_columns(self.name, self.opened.column_names, words)

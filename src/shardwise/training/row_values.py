@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_LOOKED_AT = frozenset({"role", "content", "weight", *_REASONING})
+"""What of a message is plain once it has been looked at by itself."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -116,7 +118,8 @@ def _message(value: object, place: str) -> Mapping[str, Any]:
         if "content" not in value:
             raise RowError(f"{place} has no 'content'")
         raise RowError(f"{place}.content is a JSON null, not a string")
-    _require_plain({name: item for name, item in found.items() if name != "content"}, place)
+    if others := {name: item for name, item in found.items() if name not in _LOOKED_AT}:
+        _require_plain(others, place)
     return found
 
 

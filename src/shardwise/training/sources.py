@@ -176,9 +176,9 @@ def _has_configs(card: Path) -> bool:
 def _data_set(name: DataName, fetching: RepositoryReading) -> DataSetRows | StreamedDataSet:
     """A data set of the ``datasets`` library: a folder it has saved or can read, or a repository of the hub."""
     opened = _opened(name, fetching)
-    return (
-        DataSetRows(name.path, opened) if isinstance(fetching, Downloaded) else StreamedDataSet(name.path, opened)
-    )
+    if isinstance(fetching, Downloaded):
+        return DataSetRows(name.path, opened, (name.split, name.subset))
+    return StreamedDataSet(name.path, opened)
 
 
 def _opened(name: DataName, fetching: RepositoryReading) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,11 @@ class TokenTable:
     layouts: Mapping[LayoutName, int]
     files: tuple[PlacesOfFile, ...]
     places: int
+
+    def called(self, names: Sequence[str]) -> TokenTable:
+        """The same of files that are called so now: they may have been moved since it was made."""
+        files = tuple(replace(file, name=name) for file, name in zip(self.files, names, strict=True))
+        return replace(self, files=files)
 
 
 @dataclass

@@ -100,6 +100,11 @@ class WatchedMessages(Sequence[Message]):
         return list(self._messages[self._start :])
 
 
+def first_of(messages: WatchedMessages) -> int:
+    """The place of the first of them. It is no attribute, which a template could read."""
+    return messages._start
+
+
 class _WatchedIterator(Iterator[Message]):
     def __init__(self, messages: Sequence[Message], observer: Observer, start: int) -> None:
         self._messages = messages

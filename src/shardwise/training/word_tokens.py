@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice, pairwise
 from typing import Final, Self, TypeAlias
 
 import numpy as np
@@ -64,34 +64,43 @@ class WordTokens:
         refuses the text, or where a span begins or ends is told otherwise of a word that stands alone.
         """
         words = [self._cuts.word.findall(text) for text in texts]
-        found: list[tuple[NDArray[np.int32], NDArray[np.bool_]] | None] = []
-        for text, parts, tokens, asked in zip(texts, words, self._tokens_of(words), spans, strict=True):
-            mask = None if tokens is None else self._within(text, parts, tokens, asked)
-            found.append(
-                None if tokens is None or mask is None else (np.frombuffer(b"".join(tokens), np.int32), mask)
-            )
-        return found
+        passing = self._learn(words)
+        try:
+            return [self._tokenised(*each) for each in zip(texts, words, spans, strict=True)]
+        finally:
+            for word in passing:
+                del self._known[word]
 
-    def _tokens_of(self, words: Sequence[Sequence[str]]) -> list[list[bytes] | None]:
-        """Of the words of each text their tokens; None where the tokenizer refuses one."""
-        looked_up = [list(map(self._known.get, parts)) for parts in words]
-        gaps = [number for number, tokens in enumerate(looked_up) if None in tokens]
-        new = {
-            word
-            for number in gaps
-            for word, tokens in zip(words[number], looked_up[number], strict=True)
-            if tokens is None
-        }
+    def _learn(self, words: Sequence[Sequence[str]]) -> list[str]:
+        """Have the tokens of all words, but for those that the tokenizer refuses; those that are not to be kept."""
+        new = set(chain.from_iterable(words)).difference(self._known)
         if len(self._known) + len(new) > _MOST:
             self._known = {}
+            new = set(chain.from_iterable(words))
         made = self._made(list(new))
-        self._known.update((word, tokens) for word, tokens in made.items() if len(word) <= _LONGEST)
-        for number in gaps:
-            looked_up[number] = [
-                made.get(word) if tokens is None else tokens
-                for word, tokens in zip(words[number], looked_up[number], strict=True)
+        self._known.update(made)
+        return [word for word in made if len(word) > _LONGEST]
+
+    def _tokenised(
+        self, text: str, words: Sequence[str], spans: Sequence[Span]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
+        ends = self._ends(text, words, [span for span in spans if span[0] < span[1]])
+        if ends is None:
+            return None
+        # The tokens are put together between the words at which something begins or ends, whose numbers this tells.
+        places = sorted({0, len(words), *(word for end in ends for word, _ in end)})
+        try:
+            parts = [
+                b"".join(map(self._known.__getitem__, islice(words, *between))) for between in pairwise(places)
             ]
-        return [None if None in tokens else tokens for tokens in looked_up]  # type: ignore[misc]
+        except KeyError:  # refused
+            return None
+        before = dict(zip(places, accumulate((len(part) // _ID_BYTES for part in parts), initial=0), strict=True))
+        ids = np.frombuffer(b"".join(parts), np.int32)
+        within = np.zeros(len(ids), dtype=np.bool_)
+        for (first, skipped), (last, taken) in ends:
+            within[before[first] + skipped : before[last] + taken] = True
+        return ids, within
 
     def _made(self, words: list[str]) -> dict[str, bytes]:
         """The tokens of words, but for those that the tokenizer refuses."""
@@ -112,32 +121,34 @@ class WordTokens:
 
     # Spans
 
-    def _within(
-        self, text: str, words: Sequence[str], tokens: Sequence[bytes], spans: Sequence[Span]
-    ) -> NDArray[np.bool_] | None:
-        """Which tokens have a character of a span, (tokens,); None where that has to be asked of the whole text."""
+    def _ends(
+        self, text: str, words: Sequence[str], spans: Sequence[Span]
+    ) -> list[tuple[tuple[int, int], tuple[int, int]]] | None:
+        """Where the tokens of each span begin and end: a word, and so many of its tokens, for each.
+
+        None where that has to be asked of the whole text.
+        """
+        if not spans:
+            return []
         characters = list(accumulate(map(len, words), initial=0))
-        nbytes = list(accumulate(map(len, tokens), initial=0))
-        within = np.zeros(nbytes[-1] // _ID_BYTES, dtype=np.bool_)
+        found = []
         for start, stop in spans:
-            if start >= stop:
-                continue
             if self._cuts.trims and (text[start].isspace() or text[stop - 1].isspace()):
                 return None
             first, last = bisect_right(characters, start) - 1, bisect_right(characters, stop) - 1
-            begin, end = nbytes[first] // _ID_BYTES, nbytes[last] // _ID_BYTES
+            skipped = taken = 0
             if start > characters[first]:
-                found = self._tokens_in(words[first], start - characters[first], stop - characters[first])
-                if found is None:
+                within = self._tokens_in(words[first], start - characters[first], stop - characters[first])
+                if within is None:
                     return None
-                begin += found[0]
+                skipped = within[0]
             if stop > characters[last]:
-                found = self._tokens_in(words[last], start - characters[last], stop - characters[last])
-                if found is None:
+                within = self._tokens_in(words[last], start - characters[last], stop - characters[last])
+                if within is None:
                     return None
-                end += found[1]
-            within[begin:end] = True
-        return within
+                taken = within[1]
+            found.append(((first, skipped), (last, taken)))
+        return found
 
     def _tokens_in(self, word: str, start: int, stop: int) -> Span | None:
         """The first token of a word with a character of a span, and one behind the last; None if not known."""
