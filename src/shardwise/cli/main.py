@@ -8,6 +8,7 @@ import click
 
 _COMMANDS = {
     "demo": "bring up, prove and train a small model that it makes itself",
+    "docs": "the documentation, as it was installed",
     "inspect": "what a checkpoint holds, from its headers",
     "merge-adapter": "fold a LoRA into its base, in bounded memory",
     "merge-weights": "a sharded checkpoint as safetensors files of the hub",
