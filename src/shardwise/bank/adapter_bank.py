@@ -344,8 +344,8 @@ class AdapterBank:
         Raises:
             CoverageError: the tensors are not those that the config wants of this base.
             FormatError, StorageError: the folder cannot be read.
-            ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base, optimizer
-                or schedule, naming what differs.
+            ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base,
+                optimizer or schedule, naming what differs.
         """
         config = self._world.together(lambda: config_of(directory))
         found = find_training(self._world, name, directory, state)

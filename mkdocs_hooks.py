@@ -14,7 +14,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent
 _LINK = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
 _FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//[^\" >]+)")
 _log = logging.getLogger("mkdocs.hooks.shardwise")
@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """Lead links out of the folder to the files beside it, and list the names of a package."""
     markdown = _LINK.sub(lambda found: f"](repository/{_landing(found[1])}{found[2] or ''})", markdown)
     return _NAMES.sub(lambda found: directives(found[1]), markdown)
