@@ -65,7 +65,7 @@ house: $(VENV)/project ## what the house is like to live in, counted; ARGS=--nam
 	$(VENV)/bin/python tests/house.py $(ARGS)
 
 docs: $(DOCS)/pinned ## the pages as a site, in build/site; a link or an anchor that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
@@ -152,6 +152,7 @@ $(VENV)/pinned: requirements/pinned.txt
 $(OLDEST)/pinned: requirements/oldest.txt
 	$(call environment,$(OLDEST),$<,$(OLDEST_TORCH))
 
+# Not with --quiet, which counts no warnings, so that nothing would be an error.
 # Neither torch nor this package: names and docstrings are read from the sources.
 $(DOCS)/pinned: requirements/docs.txt
 	$(call environment,$(DOCS),$<,mkdocs)
