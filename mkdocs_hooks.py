@@ -52,7 +52,7 @@ def directives(package: str) -> str:
     for module, nodes in itertools.groupby(imports, lambda node: str(node.module)):
         for alias in (alias for node in nodes for alias in node.names):
             if module != "shardwise":  # a package of its own, which has its own list
-                lines.append(f"::: {module}.{alias.name}\n")
+                lines.append(f"::: {package}.{alias.name}\n")
     return "\n".join(lines)
 
 
