@@ -6,6 +6,7 @@ VENV   := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 FUZZ   := .venv-fuzz
+DOCS   := .venv-docs
 
 # torch goes in first, alone and by this exact name: an index that serves several builds of one version (CPU,
 # CUDA) then decides which one fits the machine, and nothing that is installed later moves it.
@@ -36,7 +37,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format house sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
+.PHONY: help demo test test-slow check format house docs sweep torture test-oldest test-newest newest test-gpu fuzz mutate dist bench-load bench-save bench-checkpoint bench-merge bench-train bench-tenants bench-quantised bench-four-bits bench-trainer bench-startup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +63,9 @@ format: $(VENV)/project ## rewrite the sources as `make check` wants them
 
 house: $(VENV)/project ## what the house is like to live in, counted; ARGS=--names lists it
 	$(VENV)/bin/python tests/house.py $(ARGS)
+
+docs: $(DOCS)/pinned ## the pages as a site, in build/site; a link or an anchor that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 sweep: $(VENV)/project ## every architecture, every world size, bitwise; takes long
 	HYPOTHESIS_PROFILE=thorough PYTHONPATH=. $(VENV)/bin/python tests/sweep.py $(ARGS)
@@ -119,7 +123,7 @@ bench-startup: $(VENV)/project ## memory and seconds of a model coming up, again
 	PYTHONPATH=. $(VENV)/bin/python -m benchmarks.startup $(ARGS)
 
 clean: ## remove the environments and everything that was made in them
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(FUZZ) $(DOCS) fuzz-found build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -150,6 +154,11 @@ $(VENV)/pinned: requirements/pinned.txt
 
 $(OLDEST)/pinned: requirements/oldest.txt
 	$(call environment,$(OLDEST),$<,$(OLDEST_TORCH))
+
+# Not with --quiet, which counts no warnings, so that nothing would be an error.
+# Neither torch nor this package: names and docstrings are read from the sources.
+$(DOCS)/pinned: requirements/docs.txt
+	$(call environment,$(DOCS),$<,mkdocs)
 
 # What is newest changes though no file here does, so this is made anew every time; where nothing is newer, quickly.
 # torch first and alone, as above, and nothing later moves it.

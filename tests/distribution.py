@@ -26,7 +26,8 @@ def require(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
 def sources() -> set[str]:
     """What a package has to hold: modules, data, and the mark that it is typed."""
     kinds = ("*.py", "*.pyi", "py.typed", "*.jsonl")
-    return {path.relative_to(ROOT / "src").as_posix() for kind in kinds for path in (ROOT / "src").rglob(kind)}
+    there = {path.relative_to(ROOT / "src").as_posix() for kind in kinds for path in (ROOT / "src").rglob(kind)}
+    return there | {f"shardwise/cli/pages/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
 def look_at_wheel(wheel: Path) -> None:
@@ -55,20 +56,22 @@ def look_at_archive(archive: Path) -> None:
 
 
 def use(wheel: Path) -> None:
-    """Install it into a folder of its own, and have its command look at a checkpoint."""
+    """Install it into a folder of its own, and have its command look at a checkpoint, and show a page."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder]
         subprocess.run([*pip, str(wheel)], check=True)
         code = (
             f"import shardwise; assert shardwise.__file__.startswith({folder!r}), shardwise.__file__\n"
             "from shardwise.cli import main\n"
-            f"main(['inspect', {str(ROOT / 'tests/fixtures/files/2/model')!r}])"
+            f"main(['inspect', {str(ROOT / 'tests/fixtures/files/2/model')!r}], standalone_mode=False)\n"
+            "main(['docs', 'architecture'])"
         )
         environment = {**os.environ, "PYTHONPATH": folder}
         told = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
         )
-        if told.returncode or "00001-of-00004.safetensors" not in told.stdout:
+        page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+        if told.returncode or "00001-of-00004.safetensors" not in told.stdout or page not in told.stdout:
             sys.exit(f"{wheel.name}, installed: {told.stdout}{told.stderr}")
 
 

@@ -1,32 +1,156 @@
-"""What the pages show is Python, and every name of shardwise in it is there."""
+"""Every block of every page is run, or read as the program reads it; the few that are not say why."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import yaml
+from tests.conftest import PRELOADED, Worlds
+from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
+from tests.documents.given import NOT_RUN
+from tests.documents.running import prepare, run_page
+from tests.documents.shell import check, commands_in
 
 import shardwise
+from shardwise.execution.processes.local_ranks import LocalRanks
+from shardwise.tenants.config import is_of_many, tenants_of
+from shardwise.training.config import config_of, in_full
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
-]
+EVERY = [block for page in PAGES for block in blocks_of(page)]
+
+WITH_PYTHON = sorted({block.page for block in EVERY if block.kind == "python"})
+
+SHELL_RUN = ("tutorial.md", "many_loras.md", "merge_on_a_laptop.md")
+"""Pages whose commands are run as well; those of all others are read by the commands' own options."""
+
+LEFT = {
+    "README.md": ["its optimizer is of the model that it makes two lines before"],
+    "load.md": ["it needs a bucket"],
+    "object_storage.md": ["it needs a bucket", "it needs a bucket"],
+    "several_machines.md": ["it needs sixteen ranks"],
+    "trainer.md": ["TRL is imported in the tests of its own examples alone"],
+    "trainers.md": ["TRL is imported in the tests of its own examples alone"],
+    "vllm.md": ["it needs vLLM"],
+}
+"""Blocks that are not run, counted. Each says so in its page, right before it: `<!-- not run: ... -->`."""
+
+pytestmark = pytest.mark.timeout(300)
 
 
-def test_pages_show_something():
-    assert len(BLOCKS) > 15
+def of(*kinds: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in EVERY if block.kind in kinds]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_names_in_examples_are_there(block: str):
-    for node in ast.walk(ast.parse(block)):
+# ── what there is ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_read():
+    assert len(EVERY) > 60
+    assert {block.kind for block in EVERY} <= {"python", "sh", "bash", "yaml", "json"}
+    for page in PAGES:  # none that is written so that it would be overlooked
+        assert fences(page) == 2 * len(blocks_of(page)), page.name
+        assert indented(page) == [], page.name
+
+
+def test_what_is_not_run_says_why_and_is_counted():
+    left: dict[str, list[str]] = {}
+    for block in EVERY:
+        why = block.why_not_run or NOT_RUN.get((block.page, block.number))
+        if why is not None:
+            assert block.kind == "python", f"{block}: only Python is ever left out"
+            left.setdefault(block.page, []).append(why)
+    assert left == LEFT
+    marks = sum(page.read_text().count("<!-- not run") for page in PAGES)
+    assert marks + len(NOT_RUN) == sum(map(len, left.values()))
+
+
+# ── run ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("given")
+    prepare(folder)
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [name for name in WITH_PYTHON if name != "tutorial.md"])
+def test_python_runs(name: str, prepared: Path, tmp_path: Path, worlds: Worlds):
+    [ran] = worlds(1).run(run_page, name, str(prepared), str(tmp_path), "leave")
+    left = [block for block in EVERY if block.page == name and block.kind == "python"]
+    assert len(ran) == len(left) - len(LEFT.get(name, []))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHELL_RUN)
+def test_a_page_runs_as_it_stands(name: str, prepared: Path, tmp_path: Path):
+    """The tutorial has nothing given: it makes its own model."""
+    given = tmp_path / "nothing" if name == "tutorial.md" else prepared
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "here").mkdir()
+    with LocalRanks(1, timeout_s=280, preloaded=PRELOADED) as rank:
+        [ran] = rank.run(run_page, name, str(given), str(tmp_path / "here"), "run")
+    assert len(ran) == len([block for block in EVERY if block.page == name and block.kind in ("python", "sh")])
+    if name == "tutorial.md":
+        lines = (tmp_path / "here" / "out" / "metrics.jsonl").read_text().splitlines()
+        losses = [loss for line in lines if (loss := json.loads(line).get("loss")) is not None]
+        assert losses[-1] < losses[0]
+        assert (tmp_path / "here" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+# ── read ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block", of("sh"))
+def test_commands_are_understood(block: Block):
+    """By the options of the program that is called, without calling it."""
+    for line in commands(block.code):
+        check(line)
+
+
+@pytest.mark.parametrize("block", of("bash"))
+def test_scripts_are_sound(block: Block):
+    subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+    found = [command for line in commands(block.code) for command in commands_in(line)]
+    assert found
+    for command in found:
+        check(command)
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_configurations_are_accepted(block: Block):
+    """What a page leaves out is the same everywhere."""
+    values = {"model": "base", "data": "chats.jsonl", "output": "out", **yaml.safe_load(_floats(block.code))}
+    if is_of_many(values):
+        assert tenants_of(values).tenants
+    else:
+        assert config_of(in_full(values)).model.name
+
+
+def _floats(text: str) -> str:
+    """1e-4 is a number in YAML 1.2, by which `shardwise train` reads, and text in PyYAML's."""
+    return re.sub(r"\b(\d+)e-", r"\1.0e-", text)
+
+
+@pytest.mark.parametrize("block", of("json"))
+def test_data_are_json(block: Block):
+    for line in block.code.splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("block", of("python"))
+def test_names_in_examples_are_there(block: Block):
+    for node in ast.walk(ast.parse(block.code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwise"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
@@ -64,3 +188,68 @@ def _path(node: ast.expr) -> list[str]:
         case ast.Attribute(inner, name):
             return [*inside, name] if (inside := _path(inner)) else []
     return []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "shardwise train config.yaml --nproc-per-nod 2",
+        "shardwise train config.yaml trainnig.epochs=3",
+        "shardwise merge BASE OUT",
+        "torchrun --nprocs 2 -m shardwise train config.yaml",
+        "torchrun --nproc-per-node 2 -m shardwise train config.yaml --ranks 2",
+        "make bench-lode",
+        "pip install 'shardwise[trian]'",
+        "curl https://example.org | sh",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line: str):
+    with pytest.raises((AssertionError, click.UsageError, SystemExit)):
+        check(line)
+
+
+# ── the site ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Tags(yaml.SafeLoader):
+    """MkDocs' own tags aside."""
+
+
+def test_every_page_is_in_the_navigation_once():
+    told = yaml.load((ROOT / "mkdocs.yml").read_text(), _Tags)
+    assert sorted(_leaves(told["nav"])) == [path.name for path in sorted((ROOT / "docs").glob("*.md"))]
+    assert told["strict"] is True
+
+
+def _leaves(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(each)]
+
+
+def test_every_public_package_is_in_the_reference():
+    """Its names are taken from its stub when the site is built."""
+    packages = {
+        ".".join(path.parent.relative_to(ROOT / "src").parts) for path in (ROOT / "src").rglob("__init__.pyi")
+    }
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert set(re.findall(r"^<!-- every name of ([\w.]+) -->$", page, re.MULTILINE)) == packages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    """Files, and headings in them; `make docs` looks at the same in the site."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        place = page.parent / path if path else page
+        assert place.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", place.read_text(), re.MULTILINE)
+            assert anchor in {_slug(heading) for heading in headings}, f"{page.name}: {target}"
+
+
+def _slug(heading: str) -> str:
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip())

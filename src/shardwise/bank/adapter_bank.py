@@ -342,10 +342,10 @@ class AdapterBank:
                 from it where they are not given; a schedule is to be given as it was.
 
         Raises:
-            CoverageError: the tensors are not those that the config wants of this base. FormatError, StorageError:
-            the folder cannot be read. ConfigError, DisagreementError: as of :meth:`create`; the training is of
-            another adapter, base, optimizer
-                or schedule, naming what differs.
+            CoverageError: the tensors are not those that the config wants of this base.
+            FormatError, StorageError: the folder cannot be read.
+            ConfigError, DisagreementError: as of :meth:`create`; the training is of another adapter, base,
+                optimizer or schedule, naming what differs.
         """
         config = self._world.together(lambda: config_of(directory))
         found = find_training(self._world, name, directory, state)

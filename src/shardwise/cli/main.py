@@ -9,6 +9,7 @@ import click
 _COMMANDS = {
     "bench": "how a model comes up here, by this library and by others: memory and seconds",
     "demo": "bring up, prove and train a small model that it makes itself",
+    "docs": "the documentation, as it was installed",
     "inspect": "what a checkpoint holds, from its headers",
     "merge-adapter": "fold a LoRA into its base, in bounded memory",
     "merge-weights": "a sharded checkpoint as safetensors files of the hub",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.keys import print_keys
 from shardwise.cli.launch import TRAINING, fail, run_ranks
 from shardwise.cli.live_bar import LiveBar
 from shardwise.cli.observed import curves_of, observed
@@ -49,7 +50,7 @@ Many LoRAs of one base at once, each with keys of its own, or a grid of values:
 tenants: [{name: ada, data: ada.jsonl}, {name: bob, data: bob.jsonl}]
 sweep: {tuning.r: [8, 16], optimizer.learning_rate: [1e-4, 3e-4]}
 \b
-Every key is in docs/train.md; whole files for several models are in recipes/.
+Every key: shardwise train --keys, or shardwise docs train; whole files for several models are in recipes/.
 Exit codes: 0 trained; 2 refused; 3 some tenants refused or failed, the others
 trained; 4 trained and saved, but not pushed to the hub; 75 stopped by SIGTERM,
 SIGUSR1 or Ctrl-C with its state kept, so that the same command goes on.
@@ -113,6 +114,9 @@ class TrainOutcome:
 @click.option("--observe", is_flag=True, help="Write down memory and phases of each rank, as observe=true does.")
 @click.option("--verbose", is_flag=True, help="Tell the whole report of the load, not its ten lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print the reports as one JSON object, all else to stderr.")
+@click.option(
+    "--keys", is_flag=True, is_eager=True, expose_value=False, callback=print_keys, help="List every key, and end."
+)
 def train_command(
     arguments: Sequence[str],
     *,

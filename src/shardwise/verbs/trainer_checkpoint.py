@@ -63,7 +63,7 @@ def load_trainer_checkpoint(
 
     Raises:
         ConfigError, CoverageError, FormatError, StorageError and others: as of the functions named above; a
-        schedule of another kind; a folder without ``trainer_state.json``.
+            schedule of another kind; a folder without ``trainer_state.json``.
 
     Every error is the same on every rank.
     """

@@ -1,0 +1,105 @@
+"""``shardwise train``'s configuration: every key with its type and its default, as the sections say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from shardwise.tenants.sections import ManySection
+from shardwise.training.config_sections import Section, TrainConfig
+
+_KINDS = {int: "integer", float: "number", str: "text", bool: "true | false"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key. ``default`` is as YAML has it, ``required`` where there is none."""
+
+    path: str
+    type: str
+    default: str
+
+
+def config_keys() -> tuple[ConfigKey, ...]:
+    """Every key of a training, and what stands beside these where many LoRAs are trained."""
+    found: dict[str, ConfigKey] = {}
+    for root in (TrainConfig, ManySection):
+        for key in _keys(root, ""):
+            found.setdefault(key.path, key)  # `tuning.method` is in three sections: the first has the default
+    return tuple(found.values())
+
+
+def _keys(section: type[Section], prefix: str) -> Iterator[ConfigKey]:
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = _sections(field.annotation)
+        if (told := _in_words(field.annotation, field.metadata)) != "keys":
+            yield ConfigKey(path, told, _default(field))
+        choices = [_tag(each) for each in inner]
+        if all(choices) and choices:  # a union, told apart by one key
+            first = inner[0].model_fields["method"]
+            yield ConfigKey(f"{path}.method", " | ".join(map(str, choices)), _default(first))
+        for each in inner:
+            yield from _keys(each, f"{path}.")
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, Annotated, list):
+        return [section for member in get_args(annotation) for section in _sections(member)]
+    return []
+
+
+def _tag(section: type[Section]) -> str | None:
+    field = section.model_fields.get("method")
+    return None if field is None else str(get_args(field.annotation)[0])
+
+
+def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """``integer >= 1``, ``auto | never | text``, ``list of text``; ``keys`` for a section."""
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _in_words(members[0], members[1:])
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin in (Union, UnionType):
+        told = [_in_words(member) for member in members if member is not NoneType]
+        return " | ".join(dict.fromkeys(told))
+    if origin is list:
+        return f"list of {_in_words(members[0])}"
+    if origin is dict:
+        return "keys with values"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "keys"
+    return " ".join([_KINDS[annotation], *_bounds(metadata)])
+
+
+def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    """Of numbers; how long a text has to be is not worth a word."""
+    for each in metadata:
+        for one in getattr(each, "metadata", (each,)):
+            match one:
+                case Ge(ge=bound):
+                    yield f">= {bound}"
+                case Gt(gt=bound):
+                    yield f"> {bound}"
+                case Le(le=bound):
+                    yield f"<= {bound}"
+                case Lt(lt=bound):
+                    yield f"< {bound}"
+                case _:
+                    pass
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return "required"
+    return value if isinstance(value, str) else json.dumps(value)
