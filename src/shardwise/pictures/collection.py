@@ -53,8 +53,8 @@ def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Sheet]:
             sections.append(Sheet(label, (), (), notes))
             continue
         notes += [
-            f"rank {rank.rank} has left no end; it was last heard of {rank.until - run.began:.1f} s after the "
-            "beginning"
+            f"rank {rank.rank} has left no end; it was last heard of {run.shift_of(rank) + rank.last:.1f} s after "
+            "the beginning"
             for rank in run.ranks
             if not rank.is_ended
         ][:8]

@@ -36,8 +36,8 @@ class RankCharts:
         self.run = run
         self.ranks = _shown(run.ranks, _MOST_RANKS)
         self.samples = [rank.samples() for rank in self.ranks]
-        self.shifts = [rank.began - run.began for rank in self.ranks]
-        self.seconds = max((rank.until - run.began for rank in run.ranks), default=0.0)
+        self.shifts = [run.shift_of(rank) for rank in self.ranks]
+        self.seconds = max((run.shift_of(rank) + rank.last for rank in run.ranks), default=0.0)
         self.training = TrainingForeseen(self.ranks, self.shifts)
         self.bands = self._bands()
         self.parts = max(40, min(1000, _POINTS // (2 * max(len(self.ranks), 1))))
@@ -97,7 +97,7 @@ class RankCharts:
         known = set(rows)
         bars = []
         for rank in shown:
-            shift = rank.began - self.run.began
+            shift = self.run.shift_of(rank)
             spans: dict[str, list[tuple[float, float]]] = {}
             for span in rank.phases:
                 if (row := _row(span)) in known:
@@ -185,8 +185,8 @@ class RankCharts:
             total = (samples["anonymous"] + samples["shared"]) / _GIB
             for load in _loads_of(rank):
                 start, stop = _around(rank, load)
-                before = float(np.interp(start + rank.began - self.run.began, time, total))
-                place = np.array([start, stop]) + rank.began - self.run.began
+                before = float(np.interp(start + self.run.shift_of(rank), time, total))
+                place = np.array([start, stop]) + self.run.shift_of(rank)
                 height = before + _forecast(load, "host_bytes") / 2**30
                 found.append(Series(f"foreseen for rank {rank.rank}", place, np.full(2, height), Look.DASHED))
         return [max(found, key=lambda item: float(item.y[0]))] if found else []
