@@ -12,7 +12,9 @@ _MOST_WORDS = 80
 def number_in(facts: Mapping[str, Any], name: str) -> float | None:
     """A number under this name; None where there is none, or one that nothing can be done with."""
     value = facts.get(name)
-    return value if type(value) in (int, float) and -_MOST_NUMBER < value < _MOST_NUMBER else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if -_MOST_NUMBER < value < _MOST_NUMBER else None
 
 
 def words_of(text: str, most: int = _MOST_WORDS) -> str:
