@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pty
+import re
+import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -36,7 +42,7 @@ def test_a_run_is_shown_once_where_the_output_is_piped(tmp_path: Path) -> None:
     assert lines[0].strip() == "out (Tiny)"
     words = [" ".join(line.split()) for line in lines]
     assert words[1] == "step 7 loss 2.0950 lr 7.00e-04 grad norm 1.143 2,007 tokens/s epoch 1.00"
-    assert words[2] == "rank for phase host peak device read MB/s"
+    assert words[2] == "rank time phase memory peak device read MB/s"
     assert words[3].startswith("0 0:04 ended")
     assert "2.00G" in lines[3]
     assert " silent for 0:0" in lines[5]
@@ -48,7 +54,7 @@ def test_every_line_fits(tmp_path: Path, width: int) -> None:
     done = top(tmp_path / "a_long_name_of_a_folder_of_a_run", "--once", COLUMNS=str(width))
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= width
-    assert "host" in done.stdout
+    assert "memory" in done.stdout
     assert ("MB/s" in done.stdout) == (width > 70)
 
 
@@ -59,23 +65,68 @@ def test_phases_of_a_run_on_its_way(tmp_path: Path) -> None:
     assert "step: forward" in top(tmp_path, COLUMNS="100").stdout
 
 
+class Terminal:
+    """``top`` on a terminal of so many lines and columns."""
+
+    def __init__(self, run: Path, size: tuple[int, int] = (24, 80), **variables: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.resize(*size)
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environment |= {"TERM": "xterm-256color", **variables}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORDS, str(run), "--every", "0.1"],
+            stdout=theirs,
+            stderr=theirs,
+            stdin=theirs,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.text = ""
+
+    def resize(self, lines: int, columns: int) -> None:
+        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def until(self, pattern: str) -> str:
+        """What it writes up to this."""
+        start, late = len(self.text), time.monotonic() + 60
+        while not re.search(pattern, self.text[start:], re.DOTALL):
+            if not select.select([self.ours], [], [], max(late - time.monotonic(), 0))[0]:
+                self.process.kill()
+                raise AssertionError(f"no {pattern!r} in {self.text[-3000:]!r}")
+            self.text += os.read(self.ours, 4096).decode()
+        return self.text[start:]
+
+    def end(self) -> str:
+        """All that it has written until its end."""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(self.ours, 4096):
+                self.text += part.decode()
+        assert self.process.wait(30) == 0
+        os.close(self.ours)
+        return self.text
+
+
 def on_a_terminal(run: Path, **variables: str) -> str:
     """All that a run that is over has written to a terminal."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **variables}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORDS, str(run)], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    return Terminal(run, **variables).end()
+
+
+def test_words_of_others_are_no_markup_and_numbers_may_be_any(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, began=time.time() - 10, is_ended=False, model="m/[red]x[bold]")
+    with path.open("a") as more:
+        more.write('[2,10,0,"[/nope]\\u001b[2J\\ud800"]\n')
+    huge = "1" + "0" * 400
+    told = [f'"loss":{huge},"learning_rate":1e999', '"loss":NaN,"epoch":"x","grad_norm":true']
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"kind":"step","step":{step},{words}}}\n' for step, words in zip((1, 2), told, strict=True))
+        + f'{{"kind":"step","step":{huge}}}\n'
     )
-    os.close(theirs)
-    text = b""
-    try:
-        while part := os.read(ours, 4096):
-            text += part
-    except OSError:  # the other end is closed
-        pass
-    assert process.wait(30) == 0
-    os.close(ours)
-    return text.decode()
+    done = top(tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    assert " [/nope]\ufffd[2J\ufffd " in done.stdout
+    assert "([red]x[bold])" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[1].strip() == "step 2  loss nan"
 
 
 def test_a_terminal_has_a_board_that_ends_with_the_run(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def make_rank(
     is_ended: bool = True,
     device_gib: float = 0.0,
     foreseen: Mapping[str, float] | None = None,
+    run_name: str = "this",
 ) -> Path:
     """The file of a rank that loads for a fifth of the time and trains for the rest, with a peak in one sample.
 
@@ -34,7 +35,14 @@ def make_rank(
     path = run / "observed" / f"rank-{rank:05d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = [
-        {"observed": 1, "began": began + rank * 0.01, "samples_per_second": rate, "rank": rank, "world_size": size}
+        {
+            "observed": 1,
+            "run": run_name,
+            "began": began + rank * 0.01,
+            "samples_per_second": rate,
+            "rank": rank,
+            "world_size": size,
+        }
         | {"machine": machine, "host": f"host-{machine}", "pid": 100 + rank, "device": "cuda" if device_gib else ""}
     ]
     loaded = seconds / 5

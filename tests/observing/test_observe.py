@@ -19,8 +19,10 @@ import shardwise
 from shardwise.models import accelerators
 from shardwise.observing.own_memory import OwnMemory
 from shardwise.observing.phases import is_listened_to, phase
+from shardwise.observing.rank_file import RankFile
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunReader
+from shardwise.observing.sampler import DeviceUse, Place, RankObserver
 
 
 def only_rank(run: Path) -> RankRecord:
@@ -169,6 +171,82 @@ def test_one_observer_for_a_process_and_one_process_for_a_file(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(shardwise.StorageError, match="cannot be written"):
         shardwise.observe(tmp_path / "file").__enter__()
+
+
+FORKED = """
+import os, sys, shardwise
+from shardwise.observing.phases import phase
+run = sys.argv[1]
+with shardwise.observe(run, samples_per_second=100):
+    with phase("of both"):
+        if os.fork() == 0:
+            os.kill(os.getpid(), 19)  # it stays, as a worker does; whoever continues it has it leave both blocks
+            sys.exit(0)
+with shardwise.observe(run):  # while the child is there
+    pass
+child = int(open(f"/proc/self/task/{os.getpid()}/children").read())
+os.kill(child, 18)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_child_that_stays_holds_no_file_and_writes_no_end(tmp_path: Path) -> None:
+    done = python(FORKED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "observed" / "rank-00000.jsonl"
+    assert file.read_text().count('"end":true') == 2
+    run = RunReader(tmp_path).read()
+    assert run.notes == ("earlier runs into this folder, not shown: 1",)
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_sample_that_fails_hides_no_error_of_the_block(
+    when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failing(device: torch.device) -> tuple[int, int, int]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("shardwise.verbs.observe.this_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(
+        "shardwise.verbs.observe.memory_in_use", failing if when == "before" else lambda _: (1, 2, 3)
+    )
+    observers = []
+
+    def block() -> None:
+        with shardwise.observe(tmp_path) as observer:
+            observers.append(observer)
+            monkeypatch.setattr("shardwise.verbs.observe.memory_in_use", failing)
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block"):
+        block()
+    [observer] = observers
+    assert observer.fault == "samples have ended: CUDA error: device-side assert triggered"
+    with shardwise.observe(tmp_path):  # the file was closed
+        pass
+
+
+def test_ranks_together_divide_no_more_often_than_one_alone(tmp_path: Path) -> None:
+    """All wait for whoever is late: a hundredth of the ranks' time may not be a hundredth of the time of each."""
+    counts = []
+    for size in (1, 1000):
+        memory = OwnMemory()
+        shares, looks = memory.shares(), []
+
+        def slowly(shares=shares, looks=looks):
+            looks.append(time.sleep(0.001))
+            return shares
+
+        memory.shares = slowly
+        place = Place("a", 0, size, "m")
+        with RankObserver(RankFile(tmp_path / str(size), 0), place, memory, DeviceUse, 1):
+            until = time.monotonic() + 0.9
+            while time.monotonic() < until:
+                with phase("short"):
+                    time.sleep(0.01)
+        counts.append(len(looks))
+    assert counts[0] > 1
+    assert counts[1] == 1
 
 
 FULL = """

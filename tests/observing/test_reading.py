@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,13 @@ def test_a_rank_that_lacks_and_one_of_an_earlier_run_are_named(tmp_path: Path) -
     make_run(tmp_path, ranks=4, began=10_000.0)
     (tmp_path / "observed" / "rank-00002.jsonl").unlink()
     (tmp_path / "observed" / "rank-00003.jsonl").unlink()
-    make_rank(tmp_path, 3, 4, began=100.0)
+    make_rank(tmp_path, 3, 4, began=100.0, run_name="earlier")
     run = RunReader(tmp_path).read()
     assert [rank.rank for rank in run.ranks] == [0, 1]
-    assert run.notes == ("of 4 ranks nothing is there of rank 2, 3",)
+    assert run.notes == (
+        "of 4 ranks nothing is there of rank 2, 3",
+        "earlier runs into this folder, not shown: 1",
+    )
 
 
 def test_every_cut_of_a_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -51,7 +55,7 @@ def test_every_cut_of_a_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         reader = RankReader(path)
         reader.read_on()
         assert reader.odd_lines == 0
-        count = sum(len(record.rows) + len(record.phases) for record in reader.records)
+        count = sum(record.count + len(record.phases) for record in reader.records)
         assert count >= before
         before = count
 
@@ -127,3 +131,102 @@ def test_metrics_that_were_replaced_are_read_anew(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write(line(2)[5:])
     assert [told["step"] for told in reader.read().metrics[""]] == [1, 2]
+
+
+def _header(**others: object) -> str:
+    told = {"observed": 1, "run": "a", "began": 5.0, "samples_per_second": 20, "rank": 0, "world_size": 1}
+    told |= {"machine": "m", "host": "h", "pid": 1, "device": ""} | others
+    return json.dumps(told) + "\n"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"samples_per_second": 0},
+        {"samples_per_second": 1e300},
+        {"began": float("nan")},
+        {"began": 1e300},
+        {"rank": 1, "world_size": 2},  # of another rank than the file's name says
+        {"rank": 0.0},
+        {"rank": True, "world_size": 2},
+        {"world_size": 10**12},
+        {"world_size": "1"},
+        {"pid": "x"},
+    ],
+)
+def test_a_header_that_cannot_be_is_of_no_rank(tmp_path: Path, others: dict[str, object]) -> None:
+    make_rank(tmp_path, 1, 2)
+    (tmp_path / "observed" / "rank-00000.jsonl").write_text(_header(**others) + "[0,1]\n")
+    run = RunReader(tmp_path).read()
+    assert [rank.rank for rank in run.ranks] == [1]
+    assert run.notes[0] == "observed/rank-00000.jsonl is not of an observed rank, or empty"
+
+
+def test_clocks_hours_apart_make_one_run(tmp_path: Path) -> None:
+    for rank, began in enumerate((50_000.0, 50_000.0, 50_000.0 + 7200, 50_000.0 - 7200)):
+        make_rank(tmp_path, rank, 4, began=began, machine=f"m{rank}", run_name="now")
+    make_rank(tmp_path, 4, 5, began=59_000.0, run_name="before")  # by a clock that is ahead
+    run = RunReader(tmp_path).read()
+    assert [rank.rank for rank in run.ranks] == [0, 1, 2, 3]
+    assert [run.shift_of(rank) for rank in run.ranks] == pytest.approx([0, 0.01, 0, 0])
+    assert run.notes == (
+        "the clock of host-m2, host-m3 is not that of host-m0; ranks there are shown as if all had begun at once",
+        "earlier runs into this folder, not shown: 1",
+    )
+
+
+def test_a_file_that_another_has_taken_the_place_of_is_read_anew(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, seconds=2, run_name="first")
+    reader = RankReader(path)
+    reader.read_on()
+    path.unlink()
+    reader.read_on()
+    assert reader.records[-1].run == "first"
+    make_rank(tmp_path, 0, 1, seconds=1, run_name="second")
+    reader.read_on()
+    assert [record.run for record in reader.records] == ["second"]
+    assert (reader.records[0].count, reader.odd_lines) == (20, 0)
+    path.write_text(_header(run="third"))
+    reader.read_on()
+    assert [record.run for record in reader.records] == ["third"]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    make_run(tmp_path, ranks=1, seconds=1)
+    os.mkfifo(tmp_path / "observed" / "rank-00001.jsonl")
+    os.mkfifo(tmp_path / "config.yaml")
+    (tmp_path / "round").symlink_to("round")
+    assert RunReader(tmp_path).read().label.endswith(" (Tiny)")
+
+
+def test_a_folder_beside_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, ranks=1, seconds=1)
+    (tmp_path / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def refusing(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    assert len(RunReader(tmp_path).read().ranks) == 1
+
+
+def test_words_of_a_stranger_obey_nobody(tmp_path: Path) -> None:
+    evil = "\x1b]0;x\x07\x1b[2J\n\u202e\ud800" + "long" * 200
+    path = make_rank(tmp_path, 0, 1, seconds=1, model=f"m/{evil}", machine=evil)
+    path.write_text(path.read_text().replace('"audit"', json.dumps(evil)))
+    run = RunReader(tmp_path).read()
+    for words in (run.label, run.ranks[0].host, *(span.name for span in run.ranks[0].phases)):
+        assert words.isprintable()
+        assert len(words) < 200
+
+
+@pytest.mark.parametrize(
+    "model", ["[&a [x,x,x], [*a,*a,*a]]", "{name: [1]}", "5", "&a [*a]", "!!python/name:os.system"]
+)
+def test_a_configuration_of_another_kind_names_no_model(tmp_path: Path, model: str) -> None:
+    make_rank(tmp_path, 0, 1, seconds=1)
+    (tmp_path / "config.yaml").write_text(f"model: {model}\n")
+    assert RunReader(tmp_path).read().model == "Tiny"

@@ -52,7 +52,8 @@ def figures_in(page: str) -> list[dict[str, Any]]:
 
 def charts_in(page: str) -> dict[str, dict[str, Any]]:
     """By title, the last of each."""
-    return dict(zip(re.findall(r"<h3>(.*?)</h3>\n<div class=\"chart\"", page), figures_in(page), strict=True))
+    titles = re.findall(r"<h3>(.*?)</h3>\n(?:<p class=\"shaded\">.*\n)?<div class=\"chart\"", page)
+    return dict(zip(titles, figures_in(page), strict=True))
 
 
 @drawing
@@ -67,11 +68,15 @@ def test_a_run_as_a_page_and_pictures(tmp_path: Path) -> None:
     assert [trace["name"] for trace in lines] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert max(lines[0]["y"]) == pytest.approx(1 + 3 + 0.5 + 2, abs=0.4)  # in one sample alone
     assert [shape["x0"] < shape["x1"] for shape in memory["layout"]["shapes"]] == [True, True]
-    assert {words["text"] for words in memory["layout"]["annotations"]} == {"from_pretrained", "step"}
+    assert re.search("shaded: <span>.*</i>from_pretrained</span> <span>.*</i>step</span></p>", page)
     [foreseen] = [trace for trace in memory["data"] if trace["name"].startswith("foreseen")]
     assert foreseen["y"][0] == pytest.approx(lines[0]["y"][0] + 2, abs=0.4)
-    stacked = charts["Host memory of host-m1, its ranks stacked (machine 1)"]["data"]
+    stacked = charts["Host memory of host-m1, its ranks stacked"]["data"]
     assert [trace["name"] for trace in stacked] == ["shared", "rank 2", "rank 3"]
+    for rank in (2, 3):  # each rank has its own colour, and has it everywhere
+        bars = charts["Phases"]["data"][rank]
+        assert {line["line"]["color"] for line in (lines[rank], stacked[rank - 1])} == {bars["marker"]["color"]}
+    assert len({line["line"]["color"] for line in (*lines, stacked[0])}) == 5
     rows = charts["Phases"]["data"][0]["y"]
     assert {"from_pretrained: read", "step: backward"} <= set(rows)
     [read] = {max(trace["y"]) for trace in charts["Read, by system calls"]["data"]}
@@ -231,6 +236,35 @@ def test_words_of_others_are_words(tmp_path: Path) -> None:
 
 
 @drawing
+def test_numbers_of_others_are_any(tmp_path: Path) -> None:
+    huge = "1" + "0" * 400
+    path = make_rank(tmp_path, 0, 1, seconds=2)
+    made = path.read_text()
+    metrics = tmp_path / "metrics.jsonl"
+    for number in ("NaN", "Infinity", huge, "-5", "1e308", "true", '"1"', "[1]", "null"):
+        told = re.sub('"(host_bytes|read_bytes|placed_bytes)":[^,}]*', rf'"\1":{number}', made)
+        path.write_text(f'{told}[2,{number},0,"x"]\n[0,1,2,3,4,{number},6,7,8,9,10,11,12]\n')
+        metrics.write_text(f'{{"kind":"step","step":1,"loss":{number},"grad_norm":1}}\n' * 2)
+        with metrics.open("a") as more:
+            more.write(f'{{"kind":"step","step":{number},"loss":2}}\n')
+        result = report(tmp_path)
+        assert result.exit_code == 0, (number, result.exception)
+
+
+@drawing
+def test_many_looks_at_how_pages_are_shared_are_thinned_and_stay(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, seconds=10)
+    with path.open("a") as more:
+        for number in range(3000):
+            more.write(f"[1,{number / 300},9,{(9 if number == 1500 else 3) << 20},0,0]\n")
+    assert report(tmp_path).exit_code == 0
+    memory = charts_in(page_in(tmp_path / "report"))["Host memory by rank, anonymous and shared; points: PSS"]
+    [points] = [trace for trace in memory["data"] if trace["name"] == "rank 0, PSS"]
+    assert len(points["y"]) < 2500
+    assert max(points["y"]) == 9
+
+
+@drawing
 def test_a_rank_of_one_sample(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1)
     lines = path.read_text().splitlines()
@@ -269,6 +303,35 @@ def test_a_library_that_is_not_installed_is_named(
     assert not (tmp_path / "out" / "report").exists()
 
 
+CTRL_C = """
+import os, signal, sys, time
+from pathlib import Path
+from shardwise.pictures.curves import Curves
+signal.signal(signal.SIGINT, lambda *_: None)  # as a training, which stops in order
+with Curves() as curves:
+    curves.draw(Path(sys.argv[1]))
+    time.sleep(0.3)
+    os.killpg(0, signal.SIGINT)
+    curves.finish()
+    print(curves.fault)
+"""
+
+
+@drawing
+def test_ctrl_c_of_a_training_ends_no_drawing(tmp_path: Path) -> None:
+    make_metrics(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C, str(tmp_path)],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    assert (tmp_path / "loss.png").is_file()
+
+
 @drawing
 def test_a_folder_that_is_none_of_a_run(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "not here", "no such folder"), (tmp_path, "there is neither observed/")):
@@ -278,23 +341,26 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = report(make_run(tmp_path / "out", seconds=2), "--output", tmp_path / "file")
     assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
+    assert "cannot be written (File exists); name another folder by --output" in result.stderr
 
 
 @pytest.mark.slow
 @drawing
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize("width", [1100, 390])
-def test_a_browser_draws_it_without_a_word(tmp_path: Path, width: int) -> None:
-    run = make_run(tmp_path / "out", ranks=2, device_gib=1.0)
+@pytest.mark.parametrize(("width", "is_dark"), [(1100, False), (360, True)])
+def test_a_browser_draws_it_without_a_word(tmp_path: Path, width: int, *, is_dark: bool) -> None:
+    run = make_run(tmp_path / "out", ranks=8, device_gib=1.0)
     report(run)
-    place = run / "report" / "report.html"
+    page = page_in(run / "report")
+    place = tmp_path / "asked.html"
+    place.write_text(page.replace("</body>", f"{_ASK}</body>"), "utf-8")
     options = [
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
         "--virtual-time-budget=20000",
         "--enable-logging=stderr",
+        *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
     ]
     done = subprocess.run(
         [str(CHROMIUM), *options, f"--window-size={width},2000", "--dump-dom", place.as_uri()],
@@ -303,11 +369,34 @@ def test_a_browser_draws_it_without_a_word(tmp_path: Path, width: int) -> None:
         check=False,
         timeout=100,
     )
-    drawn = re.search(r'data-drawn="(\d+)"', done.stdout)
-    assert drawn is not None, done.stderr
-    assert int(drawn[1]) == len(figures_in(page_in(run / "report"))) == done.stdout.count('class="main-svg"') / 3
+    found = re.search(r'id="answers">(.*?)</p>', done.stdout)
+    assert found is not None, done.stderr
+    answers = json.loads(found[1])
+    assert int(answers["drawn"]) == len(figures_in(page)) == done.stdout.count('class="main-svg"') / 3
+    assert answers["width"] <= answers["room"]  # nobody scrolls to the right
+    assert answers["requests"] == 0
+    assert min(answers["plots"]) >= 150  # a long legend takes nothing from what is drawn
+    assert answers["paper"] == ("rgb(21, 23, 26)" if is_dark else "rgb(255, 255, 255)")
+    assert answers["ink"] == ("rgb(230, 232, 234)" if is_dark else "rgb(28, 30, 33)")
     assert "CONSOLE" not in done.stderr
     assert "Refused" not in done.stderr
+
+
+_ASK = """<p id="answers"></p><script>
+const asking = setInterval(() => {
+  const drawn = document.getElementById("state").dataset.drawn;
+  if (!drawn) return;
+  clearInterval(asking);
+  const all = name => [...document.querySelectorAll(name)];
+  document.getElementById("answers").textContent = JSON.stringify({
+    drawn, width: document.documentElement.scrollWidth, room: innerWidth,
+    requests: performance.getEntriesByType("resource").length,
+    plots: all(".plot-container .bglayer .bg").map(plot => plot.getBoundingClientRect().height),
+    paper: getComputedStyle(document.body).backgroundColor,
+    ink: getComputedStyle(document.querySelector(".xtick text")).fill,
+  });
+}, 50);
+</script>"""
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=0, max_size=300), st.integers(1, 20))

@@ -69,4 +69,5 @@ def write_text(path: Path, text: str) -> None:
         fresh.write_text(text, "utf-8")
         fresh.replace(path)
     except OSError as error:
-        raise StorageError(f"{path}: it cannot be written ({error.strerror or error})") from error
+        cause = error.strerror or error
+        raise StorageError(f"{path}: it cannot be written ({cause}); name another folder by --output") from error

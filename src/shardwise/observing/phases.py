@@ -24,6 +24,9 @@ class Listener(Protocol):
     def tell(self, what: str, facts: Mapping[str, Any]) -> None:
         """Something is known now; plain JSON values."""
 
+    def leave_to_parent(self) -> None:
+        """This process has been forked from the one that is observed: let go of what is that one's."""
+
 
 class _Ear:
     """Who listens in this process."""
@@ -35,7 +38,9 @@ _EAR = _Ear()
 
 
 def _forget() -> None:
-    _EAR.listener = None
+    listener, _EAR.listener = _EAR.listener, None
+    if listener is not None:
+        listener.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forget)  # a child is another process than the one that is observed

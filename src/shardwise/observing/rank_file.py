@@ -1,7 +1,8 @@
 """The file of one observed rank: lines of JSON, each written in one go, appended and never changed.
 
 [Note: A rank's file] ``observed/rank-00003.jsonl`` below the folder of a run. Each time a rank is observed it
-appends a header, an object with ``observed`` (the version of this layout), and then:
+appends a header, an object with ``observed`` (the version of this layout) and ``run`` (a name that all ranks have
+agreed on, so that no clock is asked which ranks belong together), and then:
 
 - samples: ``[0, t, anonymous, shared, file, peak, allocated, reserved, used, read, written, from_disk, to_disk]``,
   in KiB: memory of the host by kind, the most of it so far, memory of the accelerator (0 without), and what has
@@ -78,13 +79,19 @@ class RankFile:
             ) from error
         except OSError:  # a file system without locks
             pass
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a rank was killed, or the disk was full
-            os.write(self._file, b"\n")
+        try:
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":  # a rank was killed, or the disk was full
+                os.write(self._file, b"\n")
+        except OSError as error:
+            os.close(self._file)
+            raise StorageError(f"{self.path}: it cannot be written ({error.strerror or error})") from error
 
     def write(self, line: Sequence[Any] | Mapping[str, Any]) -> None:
         """Append a line; raises OSError."""
-        os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        while text := text[os.write(self._file, text) :]:  # a disk that is almost full takes a part
+            pass
 
     def close(self) -> None:
         os.close(self._file)

@@ -7,21 +7,26 @@ a kill, or be another program's.
 from __future__ import annotations
 
 import json
-import math
+import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.observing import rank_file
+from shardwise.observing.plain import words_of
 from shardwise.observing.rank_file import SAMPLED, SHARED, VERSION
 
 _MOST_DEEP = 64
-_MOST_NAME = 80
 _MOST_NUMBER = 1e18
+_MOST_SECONDS = 1e11
+_MOST_RANKS = 1 << 20
+_MOST_RATE = 1000.0
+_CHUNK = 1 << 22
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class PhaseSpan:
 class RankRecord:
     """One time that a rank was observed; times in seconds since ``began``."""
 
+    run: str
+    """The same of all ranks that began together."""
     rank: int
     world_size: int
     machine: str
@@ -49,9 +56,10 @@ class RankRecord:
     device: str
     pid: int
     began: float
-    """In seconds since 1970."""
+    """In seconds since 1970, by the clock of its host."""
     samples_per_second: float
-    rows: list[list[float]] = field(default_factory=list)
+    rows: array[float] = field(default_factory=lambda: array("d"))
+    """Samples one after the other, each as of ``SAMPLED``: 96 bytes, a day of one rank is hundreds of megabytes."""
     shares: list[list[float]] = field(default_factory=list)
     phases: list[PhaseSpan] = field(default_factory=list)
     """In the order of their beginnings."""
@@ -72,6 +80,11 @@ class RankRecord:
         """The most host memory of the process, by the kernel's count; 0 where nothing was sampled."""
         return self.newest().get("peak", 0.0)
 
+    @property
+    def count(self) -> int:
+        """Samples that there are."""
+        return len(self.rows) // len(SAMPLED)
+
     def samples(self) -> Mapping[str, npt.NDArray[np.float64]]:
         """By name, as of ``SAMPLED``: seconds, and KiB."""
         table = np.array(self.rows, np.float64).reshape(-1, len(SAMPLED))
@@ -79,24 +92,31 @@ class RankRecord:
 
     def newest(self, back: int = 0) -> Mapping[str, float]:
         """The last sample, or one so many before it, by name; empty where there is none."""
-        return dict(zip(SAMPLED, self.rows[-1 - back], strict=True)) if len(self.rows) > back else {}
+        if back >= self.count:
+            return {}
+        start = len(self.rows) - (back + 1) * len(SAMPLED)
+        return dict(zip(SAMPLED, self.rows[start : start + len(SAMPLED)], strict=True))
 
     def now_in(self) -> tuple[str, ...]:
-        """The phases that its first thread is in."""
-        stack = self.stacks.get(0, [])
-        return stack[-1].path if stack else ()
+        """The phases that its first thread is in; of another one where the first is in none."""
+        return next((stack[-1].path for _, stack in sorted(self.stacks.items()) if stack), ())
 
 
 class RankReader:
-    """Reads a file, and on each further call what has been added to it."""
+    """Reads a file, and on each further call what has been added to it; anew where another has taken its place."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._begin_anew((0, 0))
+
+    def _begin_anew(self, file: tuple[int, int]) -> None:
         self.records: list[RankRecord] = []
         self.odd_lines = 0
         """That could not be understood."""
+        self._file = file
         self._place = 0
         self._rest = b""
+        self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def read_on(self) -> None:
         """Take in what is there now.
@@ -104,13 +124,21 @@ class RankReader:
         Raises:
             OSError: it cannot be read.
         """
+        if not self.path.is_file():  # a pipe would be waited for
+            return
         with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._place:
+                self._begin_anew((status.st_dev, status.st_ino))
             file.seek(self._place)
-            text = self._rest + file.read()
-            self._place = file.tell()
-        whole, newline, rest = text.rpartition(b"\n")
-        self._rest = rest[:_MOST_LINE] if newline else text[:_MOST_LINE]
-        for line in whole.split(b"\n") if newline else ():
+            while chunk := file.read(_CHUNK):
+                self._place += len(chunk)
+                self._take_in(self._rest + chunk)
+
+    def _take_in(self, text: bytes) -> None:
+        *whole, rest = text.split(b"\n")
+        self._rest = rest[: _MOST_LINE + 1]
+        for line in whole:
             if line and not self._is_taken(line):
                 self.odd_lines += 1
 
@@ -123,7 +151,7 @@ class RankReader:
             return False
         try:
             if isinstance(found, list):
-                return bool(self.records) and _take(self.records[-1], found)
+                return bool(self.records) and _take(self.records[-1], found, self._paths)
             if isinstance(found, dict):
                 return self._take_object(found)
         except (TypeError, ValueError, KeyError, IndexError, OverflowError):
@@ -134,12 +162,15 @@ class RankReader:
         if "observed" in found:
             if found["observed"] != VERSION:
                 return False
-            self.records.append(_header(found))
+            record = _header(found)
+            if rank_file.name_of(record.rank) != self.path.name:
+                return False
+            self.records.append(record)
             return True
         if not self.records:
             return False
         record = self.records[-1]
-        t = _number(found["t"])
+        t = _seconds(found["t"])
         if found.get("end") is True:
             record.is_ended = True
         elif isinstance(found.get("tell"), str):
@@ -155,19 +186,22 @@ _MOST_LINE = 1 << 20
 
 
 def _header(found: Mapping[str, Any]) -> RankRecord:
-    rank, size = int(found["rank"]), int(found["world_size"])
-    if not 0 <= rank < size:
+    rank, size, pid = found["rank"], found["world_size"], found["pid"]
+    if not (
+        type(rank) is type(size) is type(pid) is int and 0 <= rank < size <= _MOST_RANKS and pid < _MOST_NUMBER
+    ):
         raise ValueError("no such rank")
-    machine, host, device = (str(found[name])[:_MOST_NAME] for name in ("machine", "host", "device"))
-    rate = _number(found["samples_per_second"])
-    return RankRecord(rank, size, machine, host, device, int(found["pid"]), _number(found["began"]), rate)
+    run, machine, host, device = (words_of(str(found[name])) for name in ("run", "machine", "host", "device"))
+    began, rate = _seconds(found["began"]), _seconds(found["samples_per_second"])
+    if not 0 < rate <= _MOST_RATE:
+        raise ValueError("no such rate")
+    return RankRecord(run, rank, size, machine, host, device, pid, began, rate)
 
 
-def _number(value: object) -> float:
-    number = float(cast(float, value))
-    if isinstance(value, bool | str) or not math.isfinite(number) or number < 0:
-        raise ValueError("no number")
-    return number
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:  # type: ignore[operator]
+        raise ValueError("no time")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _numbers(values: list[Any]) -> list[float]:
@@ -177,12 +211,13 @@ def _numbers(values: list[Any]) -> list[float]:
     return values
 
 
-def _take(record: RankRecord, line: list[Any]) -> bool:
+def _take(record: RankRecord, line: list[Any], paths: dict[tuple[str, ...], tuple[str, ...]]) -> bool:
+    """``paths`` has each once: a run has as many phases as steps."""
     kind, *rest = line
-    t = _number(rest[0])
+    t = _seconds(rest[0])
     match kind:
         case rank_file.SAMPLE if len(rest) == len(SAMPLED):
-            record.rows.append(_numbers(rest))
+            record.rows.extend(_numbers(rest))
         case rank_file.SHARES if len(rest) == len(SHARED):
             record.shares.append(_numbers(rest))
         case rank_file.BEGIN:
@@ -190,8 +225,8 @@ def _take(record: RankRecord, line: list[Any]) -> bool:
             stack = record.stacks.setdefault(int(lane), [])
             if len(stack) >= _MOST_DEEP or not isinstance(name, str):
                 return False
-            around = stack[-1].path if stack else ()
-            stack.append(PhaseSpan((*around, name[:_MOST_NAME]), int(lane), t))
+            path = (*(stack[-1].path if stack else ()), words_of(name))
+            stack.append(PhaseSpan(paths.setdefault(path, path), int(lane), t))
             record.phases.append(stack[-1])
         case rank_file.END:
             record.stacks[int(rest[1])].pop().stop = t

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,22 @@ from typing import Any
 import yaml
 
 from shardwise.errors import FormatError, StorageError
+from shardwise.observing.plain import words_of
 from shardwise.observing.rank_file import FOLDER
 from shardwise.observing.rank_record import RankReader, RankRecord
 from shardwise.report.names import shown_ranks
 
 METRICS = "metrics.jsonl"
 _RANK_FILE = re.compile(r"rank-\d{5,9}\.jsonl")
-_APART_S = 60.0
-"""Clocks of machines may differ, and ranks may begin to be observed one after the other, by less than this."""
+_APART_S = 5.0
+"""Ranks of a run begin to be observed together: where their clocks differ by more, it is the clocks."""
 
 _MOST_TENANTS = 1024
+_MOST_HOSTS = 4
+_MOST_STEP = 1 << 50
+_MOST_LINE = 1 << 20
+_MOST_CONFIG = 1 << 16
+"""Bytes; ours are shorter."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,21 @@ class RunRecord:
 
     @property
     def began(self) -> float:
-        """Of the first rank, in seconds since 1970."""
-        return min((record.began for record in self.ranks), default=0.0)
+        """Of the rank that began first, in seconds since 1970, by the clock of the first rank's host."""
+        return min((record.began for record in self.ranks if self._is_in_time(record)), default=0.0)
+
+    def shift_of(self, rank: RankRecord) -> float:
+        """When a rank began, in seconds since the run did; 0 where the clock of its host is another."""
+        return rank.began - self.began if self._is_in_time(rank) else 0.0
+
+    def _is_in_time(self, rank: RankRecord) -> bool:
+        """Whether its clock agrees with that of the first."""
+        return abs(rank.began - self.ranks[0].began) <= _APART_S
 
     @property
     def label(self) -> str:
         """The folder's name, with the model's."""
-        name = self.path.resolve().name or str(self.path)
+        name = words_of(self.path.resolve().name or str(self.path))
         return f"{name} ({self.model})" if self.model else name
 
 
@@ -94,11 +108,22 @@ class RunReader:
             self._readers.setdefault(name, RankReader(folder / name)).read_on()
 
     def _read_metrics(self) -> None:
-        below = [entry for entry in sorted(self.path.iterdir()) if entry.is_dir() and (entry / METRICS).is_file()]
-        places = {"": self.path / METRICS, **{entry.name: entry / METRICS for entry in below[:_MOST_TENANTS]}}
+        below = [entry for entry in sorted(self.path.iterdir()) if _is_file(entry / METRICS)]
+        places = {
+            "": self.path / METRICS,
+            **{words_of(entry.name): entry / METRICS for entry in below[:_MOST_TENANTS]},
+        }
         for name, place in places.items():
             if place.is_file():
                 self._metrics.setdefault(name, MetricsLines(place)).read_on()
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is one that we may see: a run may lie beside what is not ours."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 class MetricsLines:
@@ -122,11 +147,15 @@ class MetricsLines:
         self._place += len(whole) + len(newline)
         for line in whole.splitlines():
             try:
-                found = json.loads(line)
+                found = json.loads(line) if len(line) <= _MOST_LINE else None
             except (ValueError, RecursionError):
                 continue
-            if isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str):
+            if isinstance(found, dict) and isinstance(found.get("kind"), str) and _is_step(found.get("step")):
                 self.lines.append(found)
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_STEP
 
 
 def _newest(readers: Mapping[str, RankReader]) -> tuple[tuple[RankRecord, ...], tuple[str, ...]]:
@@ -140,22 +169,28 @@ def _newest(readers: Mapping[str, RankReader]) -> tuple[tuple[RankRecord, ...], 
     lasts = [reader.records[-1] for reader in readers.values() if reader.records]
     if not lasts:
         return (), tuple(notes)
-    newest = max(lasts, key=lambda record: record.began)
-    ranks = sorted(
-        (
-            record
-            for record in lasts
-            if record.world_size == newest.world_size and record.until + _APART_S >= newest.began
-        ),
-        key=lambda record: record.rank,
-    )
+    # Every run has a first rank; where its file lacks, clocks are all there is.
+    newest = min(lasts, key=lambda record: (record.rank != 0, -record.began))
+    ranks = sorted((record for record in lasts if record.run == newest.run), key=lambda record: record.rank)
     lacking = sorted(set(range(newest.world_size)) - {record.rank for record in ranks})
     if lacking:
         notes.append(f"of {newest.world_size} ranks nothing is there of rank {shown_ranks(lacking)}")
-    earlier = max(len(reader.records) for reader in readers.values()) - 1
+    away = sorted({record.host for record in ranks if abs(record.began - ranks[0].began) > _APART_S})
+    if away:
+        notes.append(
+            f"the clock of {_shown(away)} is not that of {ranks[0].host}; ranks there are shown as if all had "
+            "begun at once"
+        )
+    earlier = len({record.run for reader in readers.values() for record in reader.records}) - 1
     if earlier:
         notes.append(f"earlier runs into this folder, not shown: {earlier}")
     return tuple(ranks), tuple(notes)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_HOSTS]) + (
+        f" and {len(names) - _MOST_HOSTS} more" if len(names) > _MOST_HOSTS else ""
+    )
 
 
 def _model_of(path: Path, ranks: tuple[RankRecord, ...]) -> str:
@@ -165,13 +200,17 @@ def _model_of(path: Path, ranks: tuple[RankRecord, ...]) -> str:
         for facts in record.facts:
             if not name and facts.get("tell") == "load" and isinstance(facts.get("checkpoint"), str):
                 name = facts["checkpoint"]
-    return name.rstrip("/").rpartition("/")[2]
+    return words_of(name.rstrip("/").rpartition("/")[2])
 
 
 def _configured(file: Path) -> str:
+    """The model of a training's configuration; "" where there is none, or another's."""
     try:
+        if not file.is_file() or file.stat().st_size > _MOST_CONFIG:
+            return ""
         config = yaml.safe_load(file.read_text("utf-8"))
         model = config["model"]
-        return str(model["name"] if isinstance(model, dict) else model)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
+        name = model["name"] if isinstance(model, dict) else model
+        return name if isinstance(name, str) else ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, RecursionError):
         return ""

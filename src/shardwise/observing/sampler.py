@@ -2,7 +2,8 @@
 
 [Note: What observing costs] A sample takes some tens of microseconds, on a thread that otherwise sleeps. A mark is
 one line, appended. Dividing pages among processes (PSS) takes the kernel milliseconds, so that it is done at
-borders of phases alone, and there only as often as it takes less than half a percent of the time.
+borders of phases alone, and there only as often as it takes less than half a percent of the time of all ranks
+together: in a training each waits for whoever is late.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwise.observing.phases import listening
 from shardwise.observing.rank_file import BEGIN, END, SAMPLE, SHARED, SHARES, VERSION, RankFile
 
 _SHARE_OF_TIME = 0.005
-"""The most that dividing pages may take."""
+"""The most that dividing pages may take, on all ranks one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,10 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank this is, and of which machine."""
+    """Which rank this is, of which run, and of which machine."""
 
+    run: str
+    """The same on all ranks, and of no other run."""
     rank: int
     world_size: int
     machine: str
@@ -46,7 +49,8 @@ class Place:
 class RankObserver:
     """Writes down what this process needs and does, from ``__enter__`` to ``__exit__``.
 
-    Whatever goes wrong with the file ends the observing and nothing else; ``fault`` says what it was.
+    Whatever goes wrong ends the observing and nothing else; ``fault`` says what it was. A process that is forked
+    meanwhile is another one, which writes nothing here.
 
     Args:
         file: is closed at the end.
@@ -66,6 +70,7 @@ class RankObserver:
     ) -> None:
         self.fault = ""
         self._is_closed = False
+        self._is_left = False
         self._file = file
         self._memory = memory
         self._device = device
@@ -74,31 +79,40 @@ class RankObserver:
         self._lanes: dict[int, int] = {}
         self._shares_at = -1.0
         self._shares_cost_s = 0.0
+        self._share_of_time = _SHARE_OF_TIME / place.world_size
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._go, name="shardwise-observer", daemon=True)
         self._listening = listening(self)
         header = {"observed": VERSION, "began": round(time.time(), 3), "samples_per_second": samples_per_second}
-        who = {"rank": place.rank, "world_size": place.world_size, "machine": place.machine}
+        who = {"run": place.run, "rank": place.rank, "world_size": place.world_size, "machine": place.machine}
         process = {"host": socket.gethostname(), "pid": os.getpid(), "device": place.device}
         self._write({**header, **who, **process})
 
     def __enter__(self) -> Self:
-        self.sample()
-        self._thread.start()
+        self._attempt(self.sample)
+        self._attempt(self._thread.start)
         self._listening.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._listening.__exit__(None, None, None)
+        if self._is_left:
+            return
         self._is_over.set()
-        self._thread.join()
-        self.sample()
-        self._write({"t": self._now(), "end": True, "peak_kib": self._memory.now().peak_kib})
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._attempt(self.sample)
+        self._attempt(self._write_end)
         with self._lock:
             self._is_closed = True
             self._file.close()
             self._memory.close()
+
+    def leave_to_parent(self) -> None:
+        self._is_left = True
+        self._file.close()
+        self._memory.close()
 
     def begin(self, name: str) -> None:
         self._write([BEGIN, self._now(), self._lane(), name])
@@ -119,17 +133,22 @@ class RankObserver:
         self._write([SAMPLE, self._now(), *kinds, *(number >> 10 for number in bytes_of)])
 
     def _go(self) -> None:
-        while not self._is_over.wait(self._period_s):
-            try:
-                self.sample()
-            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of an accelerator that has failed
-                self.fault = self.fault or f"samples have ended: {error}"
-                return
+        while not self._is_over.wait(self._period_s) and not self.fault:
+            self._attempt(self.sample)
+
+    def _attempt(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an accelerator has failed, no thread
+            self.fault = self.fault or f"samples have ended: {error}"
+
+    def _write_end(self) -> None:
+        self._write({"t": self._now(), "end": True, "peak_kib": self._memory.now().peak_kib})
 
     def _divide(self) -> None:
         """Look at how pages are shared, unless that has been done too much of late."""
         start = time.perf_counter()
-        if start - self._shares_at < self._shares_cost_s / _SHARE_OF_TIME:
+        if self.fault or start - self._shares_at < self._shares_cost_s / self._share_of_time:
             return
         if found := self._memory.shares():
             self._write([SHARES, self._now(), *(found[kind] for kind in SHARED[1:])])
@@ -143,6 +162,8 @@ class RankObserver:
         return round(time.perf_counter() - self._began, 4)
 
     def _write(self, line: list[Any] | dict[str, Any]) -> None:
+        if self._is_left:
+            return
         with self._lock:  # what another thread has to say after the end goes into no file
             if self.fault or self._is_closed:
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.observing.run_record import RunReader, RunRecord
@@ -45,18 +45,20 @@ def sections_of(runs: Sequence[tuple[str, RunRecord]]) -> list[Sheet]:
         title = "Host memory of the fullest rank, anonymous and shared"
         curves.append(Chart("fullest", title, "seconds since the beginning", "GiB", series))
     sections = [Sheet("Training" if len(runs) == 1 else "Together", curves, (), notes)] if curves else []
-    for label, run in runs:
+    for number, (label, run) in enumerate(runs, 1):
         charts = dict(observed).get(label)
         notes = [*run.notes]
         if charts is None:
             notes.append("no rank was observed; shardwise train --observe shows memory and phases")
             sections.append(Sheet(label, (), (), notes))
             continue
+        notes += charts.notes()
         notes += [
-            f"rank {rank.rank} has left no end; it was last heard of {rank.until - run.began:.1f} s after the "
-            "beginning"
+            f"rank {rank.rank} has left no end; it was last heard of {run.shift_of(rank) + rank.last:.1f} s after "
+            "the beginning"
             for rank in run.ranks
             if not rank.is_ended
         ][:8]
-        sections.append(Sheet(label, charts.charts(), charts.tables(), notes))
+        drawn = [replace(chart, key=f"{chart.key}-{number}") if number > 1 else chart for chart in charts.charts()]
+        sections.append(Sheet(label, drawn, charts.tables(), notes))
     return sections

@@ -66,6 +66,7 @@ class Curves:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                start_new_session=True,  # Ctrl-C asks the training to stop, which draws once more
             )
         except OSError as error:
             self.fault = f"loss.png and memory.png are drawn no more: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from shardwise.errors import StorageError
 from shardwise.pictures.chart import Chart, Look
+from shardwise.pictures.colours import band_colours_of, colours_of
 from shardwise.pictures.installed import require
 
 _LEGEND_OF = 24
@@ -30,18 +32,20 @@ def write_png(chart: Chart, path: Path) -> None:
     figure = Figure(figsize=(9, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [*dict.fromkeys(band.name for band in chart.bands)]
+    colour_of, band_colour_of = colours_of(chart), band_colours_of(chart)
+    told: set[str] = set()
     for band in chart.bands:
-        label = f"phase: {band.name}" if band is next(b for b in chart.bands if b.name == band.name) else None
-        axes.axvspan(
-            band.start, band.stop, color=f"C{(names.index(band.name) + 4) % 10}", alpha=0.12, lw=0, label=label
-        )
+        if band.name in band_colour_of:
+            label = None if band.name in told else f"phase: {band.name}"
+            told.add(band.name)
+            axes.axvspan(band.start, band.stop, color=band_colour_of[band.name], alpha=0.2, lw=0, label=label)
     areas = [item for item in chart.series if item.look is Look.AREA]
     if areas:
-        axes.stackplot(areas[0].x, [item.y for item in areas], labels=[item.name for item in areas], lw=0)
-    owners = [*dict.fromkeys(_owner(item.name) for item in chart.series)]
+        colours = [colour_of[item.name] for item in areas]
+        names = [item.name for item in areas]
+        axes.stackplot(areas[0].x, [item.y for item in areas], labels=names, colors=colours, alpha=0.75, lw=0)
     for item in chart.series:
-        colour = f"C{owners.index(_owner(item.name)) % 10}"
+        colour = colour_of[item.name]
         match item.look:
             case Look.POINTS:
                 axes.plot(
@@ -63,7 +67,9 @@ def write_png(chart: Chart, path: Path) -> None:
         thick = 0.8 / len(chart.bars)
         for number, bars in enumerate(chart.bars):
             places = np.array([place_of[row] for row in bars.rows], np.float64) + (number + 0.5) * thick - 0.4
-            axes.barh(places, bars.length, left=bars.start, height=thick, label=bars.name)
+            axes.barh(
+                places, bars.length, left=bars.start, height=thick, label=bars.name, color=colour_of[bars.name]
+            )
         axes.set_yticks(range(len(chart.rows)), escaped(*chart.rows))
         axes.set_ylim(len(chart.rows) - 0.5, -0.5)
     elif chart.key != "loss":
@@ -87,15 +93,12 @@ def save_figure(figure: Any, path: Path) -> None:
     fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(fresh, format="png", facecolor="auto")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # shown as a box
+            figure.savefig(fresh, format="png", facecolor="auto")
         os.replace(fresh, path)
     except OSError as error:
         raise StorageError(f"{path}: it cannot be written ({error.strerror or error})") from error
-
-
-def _owner(name: str) -> str:
-    """What has a colour of its own: a rank's dashes and points have that of its line."""
-    return name.partition(",")[0].removesuffix(" evaluation").removeprefix("foreseen for ")
 
 
 def escaped(*texts: str) -> list[str]:

@@ -11,7 +11,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,20 +19,9 @@ import numpy as np
 
 from shardwise.pictures.chart import Bars, Chart, Floats, Look, Series, Table
 from shardwise.pictures.collection import Sheet
+from shardwise.pictures.colours import band_colours_of, colours_of
 from shardwise.pictures.installed import require
 
-_COLOURS = (
-    "#4c78a8",
-    "#f58518",
-    "#54a24b",
-    "#e45756",
-    "#72b7b2",
-    "#b279a2",
-    "#eeca3b",
-    "#9d755d",
-    "#ff9da6",
-    "#79706e",
-)
 _LEGEND_OF = 24
 """Series in a legend, at the most."""
 
@@ -51,6 +40,7 @@ def page_of(title: str, sections: Sequence[Sheet]) -> str:
         body += [f'<p class="note">{html.escape(note)}</p>' for note in section.notes]
         for chart in section.charts:
             body.append(f"<h3>{html.escape(chart.title)}</h3>")
+            body += [_shaded(chart)] if chart.bands else []
             body.append(f'<div class="chart" id="chart{len(figures)}"></div>')
             figures.append(figure_of(chart))
         body += [_table(table) for table in section.tables]
@@ -61,22 +51,13 @@ def page_of(title: str, sections: Sequence[Sheet]) -> str:
 
 def figure_of(chart: Chart) -> dict[str, Any]:
     """A chart as Plotly has it: data, and layout."""
-    colour_of = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(_names(chart))}
+    colour_of, band_colour_of = colours_of(chart), band_colours_of(chart)
     data = [_trace(item, colour_of) for item in chart.series] + [_bars(item, colour_of) for item in chart.bars]
-    bands = [band for band in chart.bands if band.stop > band.start]
-    band_colours = {name: number for number, name in enumerate(dict.fromkeys(band.name for band in bands))}
-    whole = max((band.stop for band in bands), default=0.0)
     shapes = [
         {"type": "rect", "xref": "x", "yref": "paper", "x0": band.start, "x1": band.stop, "y0": 0, "y1": 1}
-        | {"layer": "below", "line": {"width": 0}, "opacity": 0.13}
-        | {"fillcolor": _COLOURS[(band_colours[band.name] + 4) % len(_COLOURS)]}
-        for band in bands
-    ]
-    words = [
-        {"x": (band.start + band.stop) / 2, "y": 1, "yref": "paper", "text": _plain(band.name), "showarrow": False}
-        | {"font": {"size": 10}, "yanchor": "bottom"}
-        for band in bands
-        if band.stop - band.start > whole / 12
+        | {"layer": "below", "line": {"width": 0}, "opacity": 0.15, "fillcolor": band_colour_of[band.name]}
+        for band in chart.bands
+        if band.stop > band.start
     ]
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": _plain(chart.x_title)}},
@@ -84,30 +65,30 @@ def figure_of(chart: Chart) -> dict[str, Any]:
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
         "showlegend": 1 < sum(trace.get("showlegend", True) for trace in data) <= _LEGEND_OF,
         "shapes": shapes,
-        "annotations": words,
         "height": 340,
     }
     if chart.bars:
         rows = [_plain(row) for row in chart.rows]
-        layout["yaxis"] = {"type": "category", "categoryarray": rows[::-1], "categoryorder": "array"}
+        order = {"categoryarray": rows, "categoryorder": "array", "autorange": "reversed"}
+        layout["yaxis"] = {"type": "category", **order}
+        layout["xaxis"]["rangemode"] = "nonnegative"
         layout |= {"barmode": "group", "height": 160 + 26 * len(rows)}
     elif chart.key == "loss":
         layout["yaxis"].pop("rangemode")
     return {"data": data, "layout": layout}
 
 
-def _names(chart: Chart) -> list[str]:
-    """Of what has a colour of its own: a rank's dashes and points have that of its line."""
-    names = [item.name for item in chart.series] + [item.name for item in chart.bars]
-    return [*dict.fromkeys(_owner(name) for name in names)]
+def _shaded(chart: Chart) -> str:
+    """What the colours behind a chart mean, on lines that break where a screen is narrow."""
+    words = (
+        f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+        for name, colour in band_colours_of(chart).items()
+    )
+    return f'<p class="shaded">shaded: {" ".join(words)}</p>'
 
 
-def _owner(name: str) -> str:
-    return name.partition(",")[0].removesuffix(" evaluation").removeprefix("foreseen for ")
-
-
-def _trace(item: Series, colour_of: dict[str, str]) -> dict[str, Any]:
-    colour = colour_of[_owner(item.name)]
+def _trace(item: Series, colour_of: Mapping[str, str]) -> dict[str, Any]:
+    colour = colour_of[item.name]
     trace = {"type": "scatter", "name": _plain(item.name), "x": _rounded(item.x), "y": _rounded(item.y)}
     match item.look:
         case Look.POINTS:
@@ -121,7 +102,7 @@ def _trace(item: Series, colour_of: dict[str, str]) -> dict[str, Any]:
             return trace | {"mode": "lines", "line": {"width": 1.4, "color": colour}}
 
 
-def _bars(item: Bars, colour_of: dict[str, str]) -> dict[str, Any]:
+def _bars(item: Bars, colour_of: Mapping[str, str]) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
@@ -130,7 +111,7 @@ def _bars(item: Bars, colour_of: dict[str, str]) -> dict[str, Any]:
         "y": [_plain(row) for row in item.rows],
         "base": _rounded(item.start),
         "x": _rounded(item.length),
-        "marker": {"color": colour_of[_owner(item.name)], "line": {"width": 0}},
+        "marker": {"color": colour_of[item.name], "line": {"width": 0}},
     }
 
 
@@ -190,6 +171,9 @@ h1 {{ font-size: 1.4em; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15em; margin-top: 1.6em; border-bottom: 1px solid var(--rule); overflow-wrap: anywhere; }}
 h3 {{ font-size: 1em; margin: 1em 0 0; }}
 .note {{ color: var(--faint); margin: 0.3em 0; overflow-wrap: anywhere; }}
+.shaded {{ color: var(--faint); margin: 0.3em 0 0; font-size: 0.85em; }}
+.shaded span {{ white-space: nowrap; margin-right: 1em; }}
+.shaded i {{ display: inline-block; width: 1em; height: 0.8em; margin-right: 0.4em; opacity: 0.45; }}
 .chart {{ width: 100%; margin: 10px 0; }}
 .table {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-size: 0.9em; }}
@@ -212,18 +196,26 @@ td, th {{ padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid va
     document.head.append(script);
     const figures = JSON.parse(document.getElementById("figures").textContent);
     const places = figures.map((_, number) => document.getElementById("chart" + number));
+    const legendOf = figure => {{  // a plot keeps its height where a narrow screen has a long legend
+      const told = figure.data.filter(trace => trace.showlegend !== false).map(trace => trace.name.length);
+      const across = Math.max(1, Math.floor((places[0].clientWidth - 60) / (Math.max(...told) * 7 + 48)));
+      return Math.max(0, Math.ceil(told.length / across) - 2) * 19;
+    }};
     const dark = matchMedia("(prefers-color-scheme: dark)");
-    const paint = layout => {{
+    const paint = ({{layout, ...figure}}) => {{
       const style = getComputedStyle(document.documentElement);
-      const [ink, rule] = ["--ink", "--rule"].map(name => style.getPropertyValue(name).trim());
+      const [ink, faint, rule] = ["--ink", "--faint", "--rule"].map(name => style.getPropertyValue(name).trim());
       const axis = {{gridcolor: rule, zerolinecolor: rule, linecolor: rule, automargin: true}};
       return {{...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
         font: {{color: ink, size: 12}}, margin: {{l: 48, r: 12, t: 24, b: 40}}, hovermode: "closest",
+        modebar: {{bgcolor: "rgba(0,0,0,0)", color: faint, activecolor: ink}},
+        height: layout.height + (layout.showlegend ? legendOf(figure) : 0),
         xaxis: {{...axis, ...layout.xaxis}}, yaxis: {{...axis, ...layout.yaxis}}}};
     }};
     const draw = () => Promise.all(figures.map((figure, number) => Plotly.react(
-      places[number], figure.data, paint(figure.layout),
-      {{responsive: true, displaylogo: false, displayModeBar: innerWidth > 700 ? "hover" : false}})));
+      places[number], figure.data, paint(figure),
+      {{responsive: true, displaylogo: false,
+       displayModeBar: matchMedia("(hover: hover) and (min-width: 700px)").matches ? "hover" : false}})));
     dark.addEventListener("change", draw);
     await draw();
     state.textContent = "";

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.observing.plain import number_in
 from shardwise.observing.rank_record import PhaseSpan, RankRecord
 from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
@@ -26,7 +27,9 @@ _MOST_ROWS = 40
 _GIB = 2.0**20
 """In KiB."""
 
-_TIME = "seconds since the beginning"
+_MOST_MACHINES = 16
+
+_TIME = "seconds"
 
 
 class RankCharts:
@@ -34,13 +37,25 @@ class RankCharts:
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self.ranks = _shown(run.ranks, _MOST_RANKS)
+        self.ranks = _with_fullest(_shown(run.ranks, _MOST_RANKS), run.ranks)
         self.samples = [rank.samples() for rank in self.ranks]
-        self.shifts = [rank.began - run.began for rank in self.ranks]
-        self.seconds = max((rank.until - run.began for rank in run.ranks), default=0.0)
+        self.shifts = [run.shift_of(rank) for rank in self.ranks]
+        self.seconds = max((run.shift_of(rank) + rank.last for rank in run.ranks), default=0.0)
         self.training = TrainingForeseen(self.ranks, self.shifts)
         self.bands = self._bands()
         self.parts = max(40, min(1000, _POINTS // (2 * max(len(self.ranks), 1))))
+
+    def notes(self) -> list[str]:
+        """What is not drawn, for there is too much of it."""
+        found = []
+        if len(self.ranks) < len(self.run.ranks):
+            found.append(
+                f"of {len(self.run.ranks)} ranks {len(self.ranks)} have lines and rows, among them the fullest, "
+                f"rank {_fullest(self.run.ranks).rank}; all of them are in what is stacked by machine"
+            )
+        if len(machines := self._machines()) > _MOST_MACHINES:
+            found.append(f"of {len(machines)} machines {_MOST_MACHINES} are drawn")
+        return found
 
     def charts(self) -> list[Chart]:
         """All that have something in them."""
@@ -58,9 +73,11 @@ class RankCharts:
             series += self.training.lines()
         shares = [np.array(rank.shares, np.float64).reshape(-1, 5) for rank in self.ranks]
         series += [
-            Series(f"rank {rank.rank}, PSS", table[:, 0] + shift, (table[:, 2] + table[:, 3]) / _GIB, Look.POINTS)
+            self._line(
+                f"rank {rank.rank}, PSS", table[:, 0] + shift, (table[:, 2] + table[:, 3]) / _GIB, Look.POINTS
+            )
             for rank, table, shift in zip(self.ranks, shares, self.shifts, strict=True)
-            if 0 < len(table) <= 2000
+            if len(table)
         ]
         return Chart(
             "memory", "Host memory by rank, anonymous and shared; points: PSS", _TIME, "GiB", series, self.bands
@@ -68,16 +85,21 @@ class RankCharts:
 
     def by_machine(self) -> list[Chart]:
         """The same, all ranks of a machine on top of each other; what they share counts once."""
-        machines: dict[str, list[int]] = {}
-        for number, rank in enumerate(self.ranks):
-            machines.setdefault(rank.machine, []).append(number)
+        machines = self._machines()
         charts = []
-        for number, members in enumerate(machines.values()):
-            host = self.ranks[members[0]].host
-            title = f"Host memory of {host}, its ranks stacked" + (f" (machine {number})" if number else "")
+        for number, members in enumerate([*machines.values()][:_MOST_MACHINES]):
+            title = f"Host memory of {members[0].host}, its ranks stacked"
+            if len({ranks[0].host for ranks in machines.values()}) < len(machines):
+                title += f" (machine {number})"  # by names they are not told apart
             key = f"machine{number}" if len(machines) > 1 else "machine"
             charts.append(Chart(key, title, _TIME, "GiB", self._stacked(members), self.bands))
         return charts
+
+    def _machines(self) -> dict[str, list[RankRecord]]:
+        machines: dict[str, list[RankRecord]] = {}
+        for rank in self.run.ranks:
+            machines.setdefault(rank.machine, []).append(rank)
+        return machines
 
     def accelerator(self) -> Chart:
         """Memory of accelerators, by rank; nothing where there is none."""
@@ -97,7 +119,7 @@ class RankCharts:
         known = set(rows)
         bars = []
         for rank in shown:
-            shift = rank.began - self.run.began
+            shift = self.run.shift_of(rank)
             spans: dict[str, list[tuple[float, float]]] = {}
             for span in rank.phases:
                 if (row := _row(span)) in known:
@@ -113,7 +135,8 @@ class RankCharts:
                 stops.append(ends)
             start = np.concatenate(starts)
             bars.append(Bars(f"rank {rank.rank}", names, start, np.concatenate(stops) - start))
-        return Chart("phases", "Phases", _TIME, "", bars=bars, rows=rows)
+        some = f" of {len(shown)} of {len(self.run.ranks)} ranks" if len(shown) < len(self.run.ranks) else ""
+        return Chart("phases", f"Phases{some}", _TIME, "", bars=bars, rows=rows)
 
     def traffic(self) -> list[Chart]:
         """Bytes a second, by rank, where there is anything worth seeing."""
@@ -136,7 +159,9 @@ class RankCharts:
         grid = self._grid()
         if not len(grid):
             return Series(name, grid, grid)
-        most = np.max([self._on(grid, number, "anonymous", "shared") for number in range(len(self.ranks))], axis=0)
+        most = np.zeros(len(grid))
+        for rank in self.run.ranks:
+            most = np.maximum(most, self._on(grid, rank, "anonymous", "shared"))
         return self._line(name, grid, most)
 
     def tables(self) -> list[Table]:
@@ -161,21 +186,25 @@ class RankCharts:
         rate = max(rank.samples_per_second for rank in self.ranks)
         return np.linspace(0.0, self.seconds, int(np.clip(self.seconds * rate, 2, 50_000)))
 
-    def _on(self, grid: Floats, number: int, *names: str) -> Floats:
+    def _on(self, grid: Floats, rank: RankRecord, *names: str) -> Floats:
         """Memory of a rank at these moments, in GiB; nothing before its first sample and after its last."""
-        samples = self.samples[number]
+        samples = rank.samples()
         if not len(samples["t"]):
             return np.zeros(len(grid))
         total = sum((samples[name] for name in names), np.zeros(len(samples["t"])))
-        return np.interp(grid, samples["t"] + self.shifts[number], total, left=0.0, right=0.0) / _GIB
+        return np.interp(grid, samples["t"] + self.run.shift_of(rank), total, left=0.0, right=0.0) / _GIB
 
-    def _stacked(self, members: Sequence[int]) -> list[Series]:
+    def _stacked(self, members: Sequence[RankRecord]) -> list[Series]:
         grid = self._grid()
         if not len(grid):
             return []
-        own = {f"rank {self.ranks[number].rank}": self._on(grid, number, "anonymous") for number in members}
-        layers = {"shared": np.max([self._on(grid, number, "shared") for number in members], axis=0), **own}
-        places = extremes(np.sum(list(layers.values()), axis=0), self.parts)
+        shared = np.zeros(len(grid))
+        own: dict[str, Floats] = {}
+        for rank in members:
+            shared = np.maximum(shared, self._on(grid, rank, "shared"))
+            own[f"rank {rank.rank}"] = self._on(grid, rank, "anonymous")
+        layers = {"shared": shared, **own}
+        places = extremes(np.sum(list(layers.values()), axis=0), min(self.parts, _POINTS // (2 * len(layers))))
         return [Series(name, grid[places], layer[places], Look.AREA) for name, layer in layers.items()]
 
     def _foreseen(self) -> list[Series]:
@@ -185,8 +214,8 @@ class RankCharts:
             total = (samples["anonymous"] + samples["shared"]) / _GIB
             for load in _loads_of(rank):
                 start, stop = _around(rank, load)
-                before = float(np.interp(start + rank.began - self.run.began, time, total))
-                place = np.array([start, stop]) + rank.began - self.run.began
+                before = float(np.interp(start + self.run.shift_of(rank), time, total))
+                place = np.array([start, stop]) + self.run.shift_of(rank)
                 height = before + _forecast(load, "host_bytes") / 2**30
                 found.append(Series(f"foreseen for rank {rank.rank}", place, np.full(2, height), Look.DASHED))
         return [max(found, key=lambda item: float(item.y[0]))] if found else []
@@ -248,6 +277,18 @@ def _shown(ranks: Sequence[RankRecord], most: int) -> list[RankRecord]:
     return [ranks[int(place)] for place in places]
 
 
+def _fullest(ranks: Sequence[RankRecord]) -> RankRecord:
+    return max(ranks, key=lambda rank: rank.peak_kib)
+
+
+def _with_fullest(shown: list[RankRecord], ranks: Sequence[RankRecord]) -> list[RankRecord]:
+    """These, with the one that needed most: a peak is what somebody looks for."""
+    if len(shown) == len(ranks):
+        return shown
+    by_rank = {rank.rank: rank for rank in (*shown, _fullest(ranks))}
+    return [by_rank[number] for number in sorted(by_rank)]
+
+
 def _row(span: PhaseSpan) -> str:
     return ": ".join(span.path) + (f" (thread {span.lane})" if span.lane else "")
 
@@ -275,8 +316,7 @@ def _around(rank: RankRecord, load: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float:
-    value = facts.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return number_in(facts, name) or 0.0
 
 
 def _forecast(load: Mapping[str, Any], name: str) -> float:

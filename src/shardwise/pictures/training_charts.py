@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from shardwise.observing.plain import number_in
 from shardwise.observing.run_record import RunRecord
 from shardwise.pictures.chart import Chart, Floats, Look, Series
 from shardwise.pictures.thinning import extremes
@@ -70,11 +70,8 @@ def _name(label: str, tenant: str, *, is_one: bool) -> str:
 
 def _values(lines: Sequence[Mapping[str, Any]], kind: str, key: str, parts: int) -> tuple[Floats, Floats]:
     """Steps, and what was told of each; what is no number is left out."""
-    pairs = [
-        (line["step"], line[key])
-        for line in lines
-        if line["kind"] == kind and isinstance(line.get(key), int | float) and math.isfinite(line[key])
-    ]
+    told = [(line["step"], number_in(line, key)) for line in lines if line["kind"] == kind]
+    pairs = [(step, value) for step, value in told if value is not None]
     table = np.array(pairs, np.float64).reshape(-1, 2)
     places = extremes(table[:, 1], parts)
     return table[places, 0], table[places, 1]

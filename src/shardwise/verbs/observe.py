@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,8 @@ def observe(run_dir: str | os.PathLike[str], *, samples_per_second: float = 20.0
         return DeviceUse() if device.type == "cpu" else DeviceUse(*memory_in_use(device))
 
     with world:
+        run = world.from_first(lambda: secrets.token_hex(8))
         memory, file = world.together(opened)
-    place = Place(world.rank, world.size, boot(), "" if device.type == "cpu" else str(device))
+    place = Place(run, world.rank, world.size, boot(), "" if device.type == "cpu" else str(device))
     with RankObserver(file, place, memory, used, samples_per_second) as observer:
         yield observer
