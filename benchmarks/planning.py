@@ -99,12 +99,13 @@ def plan_once(wanted: Shape) -> dict[str, float]:
 
     from shardwise.conversion import copies
     from shardwise.layout import Origin, TensorKind
-    from shardwise.models import build, wrap
+    from shardwise.models import build
     from shardwise.models import transformers_compat as compat
+    from shardwise.models.conversions.key_conversions import bind
     from shardwise.models.initialize import Initialisers
-    from shardwise.models.key_conversions import bind
     from shardwise.models.view import Held, layout_of, look_inside
-    from shardwise.models.wrap import Sharding
+    from shardwise.models.wrapping import wrap
+    from shardwise.models.wrapping.wrap import Sharding
     from shardwise.planning.loads.consent import Consent, Refuse
     from shardwise.planning.loads.load_plan import ModelRules, plan_load
     from shardwise.planning.loads.stored import stored_tensors

@@ -140,7 +140,7 @@ def train_single(model: Any, steps: Sequence[Any]) -> tuple[list[float], list[fl
     """Seconds and losses of the steps of one training; of each its rows. Collective: yes."""
     import torch
 
-    from shardwise.training.batches import Batch
+    from shardwise.training.data.batches import Batch
     from shardwise.training.loop import train
     from shardwise.training.options import TrainOptions
 

@@ -27,14 +27,14 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.training.encoding import EncodedBlock, Encoding
+from shardwise.training.data.encoding import EncodedBlock, Encoding
+from shardwise.training.data.row_blocks import RowBlock
+from shardwise.training.data.row_files import JsonLines
+from shardwise.training.data.tokenising import EncoderPool
 from shardwise.training.example import CHAT_TEMPLATE
-from shardwise.training.layouts import RowWords
-from shardwise.training.masking import Encoder
-from shardwise.training.row_blocks import RowBlock
-from shardwise.training.row_files import JsonLines
-from shardwise.training.rows import Chat, RowFault
-from shardwise.training.tokenising import EncoderPool
+from shardwise.training.texts.layouts import RowWords
+from shardwise.training.texts.masking import Encoder
+from shardwise.training.texts.rows import Chat, RowFault
 
 UNMARKED = CHAT_TEMPLATE.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 WORDS = 60

@@ -55,7 +55,7 @@ def batches(job: Job, steps: int, rank: int) -> list[list[Any]]:
     """A batch for each step, another on every rank; every token is learned."""
     import torch
 
-    from shardwise.training.batches import Batch
+    from shardwise.training.data.batches import Batch
 
     made: list[list[Any]] = []
     for step in range(steps):

@@ -93,7 +93,7 @@ class Cell:
 
     def config(self, folder: str) -> Any:
         """As ``shardwise train`` would be told."""
-        from shardwise.training.config import config_of
+        from shardwise.training.configuration.config import config_of
 
         return config_of(
             {
@@ -133,7 +133,13 @@ def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     from shardwise.execution.moving.group_gather import gather_in_windows
     from shardwise.execution.processes.launched import this_device
     from shardwise.execution.ranks.world import World
-    from shardwise.training.config_values import loss_of, quantization_of, resolved, sharding_of, tuning_of
+    from shardwise.training.configuration.config_values import (
+        loss_of,
+        quantization_of,
+        resolved,
+        sharding_of,
+        tuning_of,
+    )
     from shardwise.training.loop import train
     from shardwise.training.prepare import ModelRequest, load_model
 
@@ -188,7 +194,7 @@ def _with_padding(step: list[Any]) -> list[Any]:
 
 def foreseen(cell: Cell, folder: str) -> dict[str, int]:
     """The same, by the plan."""
-    from shardwise.training.foreseeing import plan_training
+    from shardwise.training.foretelling.foreseeing import plan_training
 
     plan = plan_training(cell.config(folder), ranks=cell.ranks, device="cpu")
     [step] = [phase for phase in plan.phases if phase.phase == "optimizer"]

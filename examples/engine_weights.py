@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import shardwise
 from shardwise.integrations.vllm import adapter_faults, load_into
 from shardwise.options import MergedAdapter
-from shardwise.training.data import read_data
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import read_data
 from shardwise.training.example import train_tokenizer, write_model
-from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
 from shardwise.training.options import Steps, TrainOptions
 

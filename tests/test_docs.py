@@ -22,7 +22,7 @@ from tests.documents.shell import check, commands_in
 import shardwise
 from shardwise.execution.processes.local_ranks import LocalRanks
 from shardwise.tenants.config import is_of_many, tenants_of
-from shardwise.training.config import config_of, in_full
+from shardwise.training.configuration.config import config_of, in_full
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 

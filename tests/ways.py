@@ -29,9 +29,9 @@ from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.formats.checkpoint_index import open_checkpoint
 from shardwise.layout import MeshShape
 from shardwise.models.dtypes import to_torch
-from shardwise.models.groups import group_parameters
-from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside, strided_view
+from shardwise.models.wrapping.groups import group_parameters
+from shardwise.models.wrapping.policies import Automatic
 from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader

@@ -17,7 +17,7 @@ from shardwise.errors import PlacementError as PlacementError
 from shardwise.errors import RankLostError as RankLostError
 from shardwise.errors import ShardwiseError as ShardwiseError
 from shardwise.errors import StorageError as StorageError
-from shardwise.models.wrap import Sharding as Sharding
+from shardwise.models.wrapping.wrap import Sharding as Sharding
 from shardwise.tuning.modes import ExistingLora as ExistingLora
 from shardwise.tuning.modes import Freeze as Freeze
 from shardwise.tuning.modes import Full as Full

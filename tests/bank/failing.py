@@ -19,8 +19,8 @@ from shardwise.bank.in_step import gather_zeros
 from shardwise.bank.tenant import WeightedSum
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.line import Patience
-from shardwise.models.blocks import PerBlock
-from shardwise.models.policies import MinSize
+from shardwise.models.wrapping.blocks import PerBlock
+from shardwise.models.wrapping.policies import MinSize
 
 BAD = banking.WORDS - 1
 """A token that a base in trouble does not bear."""

@@ -21,8 +21,8 @@ import shardwise
 from shardwise.bank.adapter_bank import AdapterBank
 from shardwise.bank.backends import GroupedAlways, LoopedAlways
 from shardwise.errors import ShardwiseError
-from shardwise.models.blocks import PerBlock
-from shardwise.models.policies import MinSize
+from shardwise.models.wrapping.blocks import PerBlock
+from shardwise.models.wrapping.policies import MinSize
 
 LATE = 4
 """Micro-batches before the tenant ``eve`` comes."""

@@ -24,7 +24,7 @@ from shardwise.bank.passes import EntryRows, FusedPass
 from shardwise.bank.rows import PassPlan, rows_of
 from shardwise.bank.tenant import WeightedSum
 from shardwise.errors import TrainingError
-from shardwise.models.blocks import PerBlock
+from shardwise.models.wrapping.blocks import PerBlock
 
 MICRO_BATCHES = 3 * STEPS
 

@@ -19,7 +19,7 @@ from shardwise.bank.backends import GroupedAlways, LoopedAlways, SegmentLoop
 from shardwise.bank.rows import AgreedRows, plan_passes
 from shardwise.bank.tenant import WeightedSum
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.models.blocks import CompileBlocks
+from shardwise.models.wrapping.blocks import CompileBlocks
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport
-from shardwise.training.rows import Chat, read_rows
+from shardwise.training.texts.rows import Chat, read_rows
 
 # click before 8.2 mixes stderr into stdout unless told not to.
 MIXES = "mix_stderr" in signature(CliRunner).parameters

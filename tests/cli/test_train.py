@@ -32,7 +32,7 @@ from shardwise.execution.memory import first_touch
 from shardwise.planning.loads.pages import Way
 from shardwise.storage.hub import HubOptions
 from shardwise.training import prepare, session
-from shardwise.training.config import read_config
+from shardwise.training.configuration.config import read_config
 from shardwise.training.report import Event, StepFacts
 
 # click before 8.2 mixes stderr into stdout unless told not to.

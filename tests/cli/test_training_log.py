@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cli.training_log import describe_data
-from shardwise.training.examples import Example, Examples
-from shardwise.training.train_data import TrainData
+from shardwise.training.data.examples import Example, Examples
+from shardwise.training.data.train_data import TrainData
 
 
 @pytest.mark.parametrize(

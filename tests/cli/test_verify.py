@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from shardwise.cli import main
-from shardwise.models import reference
+from shardwise.models.conversions import reference
 from shardwise.verbs.verify_load import verify_load
 
 

@@ -14,7 +14,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Giver, agree_on_shares
 from shardwise.execution.writing.owned_files import write_by_owners
 from shardwise.layout import Origin
-from shardwise.models.revert import revert
+from shardwise.models.conversions.revert import revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.options import TakeFirst
 from shardwise.planning.saves.save_plan import plan_save

@@ -31,7 +31,7 @@ STAGES = {
     "open": ("shardwise.engines.bringing_up", "open_storage"),
     "headers": ("shardwise.engines.opening", "open_checkpoint"),
     "build": ("shardwise.engines.bringing_up", "outline"),
-    "wrap": ("shardwise.models.wrap", "wrap"),
+    "wrap": ("shardwise.models.wrapping.wrap", "wrap"),
     "plan": ("shardwise.engines.load_plan", "make_plan"),
     "materialize": ("shardwise.engines.loading", "materialize"),
     "read": ("shardwise.storage.reading.local", "LocalReader.read_vectored"),

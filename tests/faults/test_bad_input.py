@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import PlacementError
-from shardwise.models.policies import ModuleListBlocks
-from shardwise.models.wrap import Sharding, wrap
+from shardwise.models.wrapping.policies import ModuleListBlocks
+from shardwise.models.wrapping.wrap import Sharding, wrap
 from shardwise.planning.moves.sharing_choice import InIntervals, OncePerGroup
 
 

@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 import shardwise
 from shardwise import ConfigError, Sharding
-from shardwise.models.policies import select_blocks
+from shardwise.models.wrapping.policies import select_blocks
 from shardwise.options import Classes, MinSize, NoSplitModules, Off, PerBlock, WholeModel
 
 YAML = """\
@@ -305,7 +305,7 @@ def test_a_function_that_chooses_nothing_is_refused():
 
 
 def test_ranks_compare_functions_by_their_names():
-    from shardwise.models.wrap import in_words
+    from shardwise.models.wrapping.wrap import in_words
 
     assert in_words(Sharding(wrap=is_attention))["wrap"] == "Matching(function=is_attention)"
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.models.block_codec import BlockCodec, Cuts, decoded, scales_kept
+from shardwise.models.optimizers.block_codec import BlockCodec, Cuts, decoded, scales_kept
 from shardwise.tensors import Box
 
 EIGHT = torch.cat([-torch.logspace(0, -6, 127), torch.logspace(-6, 0, 129)]).sort().values

@@ -11,10 +11,10 @@ from tests.training import stepping
 from torch import nn
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models import wrap
-from shardwise.models.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.policies import repeated_blocks
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.blocks import CompileBlocks, Off, PerBlock
+from shardwise.models.wrapping.policies import repeated_blocks
+from shardwise.models.wrapping.wrap import Sharding
 
 LAYERS = [f"transformer.h.{index}" for index in range(3)]
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlacementError
 from shardwise.layout import MeshShape, ModelLayout, Origin
 from shardwise.models import _torch_private
-from shardwise.models.forecast_layout import foresee, padded_numels
-from shardwise.models.policies import Automatic, Classes, ModuleListBlocks, WholeModel
 from shardwise.models.view import boxes_at, layout_of, look_inside
-from shardwise.models.wrap import Sharding, wrap
+from shardwise.models.wrapping.forecast_layout import foresee, padded_numels
+from shardwise.models.wrapping.policies import Automatic, Classes, ModuleListBlocks, WholeModel
+from shardwise.models.wrapping.wrap import Sharding, wrap
 
 FLAT = [MeshShape.flat(size) for size in (1, 2, 3, 5, 8, 16)]
 HYBRID = [MeshShape(("replicate", "shard"), sizes) for sizes in ((2, 4), (3, 1), (1, 5), (4, 16))]

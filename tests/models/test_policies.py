@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.models.policies import (
+from shardwise.models.wrapping.policies import (
     Automatic,
     Classes,
     MinSize,

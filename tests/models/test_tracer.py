@@ -14,7 +14,7 @@ from transformers import core_model_loading as hf
 
 from shardwise.conversion import Stored, copies
 from shardwise.models import transformers_compat as compat
-from shardwise.models.tracer import NotStructural, Recorded
+from shardwise.models.conversions.tracer import NotStructural, Recorded
 from shardwise.tensors import Box, DType
 
 RULES = {

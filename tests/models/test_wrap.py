@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.models.policies import Classes, ModuleListBlocks, NoSplitModules, WholeModel
-from shardwise.models.wrap import Sharding, wrap
+from shardwise.models.wrapping.policies import Classes, ModuleListBlocks, NoSplitModules, WholeModel
+from shardwise.models.wrapping.wrap import Sharding, wrap
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 

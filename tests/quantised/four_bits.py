@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise
-from shardwise.models.four_bit_files import packed_for_files
+from shardwise.models.four_bits.four_bit_files import packed_for_files
 from shardwise.options import Fp4, InBlocks, LoadOptions, MergedAdapter, NestedScales, Nf4, PlainScales, Replicated
 
 FORMS = {"nf4": Nf4, "fp4": Fp4}

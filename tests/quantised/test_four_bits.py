@@ -16,7 +16,7 @@ from tests.quantised import four_bits, quantising
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
-from shardwise.models.quantization import of_transformers
+from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.options import AsNumbers, Fp4, Later, NestedScales, Nf4, PlainScales
 from shardwise.testing.world import run_world
 

@@ -13,8 +13,8 @@ from tests.tenants import trying
 from shardwise.errors import ConfigError
 from shardwise.tenants.config import is_of_many, tenants_of
 from shardwise.tenants.sections import TenantsConfig
-from shardwise.training.config import read_config, read_values
-from shardwise.training.config_sections import LoraTuning
+from shardwise.training.configuration.config import read_config, read_values
+from shardwise.training.configuration.config_sections import LoraTuning
 
 NO_NAME = (
     "'../b' is no name of an adapter: up to 128 letters, digits, '.', '_' and '-', the first a letter or a digit, "

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.tenants.portions import OwnSteps, PassBudget, evaluation_portions, learned_in, tensors_of
-from shardwise.training.batches import Padded
-from shardwise.training.data import Examples, TrainData
-from shardwise.training.loader import StepLoader, StepSampler
-from shardwise.training.masking import Example
+from shardwise.training.data.batches import Padded
+from shardwise.training.data.loader import StepLoader, StepSampler
+from shardwise.training.data.read_once import Examples, TrainData
 from shardwise.training.options import Epochs, TrainOptions
+from shardwise.training.texts.masking import Example
 
 
 def data_of(lengths: list[int]) -> TrainData:

@@ -19,10 +19,10 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.cli import train as command
 from shardwise.errors import RankLostError
 from shardwise.execution.ranks.line import Patience
-from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.data import read_data
-from shardwise.training.loader import step_loader
+from shardwise.training.data.batches import Batch
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import read_data
 from shardwise.training.loop import train
 from shardwise.training.options import Steps, TrainOptions
 from shardwise.training.step import StepWork

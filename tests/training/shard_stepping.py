@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise.training.shard_steps import step_shards
+from shardwise.training.optimizing.shard_steps import step_shards
 
 CASES = {
     "rows": ((8, 6), [Shard(0)]),

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.training.masking import Example
+from shardwise.training.texts.masking import Example
 
 _SPECIAL = re.compile(
     r"<\|[a-zA-Z_0-9]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|<start_of_turn>|<end_of_turn>|<turn\|>|<\|turn>|<end_of_utterance>"

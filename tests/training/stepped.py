@@ -19,16 +19,16 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.world import World
 from shardwise.planning.forecasts.memory_check import Available
-from shardwise.training.accumulation import Accumulation, fitting_accumulation
-from shardwise.training.batches import Padded, evaluation_batches
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.data import read_data
+from shardwise.training.data.batches import Padded, evaluation_batches
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import read_data
 from shardwise.training.evaluation_rows import EndEarly, Evaluation
-from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
-from shardwise.training.optimizer_trial import require_optimizer
-from shardwise.training.optimizers import SHORT_NAMES
+from shardwise.training.optimizing.optimizer_trial import require_optimizer
+from shardwise.training.optimizing.optimizers import SHORT_NAMES
 from shardwise.training.options import NamedOptimizer, Steps, TrainOptions
+from shardwise.training.passes.accumulation import Accumulation, fitting_accumulation
 from shardwise.training.report import TrainReport
 from shardwise.training.stopping import StopRequest
 
@@ -145,7 +145,7 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
 def with_little_memory(model: nn.Module, chosen: TrainOptions) -> Accumulation:
     """Rank 1 has little."""
     free = Available(None, 1 << 14 if World.current().rank else 1 << 40)
-    with mock.patch("shardwise.training.accumulation.available_memory", return_value=free):
+    with mock.patch("shardwise.training.passes.accumulation.available_memory", return_value=free):
         return fitting_accumulation(model, chosen, torch.float32)
 
 

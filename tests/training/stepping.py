@@ -21,22 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models import wrap
-from shardwise.models.blocks import CompileBlocks, PerBlock
-from shardwise.models.policies import MinSize, ModelPlan
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.models.wrap import Sharding
-from shardwise.training.accumulation import ShardedGradients, WholeGradients
-from shardwise.training.batches import Batch
-from shardwise.training.clipping import clip_gradients
-from shardwise.training.forward import Forward
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.blocks import CompileBlocks, PerBlock
+from shardwise.models.wrapping.policies import MinSize, ModelPlan
+from shardwise.models.wrapping.wrap import Sharding
+from shardwise.training.data.batches import Batch
 from shardwise.training.generation import evaluating, generate
-from shardwise.training.losses import ChunkedLogits, WholeLogits, prepare_loss
+from shardwise.training.optimizing.clipping import clip_gradients
+from shardwise.training.optimizing.scaling import GradientScaler
+from shardwise.training.optimizing.synchronised import require_synchronised
 from shardwise.training.options import TrainOptions
+from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients
+from shardwise.training.passes.forward import Forward
+from shardwise.training.passes.losses import ChunkedLogits, WholeLogits, prepare_loss
 from shardwise.training.recipe import parts_of
-from shardwise.training.scaling import GradientScaler
 from shardwise.training.step import StepWork
-from shardwise.training.synchronised import require_synchronised
 
 WORDS = 96
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.training import shipped
 
 from shardwise.models.chat_templates import CompiledTemplate
-from shardwise.training import chat_script
-from shardwise.training.chat_options import Learn
-from shardwise.training.chat_turns import ChatReader, Rendering
-from shardwise.training.rows import Chat, RowError
+from shardwise.training.texts import chat_script
+from shardwise.training.texts.chat_options import Learn
+from shardwise.training.texts.chat_turns import ChatReader, Rendering
+from shardwise.training.texts.rows import Chat, RowError
 
 HEAD = "{%- for m in messages %}{{- strftime_now('') }}"
 TURN = "{{- '<|im_start|>' + m.role + '\\n' }}"

@@ -10,12 +10,12 @@ import pytest
 from tests.training import shipped, tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.chat_options import ChatOptions, Learn
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.data import read_data
-from shardwise.training.masking import Encoder, Example
-from shardwise.training.rows import Completion, RowError, RowFault, row_of
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.data.read_once import read_data
 from shardwise.training.session import read_rows
+from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.masking import Encoder, Example
+from shardwise.training.texts.rows import Completion, RowError, RowFault, row_of
 
 HEAD = "{{- '<|im_start|>' + m.role + '\\n' }}"
 TURNS = "{%- for m in messages %}" + HEAD + "BODY{{- '<|im_end|>\\n' }}{%- endfor %}"

@@ -12,9 +12,9 @@ import pytest
 from tests.training import shipped
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.training.chat_options import ChatOptions, Learn
-from shardwise.training.masking import Encoder, Example
-from shardwise.training.rows import RowFault, row_of
+from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.masking import Encoder, Example
+from shardwise.training.texts.rows import RowFault, row_of
 
 pytestmark = pytest.mark.skipif(shipped.folder() is None, reason="TRL, which ships the templates, is not installed")
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from shardwise.errors import ConfigError
-from shardwise.training.config import config_of, known_keys, read_config
-from shardwise.training.config_sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
+from shardwise.training.configuration.config import config_of, known_keys, read_config
+from shardwise.training.configuration.config_sections import FreezeTuning, FullTuning, LoraTuning, WrapSection
+from shardwise.training.configuration.other_names import NONE, OURS
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
-from shardwise.training.other_names import NONE, OURS
 
 NEEDED = ("model=org/name", "data=chats.jsonl", "output=out")
 RECIPES = sorted(

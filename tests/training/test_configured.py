@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.models.blocks import CompileBlocks, Off, PerBlock
-from shardwise.models.policies import (
+from shardwise.models.wrapping.blocks import CompileBlocks, Off, PerBlock
+from shardwise.models.wrapping.policies import (
     Automatic,
     Classes,
     MinSize,
@@ -23,11 +23,9 @@ from shardwise.models.policies import (
     NoSplitModules,
     WholeModel,
 )
-from shardwise.training.accumulation import ShardedGradients, WholeGradients
-from shardwise.training.batches import Flattened, Packed, Padded
-from shardwise.training.config import read_config
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import (
+from shardwise.training.configuration.config import read_config
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.configuration.config_values import (
     accumulation_of,
     loss_of,
     resolved,
@@ -35,8 +33,10 @@ from shardwise.training.config_values import (
     sharding_of,
     tuning_of,
 )
-from shardwise.training.losses import ChunkedLogits, WholeLogits
+from shardwise.training.data.batches import Flattened, Packed, Padded
 from shardwise.training.options import TrainOptions
+from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients
+from shardwise.training.passes.losses import ChunkedLogits, WholeLogits
 from shardwise.training.prepare import ModelRequest, load_model
 from shardwise.tuning.modes import ExistingLora, Freeze, Full, InBlocks, Lora, Replicated
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.batches import IGNORED, EvaluationBatches, Padded, pad
-from shardwise.training.data import TrainData, read_data
-from shardwise.training.loader import StepLoader, StepSampler, step_loader
+from shardwise.training.data.batches import IGNORED, EvaluationBatches, Padded, pad
+from shardwise.training.data.loader import StepLoader, StepSampler, step_loader
+from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.options import Epochs, Steps, TrainOptions
-from shardwise.training.rows import Text, read_rows
+from shardwise.training.texts.rows import Text, read_rows
 
 # Templates
 

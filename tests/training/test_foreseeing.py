@@ -23,13 +23,19 @@ import shardwise
 from shardwise.models.live_bytes import LiveBytes
 from shardwise.models.view import local_tensor
 from shardwise.testing.world import run_world
-from shardwise.training.batches import Batch
-from shardwise.training.config import config_of
-from shardwise.training.config_values import accumulation_of, loss_of, quantization_of, sharding_of, tuning_of
-from shardwise.training.foreseeing import plan_training
+from shardwise.training.configuration.config import config_of
+from shardwise.training.configuration.config_values import (
+    accumulation_of,
+    loss_of,
+    quantization_of,
+    sharding_of,
+    tuning_of,
+)
+from shardwise.training.data.batches import Batch
+from shardwise.training.foretelling.foreseeing import plan_training
+from shardwise.training.foretelling.step_memory import Measured
 from shardwise.training.loop import train
 from shardwise.training.prepare import ModelRequest, load_model
-from shardwise.training.step_memory import Measured
 
 ROWS, TOKENS = 3, 96
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear"}
@@ -369,7 +375,7 @@ def test_a_thousand_ranks_of_a_large_model(monkeypatch):
     from shardwise.models import traced_activations
     from shardwise.planning.forecasts import footprint
     from shardwise.storage.policies import LOCAL
-    from shardwise.training import foreseeing
+    from shardwise.training.foretelling import foreseeing
 
     shapes = qwen3_235b()
     index = shapes.index()

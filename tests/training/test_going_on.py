@@ -21,19 +21,19 @@ from transformers.modeling_outputs import CausalLMOutput
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ConfigError, StorageError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models import wrap
-from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.training.batches import Padded, evaluation_batches
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.policies import WholeModel
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders, SettingsAsked, TrainingProgress
-from shardwise.training.data import TrainData, read_data
+from shardwise.training.data.batches import Padded, evaluation_batches
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.evaluation_rows import EndEarly, Evaluation, evaluate
-from shardwise.training.forward import Forward
-from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, RunLog, Trackers
 from shardwise.training.often import EachEpoch
 from shardwise.training.options import Epochs, Ratio, Steps, TrainOptions
+from shardwise.training.passes.forward import Forward
 from shardwise.training.report import (
     CheckpointFacts,
     EvaluationFacts,

@@ -109,7 +109,9 @@ def test_what_is_of_another_kind_or_other_blocks_is_refused_by_name(runs: Runs) 
     assert "state1 of optimizer 0 has shape (2, 128, 64), the parameter (256, 64): it has no shards" in text
     kind, text = found["each for itself"]
     assert kind == "PlacementError"
-    assert "call step_shards(optimizer), of shardwise.training.shard_steps, before the first step" in text
+    assert (
+        "call step_shards(optimizer), of shardwise.training.optimizing.shard_steps, before the first step" in text
+    )
     assert found["compiled for DTensors"] == 0
     assert (found["left out"], found["untouched"]) == (("optimizers",), 0)
 

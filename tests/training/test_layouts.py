@@ -10,10 +10,10 @@ import pytest
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.data import SkipRows, read_data
-from shardwise.training.layouts import RowWords, without_filled_nulls
-from shardwise.training.rows import RowError
-from shardwise.training.sources import DataName
+from shardwise.training.data.read_once import SkipRows, read_data
+from shardwise.training.data.sources import DataName
+from shardwise.training.texts.layouts import RowWords, without_filled_nulls
+from shardwise.training.texts.rows import RowError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 TOOL = {"name": "w", "description": "weather", "parameters": {"type": "object", "properties": {}}}

@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.models import wrap
-from shardwise.models.policies import WholeModel
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.training.clipping import clip_gradients
-from shardwise.training.data import TrainData, read_data
-from shardwise.training.forward import Forward
-from shardwise.training.loader import step_loader
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.policies import WholeModel
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.loop import train
+from shardwise.training.optimizing.clipping import clip_gradients
 from shardwise.training.options import Ratio, Steps, TrainOptions
+from shardwise.training.passes.forward import Forward
 from shardwise.training.recipe import parts_of
 from shardwise.training.report import StepFacts
 from shardwise.training.step import StepWork

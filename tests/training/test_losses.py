@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.execution.ranks.world import World
-from shardwise.training.batches import IGNORED, Batch
+from shardwise.training.data.batches import IGNORED, Batch
 from shardwise.training.generation import evaluating
-from shardwise.training.losses import (
+from shardwise.training.passes.losses import (
     ChunkedLogits,
     LossInChunks,
     WholeLogits,

@@ -19,11 +19,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shardwise.models.chat_templates import CompiledTemplate
-from shardwise.training.chat_options import ChatOptions, Learn
-from shardwise.training.chat_script import Script
-from shardwise.training.masking import Encoder, Example
-from shardwise.training.rows import Chat, Completion, Row, RowError, RowFault, Text
-from shardwise.training.word_tokens import WordTokens
+from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.chat_script import Script
+from shardwise.training.texts.masking import Encoder, Example
+from shardwise.training.texts.rows import Chat, Completion, Row, RowError, RowFault, Text
+from shardwise.training.texts.word_tokens import WordTokens
 
 TALK = tiny.chat("Hi", "Hé llo", "And?", "Bye")["messages"]
 
@@ -317,7 +317,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
         def today(cls) -> Any:
             return day
 
-    monkeypatch.setattr("shardwise.training.masking.datetime", FakeDays(Day))
+    monkeypatch.setattr("shardwise.training.texts.masking.datetime", FakeDays(Day))
 
 
 class FakeDays:

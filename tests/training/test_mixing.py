@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.batches import Packed, Padded
-from shardwise.training.config import config_of
-from shardwise.training.data import HeldOut, RowsAsked, TrainData, read_and_hold_out, read_data
-from shardwise.training.loader import StepLoader, StepSampler
-from shardwise.training.mixing import ByWeight, RowOrder, held_out_rows
+from shardwise.training.configuration.config import config_of
+from shardwise.training.data.batches import Packed, Padded
+from shardwise.training.data.loader import StepLoader, StepSampler
+from shardwise.training.data.mixing import ByWeight, RowOrder, held_out_rows
+from shardwise.training.data.read_once import HeldOut, RowsAsked, TrainData, read_and_hold_out, read_data
+from shardwise.training.data.sources import DataName
 from shardwise.training.options import Epochs, TrainOptions
 from shardwise.training.session import read_rows
-from shardwise.training.sources import DataName
 
 counts = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 

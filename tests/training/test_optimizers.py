@@ -13,10 +13,10 @@ from tests.conftest import Worlds
 from tests.training import stepped, tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.accumulation import ShardedGradients, WholeGradients, fits_whole
-from shardwise.training.config import read_config
-from shardwise.training.optimizers import SHORT_NAMES
+from shardwise.training.configuration.config import read_config
+from shardwise.training.optimizing.optimizers import SHORT_NAMES
 from shardwise.training.options import NamedOptimizer, TrainOptions
+from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients, fits_whole
 from shardwise.training.recipe import parts_of
 from shardwise.training.session import Session
 

@@ -17,7 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.batches import (
+from shardwise.training.data.batches import (
     IGNORED,
     BatchLayout,
     Flattened,
@@ -27,15 +27,15 @@ from shardwise.training.batches import (
     flatten,
     pack,
 )
-from shardwise.training.data import TrainData, read_data
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.packing import pack_rows
+from shardwise.training.data.read_once import TrainData, read_data
 from shardwise.training.evaluation_rows import evaluate
-from shardwise.training.forward import Forward
-from shardwise.training.loader import step_loader
 from shardwise.training.loop import train
-from shardwise.training.masking import Example
 from shardwise.training.options import Epochs, TrainOptions
-from shardwise.training.packing import pack_rows
+from shardwise.training.passes.forward import Forward
 from shardwise.training.prepare import require_blind_rows
+from shardwise.training.texts.masking import Example
 
 
 @pytest.fixture(scope="module")

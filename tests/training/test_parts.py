@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.training.batches import Batch
+from shardwise.training.data.batches import Batch
 from shardwise.training.loop import train
-from shardwise.training.losses import WholeLogits
 from shardwise.training.metrics import values_of
 from shardwise.training.parts import OwnParts, TrainedPart
+from shardwise.training.passes.losses import WholeLogits
 
 Found = dict[str, Any]
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training.data import SkipRows, TrainData, read_data
-from shardwise.training.encoding import read_row
-from shardwise.training.layouts import RowWords
-from shardwise.training.row_files import ArrowTable, Csv, JsonArray, JsonLines, Parquet, RowFile
-from shardwise.training.rows import Chat, Completion, Row, RowFault, Text
-from shardwise.training.sources import DataName, open_source
+from shardwise.training.data.encoding import read_row
+from shardwise.training.data.read_once import SkipRows, TrainData, read_data
+from shardwise.training.data.row_files import ArrowTable, Csv, JsonArray, JsonLines, Parquet, RowFile
+from shardwise.training.data.sources import DataName, open_source
+from shardwise.training.texts.layouts import RowWords
+from shardwise.training.texts.rows import Chat, Completion, Row, RowFault, Text
 
 ROWS: list[dict[str, Any]] = [tiny.chat(f"Hi {n}", f"Ho {n}") for n in range(7)]
 CALLS: list[dict[str, Any]] = [

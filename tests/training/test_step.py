@@ -12,9 +12,9 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.clipping import clip_gradients
-from shardwise.training.scaling import GradientScaler, Unscaled
-from shardwise.training.synchronised import require_synchronised
+from shardwise.training.optimizing.clipping import clip_gradients
+from shardwise.training.optimizing.scaling import GradientScaler, Unscaled
+from shardwise.training.optimizing.synchronised import require_synchronised
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -13,16 +13,16 @@ from tests.training.test_sources import same_rows
 
 from shardwise.errors import ConfigError
 from shardwise.testing.world import run_world
-from shardwise.training.batches import Packed, Padded
-from shardwise.training.config import config_of
-from shardwise.training.data import ReadOptions, RowsAsked, SkipRows
-from shardwise.training.layouts import RowWords
+from shardwise.training.configuration.config import config_of
+from shardwise.training.data.batches import Packed, Padded
+from shardwise.training.data.read_once import ReadOptions, RowsAsked, SkipRows
+from shardwise.training.data.sources import DataName
+from shardwise.training.data.streamed import StreamLoader, stream_loader
+from shardwise.training.data.tokenising import Effort
 from shardwise.training.options import Epochs, Steps, TrainOptions
 from shardwise.training.session import Session
-from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
-from shardwise.training.streamed import StreamLoader, stream_loader
-from shardwise.training.tokenising import Effort
+from shardwise.training.texts.layouts import RowWords
 
 PADDED = Padded()
 ONE, TWO = (Effort(processes=count, block_bytes=100) for count in (1, 2))

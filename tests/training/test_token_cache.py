@@ -20,17 +20,17 @@ from shardwise.execution.processes.launched import this_place
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.local_writer import LocalWriter
 from shardwise.testing.world import run_world
-from shardwise.training import data as reading
-from shardwise.training import token_cache
-from shardwise.training.chat_options import ChatOptions, Learn
-from shardwise.training.config import config_of
-from shardwise.training.data import ReadOptions, SkipRows, TrainData, read_data
-from shardwise.training.layouts import RowWords
-from shardwise.training.row_files import ByContent, ByStat
+from shardwise.training.configuration.config import config_of
+from shardwise.training.data import read_once as reading
+from shardwise.training.data import token_cache
+from shardwise.training.data.read_once import ReadOptions, SkipRows, TrainData, read_data
+from shardwise.training.data.row_files import ByContent, ByStat
+from shardwise.training.data.sources import DataName
+from shardwise.training.data.token_cache import CacheFolder
 from shardwise.training.session import Session, read_rows
-from shardwise.training.sources import DataName
 from shardwise.training.stopping import StopRequest
-from shardwise.training.token_cache import CacheFolder
+from shardwise.training.texts.chat_options import ChatOptions, Learn
+from shardwise.training.texts.layouts import RowWords
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import pytest
 from tests.training import tiny
 
 from shardwise.errors import ConfigError
-from shardwise.training import tokenising
-from shardwise.training.data import ReadOptions, TrainData, read_data
-from shardwise.training.layouts import RowWords
-from shardwise.training.row_blocks import LinesBlock
-from shardwise.training.sources import DataName
-from shardwise.training.tokenising import Effort, EncoderPool
+from shardwise.training.data import tokenising
+from shardwise.training.data.read_once import ReadOptions, TrainData, read_data
+from shardwise.training.data.row_blocks import LinesBlock
+from shardwise.training.data.sources import DataName
+from shardwise.training.data.tokenising import Effort, EncoderPool
+from shardwise.training.texts.layouts import RowWords
 
 MANY = Effort(processes=2, bytes_per_process=1, block_bytes=400)
 
@@ -115,7 +115,7 @@ def test_a_process_that_ends_is_one_error_with_its_rows(
 
 
 def tiny_blocks(file: Path) -> list[LinesBlock]:
-    from shardwise.training.sources import open_source
+    from shardwise.training.data.sources import open_source
 
     [opened] = open_source(DataName(str(file)))
     return list(opened.blocks(MANY.block_bytes, RowWords()))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_other_processes_cannot_have(tmp_path: Path, part: Any)
 
 
 def test_who_tokenises_imports_no_torch() -> None:
-    code = "import sys, shardwise.training.encoding_worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.training.data.encoding_worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

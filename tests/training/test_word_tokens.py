@@ -25,11 +25,11 @@ from tokenizers import (
 )
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from shardwise.training import masking
-from shardwise.training.masking import Encoder
-from shardwise.training.rows import Chat, Completion, Row, RowFault, Text, row_of
-from shardwise.training.token_spans import tokenise, tokens_within
-from shardwise.training.word_tokens import WordTokens
+from shardwise.training.texts import masking
+from shardwise.training.texts.masking import Encoder
+from shardwise.training.texts.rows import Chat, Completion, Row, RowFault, Text, row_of
+from shardwise.training.texts.token_spans import tokenise, tokens_within
+from shardwise.training.texts.word_tokens import WordTokens
 
 END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -255,7 +255,7 @@ def test_what_others_ask_of_the_tokenizer_meanwhile_is_nothing_to_it() -> None:
 
 
 def test_more_words_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.training.word_tokens._MOST", 5)
+    monkeypatch.setattr("shardwise.training.texts.word_tokens._MOST", 5)
     made = tokenizer("qwen2")
     words = WordTokens.of(made)
     assert words is not None

@@ -18,17 +18,17 @@ from transformers import get_scheduler
 from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.errors import ShardwiseError
 from shardwise.execution.ranks.world import World
-from shardwise.models import wrap
 from shardwise.models.replicated import average_replicated_gradients
-from shardwise.training.batches import IGNORED, Batch, EvaluationBatches, Padded, evaluation_batches
+from shardwise.models.wrapping import wrap
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.data import read_data
+from shardwise.training.data.batches import IGNORED, Batch, EvaluationBatches, Padded, evaluation_batches
+from shardwise.training.data.loader import StepLoader, step_loader
+from shardwise.training.data.read_once import read_data
 from shardwise.training.evaluation_rows import Evaluation, evaluate
-from shardwise.training.forward import Forward
-from shardwise.training.loader import StepLoader, step_loader
 from shardwise.training.loop import train
 from shardwise.training.options import Steps, TrainOptions
 from shardwise.training.parts import OwnParts, TrainedPart
+from shardwise.training.passes.forward import Forward
 from shardwise.training.report import Event, TrainReport
 from shardwise.training.stopping import StopRequest
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import shardwise
 from shardwise.execution.ranks.world import World
-from shardwise.models.wrap import wrap
+from shardwise.models.wrapping.wrap import wrap
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed
 from shardwise.storage.reading.local import LocalReader
 

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shardwise
 from shardwise import Sharding
-from shardwise.models.rebind import state_like
+from shardwise.models.optimizers.rebind import state_like
 from shardwise.models.view import local_boxes, look_inside, raw_bytes, strided_view
 from shardwise.options import EveryRank, FirstRank, FullState, Ignore, ShardedState
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.models.view import local_boxes, local_tensor, look_inside, raw_bytes, strided_view
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping.wrap import Sharding
 
 NODES = ("a", "a", "b", "b")
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import shardwise
 from shardwise import ConfigError, CoverageError, PlacementError, Sharding
 from shardwise.engines.forecasting import sharding_named, wrap_named
-from shardwise.models.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.models.view import raw_bytes
+from shardwise.models.wrapping.policies import Automatic, ModelPlan, ModuleListBlocks, NoSplitModules
 from shardwise.options import Classes, Ignore, Initialize, WholeModel
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup
 from shardwise.storage.policies import LOCAL, NETWORK_FILE_SYSTEM, OBJECT_STORE

@@ -15,10 +15,10 @@ from shardwise.engines.forecasting import forecast
 from shardwise.engines.outline import Outline, outline
 from shardwise.layout import MeshShape, Origin
 from shardwise.models import transformers_compat as compat
-from shardwise.models.forecast_layout import foresee
 from shardwise.models.initialize import Initialisers
-from shardwise.models.policies import Automatic
 from shardwise.models.view import look_inside
+from shardwise.models.wrapping.forecast_layout import foresee
+from shardwise.models.wrapping.policies import Automatic
 from shardwise.planning.forecasts.footprint import Footprints, Reading
 from shardwise.planning.forecasts.forecast import Homes, forecast_rank
 from shardwise.planning.loads.consent import Consent

@@ -9,7 +9,7 @@ from tests.verbs import sharding
 
 import shardwise
 from shardwise.models._torch_private import SHARDS_INTEGERS
-from shardwise.models.policies import Classes
+from shardwise.models.wrapping.policies import Classes
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from shardwise.conversion import Computed, Stored, WholeOperation
 from shardwise.engines import streaming as stream
 from shardwise.engines.streaming import StreamOptions
 from shardwise.errors import ConfigError, CoverageError
-from shardwise.models.revert import Output
+from shardwise.models.conversions.revert import Output
 from shardwise.tensors import DType
 from shardwise.verbs.stream import iter_hf_tensors
 

@@ -17,7 +17,7 @@ from shardwise.bank.backends import SegmentLoop, SitePart, adapt
 from shardwise.bank.routing import Route
 from shardwise.bank.tenant import expert_site
 from shardwise.models import pretrained
-from shardwise.models.four_bit_experts import weight_of_expert
+from shardwise.models.four_bits.four_bit_experts import weight_of_expert
 
 _UP = ("gate_up_proj", "up_proj")
 _KNOWN = (*_UP, "down_proj")

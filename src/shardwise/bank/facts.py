@@ -21,7 +21,7 @@ from shardwise.bank.tenant import Reduction, Tenant, TokenMean, WeightedSum
 from shardwise.errors import FormatError
 from shardwise.formats.strict_json import parse_object
 from shardwise.models.modules import original_class
-from shardwise.models.optimizer_kind import class_name, unlike
+from shardwise.models.optimizers.optimizer_kind import class_name, unlike
 from shardwise.models.view import canonical
 from shardwise.storage.names import shown
 from shardwise.tuning.sites import ExpertsSite

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, TrainingError
-from shardwise.models.blocks import Compiled
 from shardwise.models.modules import dropout_of, is_compiled_in_place, normalises_over_rows
 from shardwise.models.sharded import splitting_dim
 from shardwise.models.view import canonical
+from shardwise.models.wrapping.blocks import Compiled
 
 _BY_LONGEST_ROW = ("dynamic", "longrope")
 

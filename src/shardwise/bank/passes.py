@@ -16,7 +16,7 @@ from shardwise.bank.routing import Route, RouteSwitch, TenantRows
 from shardwise.bank.rows import PassPlan, TenantRow
 from shardwise.bank.tenant import Tenant
 from shardwise.errors import TrainingError
-from shardwise.training.batches import IGNORED
+from shardwise.training.data.batches import IGNORED
 
 
 @dataclass(frozen=True, slots=True)

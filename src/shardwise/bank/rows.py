@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from shardwise.errors import ConfigError, DisagreementError
-from shardwise.training.batches import IGNORED
+from shardwise.training.data.batches import IGNORED
 
 RowTensors: TypeAlias = Mapping[str, torch.Tensor]
 """``input_ids`` (rows, tokens); optionally ``attention_mask``, ``labels`` (-100 where nothing is learned; not

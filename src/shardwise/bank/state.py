@@ -21,7 +21,7 @@ from shardwise.bank.facts import HOW_STEPPED, TenantFacts, differences, facts_of
 from shardwise.bank.moments import gathered
 from shardwise.bank.tenant import Tenant, TenantWindow
 from shardwise.errors import ConfigError
-from shardwise.models.optimizer_state import set_group
+from shardwise.models.optimizers.optimizer_state import set_group
 
 StateKey = tuple[str, str]
 """A parameter of a tenant's optimizer by its name, and what is kept of it: ("", "exp_avg")."""

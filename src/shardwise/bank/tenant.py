@@ -17,7 +17,7 @@ from shardwise.bank.moments import FlatSlices, Moments, ShardedMoments, WholeMom
 from shardwise.bank.optimizers import OptimizerMaker, adamw, made_optimizer
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.clipping import clip_factor, norm_of, norm_share, scale_gradients
+from shardwise.training.optimizing.clipping import clip_factor, norm_of, norm_share, scale_gradients
 from shardwise.training.parts import RateSchedule, TrainedPart, Unchanging
 from shardwise.tuning.sites import (
     AdaptedSite,

@@ -61,7 +61,7 @@ from shardwise.execution.states.replicas import tell as tell_of
 from shardwise.execution.writing.chunk_plan import plan_tensors
 from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of
 from shardwise.execution.writing.chunk_stream import ChunkSource
-from shardwise.models.optimizer_kind import class_name
+from shardwise.models.optimizers.optimizer_kind import class_name
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 from shardwise.planning.loads.consent import OnDiffering, Refuse, TakeFirst
 from shardwise.planning.moves.replica_parts import in_common

@@ -11,7 +11,7 @@ from shardwise.checkpoints.state import KeyPath, Looked, Stateful, TrainState, a
 from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.models.dtypes import in_memory
-from shardwise.models.optimizer_kind import by_parameter, unlike
+from shardwise.models.optimizers.optimizer_kind import by_parameter, unlike
 from shardwise.models.selection import Selection
 from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.matching import in_words as faults_in_words

@@ -31,8 +31,8 @@ from shardwise.execution.reading.checkpoint_copies import require_one_checkpoint
 from shardwise.execution.reading.place import Destination, Placer, arrange
 from shardwise.execution.states.supply import require_alike_models
 from shardwise.models.dtypes import in_memory, to_torch
-from shardwise.models.optimizer_state import Given, read
-from shardwise.models.rebind import Key
+from shardwise.models.optimizers.optimizer_state import Given, read
+from shardwise.models.optimizers.rebind import Key
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.selection import Selection
 from shardwise.models.view import Held, local_boxes, local_tensor, look_inside

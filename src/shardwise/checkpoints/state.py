@@ -17,8 +17,8 @@ from shardwise.checkpoints.facts import as_json
 from shardwise.checkpoints.plain import digest_of
 from shardwise.errors import ConfigError
 from shardwise.layout import TensorKind
-from shardwise.models.optimizer_state import labelled, written_out
-from shardwise.models.rebind import Bound, OfAnyForm, look_at
+from shardwise.models.optimizers.optimizer_state import labelled, written_out
+from shardwise.models.optimizers.rebind import Bound, OfAnyForm, look_at
 from shardwise.models.selection import AdapterOnly, Everything, Selection, names_outside
 from shardwise.models.unchanged import Snapshot
 from shardwise.models.view import Held, local_tensor, look_inside, without_compile

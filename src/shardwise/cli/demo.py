@@ -218,8 +218,8 @@ def demo_on_rank(request: DemoRequest) -> DemoOutcome:
     """What every rank does; the first one tells. Collective: yes."""
     from shardwise.cli.launch import this_place
     from shardwise.training import example
-    from shardwise.training.data import read_data
-    from shardwise.training.loader import step_loader
+    from shardwise.training.data.loader import step_loader
+    from shardwise.training.data.read_once import read_data
     from shardwise.training.loop import train
     from shardwise.training.prepare import ModelRequest, keep, load_model, load_tokenizer
 

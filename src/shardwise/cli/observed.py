@@ -10,7 +10,7 @@ from shardwise.pictures.curves import Curves
 
 if TYPE_CHECKING:
     from shardwise.observing.sampler import RankObserver
-    from shardwise.training.config_sections import TrainConfig
+    from shardwise.training.configuration.config_sections import TrainConfig
 
 
 def observed(config: TrainConfig, directory: str) -> AbstractContextManager[RankObserver | None]:

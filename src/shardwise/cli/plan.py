@@ -161,7 +161,7 @@ def _about_training(memory: str | None, tflops: float | None, read_rate: str | N
         ("--read-rate", "read_bytes_per_s", read_rate),
     ):
         if text == "measured" and name == "read_bytes_per_s":
-            from shardwise.training.step_memory import Measured
+            from shardwise.training.foretelling.step_memory import Measured
 
             said[name] = Measured()
         elif text is not None:
@@ -186,13 +186,13 @@ def _of_config(
     """The plan of a training, or of the tenants, that a file describes."""
     try:
         from shardwise.tenants.config import is_of_many, tenants_of
-        from shardwise.training.config import config_of, read_values
+        from shardwise.training.configuration.config import config_of, read_values
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"configurations are read by {error.name}, which is not installed; pip install 'shardwise[train]'"
         ) from error
     from shardwise.tenants.foreseeing import plan_tenants
-    from shardwise.training.foreseeing import plan_training
+    from shardwise.training.foretelling.foreseeing import plan_training
 
     values, told = read_values(file, overrides)
     if not is_of_many(values):
@@ -211,8 +211,8 @@ def _of_step(
     about: Mapping[str, Any],
 ) -> TrainingPlan:
     """The plan of a training that options describe."""
-    from shardwise.training.foreseeing import StepAsked, foresee_step
-    from shardwise.training.step_memory import Machines
+    from shardwise.training.foretelling.foreseeing import StepAsked, foresee_step
+    from shardwise.training.foretelling.step_memory import Machines
 
     if tokens is None:
         raise ConfigError("--batch is of a training; give --seq, the tokens of a row, too")

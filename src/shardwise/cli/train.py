@@ -23,8 +23,8 @@ from shardwise.errors import ConfigError, ShardwiseError
 if TYPE_CHECKING:
     from shardwise.report.load_report import LoadReport
     from shardwise.report.save_report import SaveReport
-    from shardwise.training.config_sections import TrainConfig
-    from shardwise.training.memory_facts import MemoryFacts
+    from shardwise.training.configuration.config_sections import TrainConfig
+    from shardwise.training.foretelling.memory_facts import MemoryFacts
     from shardwise.training.pushing import Pushed
     from shardwise.training.report import TrainReport
 
@@ -168,8 +168,8 @@ def read_request(
     """
     try:
         from shardwise.tenants.config import is_of_many, tenants_of
-        from shardwise.training.accelerate_section import with_accelerate
-        from shardwise.training.config import config_of, read_values
+        from shardwise.training.configuration.accelerate_section import with_accelerate
+        from shardwise.training.configuration.config import config_of, read_values
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"configurations are read by {error.name}, which is not installed; pip install 'shardwise[train]'"
@@ -195,7 +195,7 @@ def cache_root(environment: Mapping[str, str]) -> Path:
 
 def train_on_rank(request: TrainRequest) -> TrainOutcome:
     """What every rank does; the first one tells. Collective: yes."""
-    from shardwise.training.memory_facts import memory_before, memory_facts
+    from shardwise.training.foretelling.memory_facts import memory_before, memory_facts
     from shardwise.training.session import Session
     from shardwise.training.stopping import stopping_on_signals
 

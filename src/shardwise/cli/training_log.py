@@ -17,8 +17,8 @@ from shardwise.training.report import CheckpointFacts, EvaluationFacts, Remark, 
 if TYPE_CHECKING:
     from shardwise.observing.sampler import RankObserver
     from shardwise.report.load_report import LoadReport
-    from shardwise.training.config_sections import ShardingSection
-    from shardwise.training.data import TrainData
+    from shardwise.training.configuration.config_sections import ShardingSection
+    from shardwise.training.data.read_once import TrainData
     from shardwise.training.report import Event
     from shardwise.training.session import Session
 

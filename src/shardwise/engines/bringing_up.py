@@ -31,10 +31,11 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.models import pretrained, wrap
+from shardwise.models import pretrained
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.vocabulary import Drawn
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.hub import HubOptions

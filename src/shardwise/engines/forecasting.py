@@ -31,10 +31,11 @@ from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models.dtypes import from_torch
-from shardwise.models.forecast_layout import foresee
-from shardwise.models.groups import MAX_PADDING
 from shardwise.models.initialize import Initialisers
-from shardwise.models.policies import (
+from shardwise.models.view import Held, look_inside
+from shardwise.models.wrapping.forecast_layout import foresee
+from shardwise.models.wrapping.groups import MAX_PADDING
+from shardwise.models.wrapping.policies import (
     Automatic,
     Classes,
     MinSize,
@@ -44,8 +45,7 @@ from shardwise.models.policies import (
     WholeModel,
     WrapPolicy,
 )
-from shardwise.models.view import Held, look_inside
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.forecasts.forecast import (
     Homes,
     forecast_computed,

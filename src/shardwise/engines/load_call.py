@@ -18,10 +18,10 @@ from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
 from shardwise.models import pretrained
 from shardwise.models.additions import Additions
-from shardwise.models.four_bit_base import offered_in_four_bits
-from shardwise.models.four_bit_files import layout_in_numbers
+from shardwise.models.conversions.key_conversions import bind
+from shardwise.models.four_bits.four_bit_base import offered_in_four_bits
+from shardwise.models.four_bits.four_bit_files import layout_in_numbers
 from shardwise.models.initialize import BufferRules
-from shardwise.models.key_conversions import bind
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.stored import stored_tensors

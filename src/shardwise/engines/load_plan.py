@@ -30,12 +30,12 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
 from shardwise.models.additions import NOTHING_ADDED, Additions
-from shardwise.models.forecast_layout import padded_numels
 from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
 from shardwise.models.placement import refuse_subclasses
 from shardwise.models.programs import Program
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.models.vocabulary import Drawn
+from shardwise.models.wrapping.forecast_layout import padded_numels
 from shardwise.planning.forecasts.forecast import Homes, forecast_rank
 from shardwise.planning.forecasts.memory_check import Available
 from shardwise.planning.loads.consent import Consent

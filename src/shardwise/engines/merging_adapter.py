@@ -26,11 +26,11 @@ from shardwise.formats.peft_adapter import ADAPTER_CONFIG, LoraConfig, parse_ada
 from shardwise.formats.two_checkpoints import beside
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
+from shardwise.models.conversions.key_conversions import assign_keys
+from shardwise.models.conversions.revert import Output
 from shardwise.models.dtypes import to_torch
-from shardwise.models.key_conversions import assign_keys
+from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.module_weights import modules_of_columns, parameters_by_module
-from shardwise.models.quantization import FourBit
-from shardwise.models.revert import Output
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.merge_plan import (
     Edit,

@@ -20,7 +20,7 @@ from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
 from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.world import World
-from shardwise.models.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
+from shardwise.models.four_bits.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.modules import walk
 from shardwise.models.view import canonical, local_boxes, local_tensor
 from shardwise.planning.states.forms import FullState

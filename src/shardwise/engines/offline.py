@@ -36,7 +36,7 @@ from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
-from shardwise.models.revert import Output, revert
+from shardwise.models.conversions.revert import Output, revert
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.loads.consent import Consent, Ignore, Refuse
 from shardwise.planning.loads.load_plan import LoadPlan, Tie, plan_load

@@ -1,10 +1,10 @@
 """Moments in blocks on their way into optimizers: what is asked of those given, and which have to be made anew.
 
-See [Note: Moments in blocks] in :mod:`~shardwise.models.blockwise`. Where a moment was in the blocks that it is to
-have, its codes and scales are taken bit by bit. Otherwise (on another number of ranks, or of another mesh) codes
-are numbers for a moment, by the scales of the old blocks, and then codes of the new ones: a number then differs by
-what rounding does to it, which is as much as in a step. So are numbers that are to be in blocks, and the other way
-round, as of parameters whose shards are small on many ranks.
+See [Note: Moments in blocks] in :mod:`~shardwise.models.optimizers.blockwise`. Where a moment was in the blocks
+that it is to have, its codes and scales are taken bit by bit. Otherwise (on another number of ranks, or of another
+mesh) codes are numbers for a moment, by the scales of the old blocks, and then codes of the new ones: a number then
+differs by what rounding does to it, which is as much as in a step. So are numbers that are to be in blocks, and the
+other way round, as of parameters whose shards are small on many ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import CoverageError
-from shardwise.models.block_codec import Cuts, counts_of_shards, decoded, scales_kept
-from shardwise.models.blockwise import (
+from shardwise.models.optimizers.block_codec import Cuts, counts_of_shards, decoded, scales_kept
+from shardwise.models.optimizers.blockwise import (
     BLOCKS,
     SCALE,
     BlockwiseOptimizer,
@@ -31,7 +31,7 @@ from shardwise.models.blockwise import (
     scale_of,
     text_of,
 )
-from shardwise.models.rebind import Bound, Scalar, label, state_like
+from shardwise.models.optimizers.rebind import Bound, Scalar, label, state_like
 from shardwise.models.view import local_boxes, local_tensor
 from shardwise.planning.states.matching import few
 from shardwise.tensors import DType

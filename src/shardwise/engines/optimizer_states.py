@@ -18,8 +18,8 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import BroughtValues, StateOptions, Values, refuse_meta
 from shardwise.execution.states.replicas import as_bytes, equal_on_all
 from shardwise.execution.states.supply import require_alike_models
-from shardwise.models.optimizer_state import Given, copied, read, written_out
-from shardwise.models.rebind import Bound, KnownState, OfAnyForm, Scalar, look_at
+from shardwise.models.optimizers.optimizer_state import Given, copied, read, written_out
+from shardwise.models.optimizers.rebind import Bound, KnownState, OfAnyForm, Scalar, look_at
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.consent import Refuse
 from shardwise.planning.states.forms import FullState, StateForm

@@ -21,9 +21,9 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.quantised import PackedFourBits, scheme_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
+from shardwise.models.conversions.key_conversions import bind
 from shardwise.models.dtypes import to_torch
-from shardwise.models.key_conversions import bind
-from shardwise.models.quantization import of_transformers
+from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning.loads.load_plan import ModelRules

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.tuning_arguments import TunedOptions
 from shardwise.models.initialize import BufferRules
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
 
 
@@ -32,8 +32,9 @@ class FilledOptions(TunedOptions, total=False):
     """How a model is wrapped and filled from a checkpoint. Each is optional; also those of :class:`TunedOptions`.
 
     Attributes:
-        sharding: mesh, wrap policy, mixed precision and offload; see :class:`~shardwise.models.wrap.Sharding`.
-        buffers, on_missing, on_mismatched, on_unexpected: as for :func:`~shardwise.verbs.load.load`.
+        sharding: mesh, wrap policy, mixed precision and offload; see
+        :class:`~shardwise.models.wrapping.wrap.Sharding`. buffers, on_missing, on_mismatched, on_unexpected: as for
+        :func:`~shardwise.verbs.load.load`.
     """
 
     sharding: Sharding

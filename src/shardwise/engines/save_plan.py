@@ -25,9 +25,14 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.given_parts import Shares
 from shardwise.layout import ModelLayout, Origin, TensorKind, place_of
+from shardwise.models.conversions.revert import Output, names_in_file, revert
 from shardwise.models.dtypes import from_torch, saved_dtype
-from shardwise.models.four_bit_files import has_four_bits, held_in_files, in_shapes_of_files, refuse_without_scales
-from shardwise.models.revert import Output, names_in_file, revert
+from shardwise.models.four_bits.four_bit_files import (
+    has_four_bits,
+    held_in_files,
+    in_shapes_of_files,
+    refuse_without_scales,
+)
 from shardwise.models.selection import AdapterOnly, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.schedule import ReadRequest

@@ -31,7 +31,7 @@ from shardwise.execution.writing.saving_lock import new_token, require_lock, tak
 from shardwise.execution.writing.write import Emitter
 from shardwise.models import pretrained
 from shardwise.models.dtypes import to_torch
-from shardwise.models.four_bit_linear import is_in_four_bits
+from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
 from shardwise.models.modules import modules_in
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.saves.save_plan import SavePlan

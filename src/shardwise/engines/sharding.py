@@ -20,15 +20,15 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.arrivals import Arrivals, wrap_without_values
 from shardwise.execution.states.supply import compare, require_alike_models, survey
 from shardwise.layout import TensorKind
-from shardwise.models import wrap
-from shardwise.models.four_bit_live import choose_to_pack, pack_model
-from shardwise.models.groups import group_parameters
+from shardwise.models.four_bits.four_bit_live import choose_to_pack, pack_model
+from shardwise.models.four_bits.quantization import FourBit
+from shardwise.models.optimizers.rebind import Bound, look_at
 from shardwise.models.placement import is_sharded, refuse_unmovable
-from shardwise.models.quantization import FourBit
-from shardwise.models.rebind import Bound, look_at
 from shardwise.models.trained_dtype import TrainedDtype
 from shardwise.models.view import Held, look_inside
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping import wrap
+from shardwise.models.wrapping.groups import group_parameters
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import ValuesFrom
 from shardwise.report.shard_report import ShardReport
 

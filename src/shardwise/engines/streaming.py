@@ -23,8 +23,9 @@ from shardwise.execution.states.assemble import assemble, part_of
 from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.states.shared_assembly import CommonRooms, put_together
 from shardwise.layout import ModelLayout, Origin, TensorLayout
+from shardwise.models.conversions.revert import Output, revert
 from shardwise.models.dtypes import saved_dtype, to_torch
-from shardwise.models.four_bit_files import (
+from shardwise.models.four_bits.four_bit_files import (
     held_in_files,
     in_shapes_of_files,
     layout_in_numbers,
@@ -32,10 +33,9 @@ from shardwise.models.four_bit_files import (
     refuse_experts,
     refuse_without_scales,
 )
-from shardwise.models.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bits.four_bit_linear import SCALES, WEIGHT, is_in_four_bits
+from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.lora_weights import MergedAdapter, without_adapter
-from shardwise.models.quantization import FourBit
-from shardwise.models.revert import Output, revert
 from shardwise.models.selection import AdapterOnly, Everything, Selection, has_adapters, names_outside
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.planning.loads.consent import OnDiffering

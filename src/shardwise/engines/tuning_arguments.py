@@ -17,8 +17,8 @@ from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.peft_adapter import ADAPTER_CONFIG
-from shardwise.models.four_bit_base import put_base_into_four_bits
-from shardwise.models.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
+from shardwise.models.four_bits.four_bit_base import put_base_into_four_bits
+from shardwise.models.four_bits.quantization import AsNumbers, Fp4, Nf4, Quantization, of_transformers
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype, Upcast
 from shardwise.models.vocabulary import ResizeVocab
 from shardwise.tensors import DType

@@ -13,7 +13,7 @@ from shardwise.engines.pretrained_options import PretrainedOptions
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.reference import reference_buffers, reference_values
+from shardwise.models.conversions.reference import reference_buffers, reference_values
 from shardwise.models.view import Held, local_boxes, look_inside, raw_bytes, strided_view
 from shardwise.report.load_report import LoadReport
 

@@ -25,7 +25,7 @@ from shardwise.execution.states.agreed import BroughtValues, StateOptions, Value
 from shardwise.execution.states.stored_values import StoredValues
 from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations.pending import Awaited, Pending, awaited_in, settle
-from shardwise.models.rebind import Bound, look_at
+from shardwise.models.optimizers.rebind import Bound, look_at
 from shardwise.models.selection import Everything
 from shardwise.models.view import look_inside, without_compile
 from shardwise.planning.loads.consent import Ignore, Refuse

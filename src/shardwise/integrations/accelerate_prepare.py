@@ -18,8 +18,8 @@ from shardwise.integrations import accelerate_compat as compat
 from shardwise.integrations import ram_efficient
 from shardwise.models import sharded
 from shardwise.models.modules import modules_in
+from shardwise.models.optimizers.rebind import OfAnyForm, look_at
 from shardwise.models.placement import is_sharded
-from shardwise.models.rebind import OfAnyForm, look_at
 from shardwise.models.replicated import average_replicated_gradients
 from shardwise.models.view import look_inside, without_compile
 

@@ -28,7 +28,7 @@ from shardwise.integrations.trl_reference import fill_reference
 from shardwise.models.replicated import average_replicated_gradients, is_averaged
 from shardwise.models.selection import has_adapters
 from shardwise.models.view import without_compile
-from shardwise.training.synchronised import few, require_synchronised
+from shardwise.training.optimizing.synchronised import few, require_synchronised
 from shardwise.verbs.save import save
 from shardwise.verbs.save_adapter import save_adapter
 

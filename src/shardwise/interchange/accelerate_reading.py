@@ -42,8 +42,8 @@ from shardwise.formats.accelerate_names import (
 )
 from shardwise.formats.distributed import METADATA
 from shardwise.interchange.accelerate_writing import beside_trained
-from shardwise.models.optimizer_state import Given, ParameterOrder, read, with_names
-from shardwise.models.rebind import label
+from shardwise.models.optimizers.optimizer_state import Given, ParameterOrder, read, with_names
+from shardwise.models.optimizers.rebind import label
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import canonical, look_inside
 from shardwise.planning.loads.consent import Ignore

@@ -25,7 +25,7 @@ from shardwise.execution.writing.renames import commit_written, tidy, undo
 from shardwise.execution.writing.torch_out import Levels
 from shardwise.execution.writing.whole_file import write_whole_file
 from shardwise.formats.accelerate_names import MODEL, OPTIMIZER, SavedKind
-from shardwise.models.rebind import ShapedAlike
+from shardwise.models.optimizers.rebind import ShapedAlike
 from shardwise.models.selection import AdapterOnly, Selection
 from shardwise.models.view import Held, without_compile
 from shardwise.planning.loads.consent import OnDiffering

@@ -21,7 +21,7 @@ from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import read_metadata
 from shardwise.layout import TensorKind
 from shardwise.models import pretrained
-from shardwise.models.key_conversions import assign_keys
+from shardwise.models.conversions.key_conversions import assign_keys
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import Saved
 from shardwise.storage.contract import StorageReader

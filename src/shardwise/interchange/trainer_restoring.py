@@ -27,7 +27,7 @@ from shardwise.interchange.trainer_beside import (
     schedule_in,
 )
 from shardwise.interchange.trainer_folder import TrainerFolder
-from shardwise.models.optimizer_state import ParameterOrder
+from shardwise.models.optimizers.optimizer_state import ParameterOrder
 from shardwise.models.selection import AdapterOnly, Everything, has_adapters
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.states.matching import OnFault, Tolerance

@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.layout import ModelLayout
-from shardwise.models.four_bit_linear import is_in_four_bits
-from shardwise.models.quantization import FourBit
+from shardwise.models.four_bits.four_bit_linear import is_in_four_bits
+from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.view import canonical
 
 

@@ -32,8 +32,8 @@ from shardwise.models._torch_private import (
     tree_map_only,
     walk,
 )
-from shardwise.models.blocks import Recomputed
 from shardwise.models.live_bytes import LiveBytes
+from shardwise.models.wrapping.blocks import Recomputed
 
 
 class TracedModel:

@@ -16,8 +16,8 @@ from shardwise.bank.names import require_name
 from shardwise.errors import ConfigError
 from shardwise.tenants.sections import ManySection, TenantsConfig
 from shardwise.tenants.sweeping import dotted, grid, nested, points
-from shardwise.training.config import faults_of, in_full, refused
-from shardwise.training.config_sections import LoraTuning, TrainConfig, TrainingSection
+from shardwise.training.configuration.config import faults_of, in_full, refused
+from shardwise.training.configuration.config_sections import LoraTuning, TrainConfig, TrainingSection
 
 _OWN = ("data", "tuning", "optimizer", "schedule", "training", "evaluation")
 """What a tenant may have otherwise than the others."""

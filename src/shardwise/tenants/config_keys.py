@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from shardwise.tenants.sections import ManySection
-from shardwise.training.config_sections import Section, TrainConfig
+from shardwise.training.configuration.config_sections import Section, TrainConfig
 
 _KINDS = {int: "integer", float: "number", str: "text", bool: "true | false"}
 

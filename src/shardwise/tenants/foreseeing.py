@@ -7,7 +7,7 @@ from shardwise.errors import ConfigError
 from shardwise.report.forecast import Forecast
 from shardwise.storage.hub import HubOptions
 from shardwise.tenants.sections import TenantsConfig
-from shardwise.training.config_values import decided, sharding_on, tuning_of
+from shardwise.training.configuration.config_values import decided, sharding_on, tuning_of
 from shardwise.training.prepare import load_tokenizer
 from shardwise.tuning.modes import Lora
 

@@ -11,9 +11,9 @@ import torch
 
 from shardwise.bank.rows import RowTensors
 from shardwise.errors import ConfigError
-from shardwise.training.batches import IGNORED, Batches, Padded
-from shardwise.training.data import TrainData
-from shardwise.training.loader import StepLoader
+from shardwise.training.data.batches import IGNORED, Batches, Padded
+from shardwise.training.data.loader import StepLoader
+from shardwise.training.data.read_once import TrainData
 from shardwise.training.options import TrainOptions
 
 _SHORTEST = 2
@@ -62,9 +62,9 @@ class Portion:
 class OwnSteps:
     """The steps of a tenant as portions, from a position on: the same on every rank, whoever else is trained.
 
-    Which rows a step takes is as of a training alone (:class:`~shardwise.training.loader.StepSampler`): as many as
-    it would take on so many ranks. Each rank's part of them is cut into as many portions in every step, each of so
-    few rows that the longest of all would fit into a pass; a portion may be empty.
+    Which rows a step takes is as of a training alone (:class:`~shardwise.training.data.loader.StepSampler`): as
+    many as it would take on so many ranks. Each rank's part of them is cut into as many portions in every step,
+    each of so few rows that the longest of all would fit into a pass; a portion may be empty.
 
     Raises:
         ConfigError: a row does not fit into a pass, or is longer than the base takes.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.training.checkpoints import GroupSettings, settings_of, take_asked
-from shardwise.training.optimizers import EVERYTHING, MATRICES, optimizers_of
+from shardwise.training.optimizing.optimizers import EVERYTHING, MATRICES, optimizers_of
 from shardwise.training.options import TrainOptions
 from shardwise.training.parts import TrainedPart
 from shardwise.training.recipe import make_schedule, schedule_from

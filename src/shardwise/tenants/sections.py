@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import Field, model_validator
 
-from shardwise.training.config_sections import Section, TrainConfig
-from shardwise.training.config_types import Count
+from shardwise.training.configuration.config_sections import Section, TrainConfig
+from shardwise.training.configuration.config_types import Count
 
 
 class BankSection(Section):

@@ -31,11 +31,11 @@ from shardwise.tenants.portions import PassBudget
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import quantization_of, resolved, sharding_of
-from shardwise.training.data import TrainData
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.configuration.config_values import quantization_of, resolved, sharding_of
+from shardwise.training.data.read_once import TrainData
 from shardwise.training.metrics import MetricsFile
-from shardwise.training.optimizers import optimizers_of
+from shardwise.training.optimizing.optimizers import optimizers_of
 from shardwise.training.prepare import (
     ModelRequest,
     load_tokenizer,

@@ -32,12 +32,12 @@ from shardwise.tenants.recipe import OwnOptimizer
 from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.turns import Waiting
 from shardwise.training.checkpoints import TrainingProgress, changed, ended_early, overruled, settings_of
-from shardwise.training.clipping import reduced
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import every_of, tuning_of
-from shardwise.training.data import TrainData
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.configuration.config_values import every_of, tuning_of
+from shardwise.training.data.read_once import TrainData
 from shardwise.training.loop import peak_memory
 from shardwise.training.often import is_time
+from shardwise.training.optimizing.clipping import reduced
 from shardwise.training.report import (
     CheckpointFacts,
     EvaluationFacts,

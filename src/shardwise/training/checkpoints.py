@@ -14,7 +14,7 @@ from shardwise.checkpoints.checkpointer import Checkpointer
 from shardwise.checkpoints.folder import steps_in
 from shardwise.checkpoints.state import Stateful, TrainState
 from shardwise.errors import ConfigError
-from shardwise.models.optimizer_state import set_group
+from shardwise.models.optimizers.optimizer_state import set_group
 from shardwise.training.often import Every
 from shardwise.training.parts import TrainedPart
 

@@ -16,8 +16,8 @@ from shardwise.execution.ranks.world import World
 from shardwise.models.selection import AdapterOnly
 from shardwise.training import example
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.data import read_data
-from shardwise.training.loader import step_loader
+from shardwise.training.data.loader import step_loader
+from shardwise.training.data.read_once import read_data
 from shardwise.training.loop import train
 from shardwise.training.options import TrainOptions
 from shardwise.training.prepare import ModelRequest, keep, load_model, load_tokenizer

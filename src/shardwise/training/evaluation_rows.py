@@ -12,11 +12,11 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
-from shardwise.training.batches import Batch
-from shardwise.training.clipping import reduced
-from shardwise.training.forward import Forward
+from shardwise.training.data.batches import Batch
 from shardwise.training.generation import evaluating
 from shardwise.training.often import Every
+from shardwise.training.optimizing.clipping import reduced
+from shardwise.training.passes.forward import Forward
 from shardwise.training.report import EvaluationFacts
 
 _SHOWN_ROWS = 20

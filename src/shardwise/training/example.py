@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from shardwise.execution.ranks.world import World
-from shardwise.training.rows import Chat, read_rows
+from shardwise.training.texts.rows import Chat, read_rows
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}

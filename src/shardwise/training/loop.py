@@ -20,7 +20,6 @@ from shardwise.execution.ranks.watched_collectives import naming_the_lost
 from shardwise.execution.ranks.world import World
 from shardwise.models.accelerators import module_of
 from shardwise.observing.phases import phase
-from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import (
     Checkpointing,
     Checkpoints,
@@ -35,6 +34,7 @@ from shardwise.training.checkpoints import (
     state_of,
     take_asked,
 )
+from shardwise.training.data.batches import Batch
 from shardwise.training.evaluation_rows import (
     EndEarly,
     Evaluating,
@@ -45,9 +45,11 @@ from shardwise.training.evaluation_rows import (
     evaluate,
     rows_to_blame,
 )
-from shardwise.training.forward import Forward, computing_in
-from shardwise.training.losses import prepare_loss
 from shardwise.training.often import is_time
+from shardwise.training.optimizing.scaling import GradientScaler, Unscaled
+from shardwise.training.optimizing.synchronised import require_synchronised
+from shardwise.training.passes.forward import Forward, computing_in
+from shardwise.training.passes.losses import prepare_loss
 from shardwise.training.recipe import Recipe, parts_of, trained_parameters
 from shardwise.training.report import (
     CheckpointFacts,
@@ -58,11 +60,9 @@ from shardwise.training.report import (
     StepFacts,
     TrainReport,
 )
-from shardwise.training.scaling import GradientScaler, Unscaled
 from shardwise.training.settings import StepSource, TrainKeywords, TrainSettings
 from shardwise.training.step import StepGradient, StepWork
 from shardwise.training.stopping import StopRequest
-from shardwise.training.synchronised import require_synchronised
 
 
 def train(
@@ -76,7 +76,7 @@ def train(
 
     The loss of a step is the cross entropy of its supervised tokens divided by their number on all ranks and in all
     micro-batches, so that the numbers of ranks and of micro-batches do not change the result. A router's loss that
-    the config asks for is added to it ([Note: Router losses] in ``training/router_loss.py``).
+    the config asks for is added to it ([Note: Router losses] in ``training/passes/router_loss.py``).
 
     Collective: yes, over the default process group, which must be the ranks of the model's mesh.
     Memory: gradients and two moments for each trained parameter, sharded as it is; between micro-batches what
@@ -84,7 +84,7 @@ def train(
 
     Args:
         model: a causal language model, sharded or not; returned to the mode (train, eval) it came in.
-        steps: as of :func:`~shardwise.training.loader.step_loader`; as many on every rank.
+        steps: as of :func:`~shardwise.training.data.loader.step_loader`; as many on every rank.
         options: of AdamW, of its schedule, and what is computed in; or :class:`OwnParts`. What options say about
             data is of no concern here.
         on_facts: told about each step, evaluation and checkpoint, on every rank, after it.

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardwise.errors import ConfigError
 from shardwise.models.view import canonical
+from shardwise.training.optimizing.synchronised import few
 from shardwise.training.options import Precision
-from shardwise.training.synchronised import few
 
 
 class RateSchedule(Protocol):

@@ -21,21 +21,21 @@ from shardwise.errors import ConfigError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
 from shardwise.models.dtypes import to_torch
-from shardwise.models.quantization import FourBit
+from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.selection import has_adapters
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.storage.hub import HubOptions, commit_of, is_local
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
 from shardwise.tensors.dtypes import dtype_named
-from shardwise.training.batches import BatchLayout, Flattened, Padded, flatten, pack
-from shardwise.training.data import TrainData
-from shardwise.training.forward import computing_in
+from shardwise.training.data.batches import BatchLayout, Flattened, Padded, flatten, pack
+from shardwise.training.data.read_once import TrainData
 from shardwise.training.generation import evaluating
-from shardwise.training.masking import Example
 from shardwise.training.options import TrainOptions
+from shardwise.training.passes.forward import computing_in
+from shardwise.training.texts.masking import Example
 from shardwise.tuning.modes import Full, Tuning
 from shardwise.verbs.pretrained import from_pretrained
 from shardwise.verbs.save import save
@@ -199,7 +199,7 @@ def require_blind_rows(model: PreTrainedModel, layout: BatchLayout, options: Tra
 
     It is tried: two rows in a pack, and again with another first row. What the model says of the second must not
     change, or by less than a tenth of what a change within the second does to it (experts are computed in other
-    batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.packing`.
+    batches, so that last digits may differ). See [Note: Packed rows] in :mod:`~shardwise.training.data.packing`.
 
     Collective: yes, over the default process group: three forward passes of two packs of sixteen tokens.
 

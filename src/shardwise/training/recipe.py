@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from shardwise.errors import ConfigError
-from shardwise.models.optimizer_state import set_group
-from shardwise.training.optimizers import optimizers_of, parameters_by_part
+from shardwise.models.optimizers.optimizer_state import set_group
+from shardwise.training.optimizing.optimizers import optimizers_of, parameters_by_part
 from shardwise.training.options import TrainOptions
 from shardwise.training.parts import OwnParts, RateSchedule, TrainedPart, require_parts
 

@@ -16,11 +16,11 @@ from shardwise.errors import ConfigError, CoverageError, StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.models.selection import Selection
 from shardwise.training.checkpoints import KeptInFolders
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.data import TrainData
-from shardwise.training.loader import require_same_rows
-from shardwise.training.mixing import EVERY_ROW
-from shardwise.training.optimizers import optimizers_of
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.data.loader import require_same_rows
+from shardwise.training.data.mixing import EVERY_ROW
+from shardwise.training.data.read_once import TrainData
+from shardwise.training.optimizing.optimizers import optimizers_of
 from shardwise.tuning.modes import Lora, Tuning
 
 _OF_ADAPTERS = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias")

@@ -20,12 +20,9 @@ from shardwise.models.pretrained import attention_of
 from shardwise.models.selection import Everything
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
-from shardwise.training.accumulation import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
-from shardwise.training.batches import evaluation_batches
-from shardwise.training.chat_options import ChatOptions, Learn
 from shardwise.training.checkpoints import Checkpoints, KeptInFolders
-from shardwise.training.config_sections import TrainConfig
-from shardwise.training.config_values import (
+from shardwise.training.configuration.config_sections import TrainConfig
+from shardwise.training.configuration.config_values import (
     accumulation_of,
     ending_of,
     every_of,
@@ -40,7 +37,9 @@ from shardwise.training.config_values import (
     sharding_of,
     tuning_of,
 )
-from shardwise.training.data import (
+from shardwise.training.data.batches import evaluation_batches
+from shardwise.training.data.loader import StepLoader, step_loader
+from shardwise.training.data.read_once import (
     HeldOut,
     RefuseRows,
     RowsAsked,
@@ -49,11 +48,13 @@ from shardwise.training.data import (
     read_and_hold_out,
     read_names,
 )
+from shardwise.training.data.sources import DataName, names_of
+from shardwise.training.data.streamed import StreamLoader, stream_loader
 from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluation
-from shardwise.training.loader import StepLoader, step_loader
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, RunLog, Trackers, available_trackers
-from shardwise.training.optimizer_trial import require_optimizer
+from shardwise.training.optimizing.optimizer_trial import require_optimizer
+from shardwise.training.passes.accumulation import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
 from shardwise.training.prepare import (
     ModelRequest,
     build_model,
@@ -71,9 +72,8 @@ from shardwise.training.prepare import (
 from shardwise.training.pushing import Pushed, push, require_pushable
 from shardwise.training.report import EvaluationFacts, Event, TrainReport
 from shardwise.training.resuming import dated, kept_in, preview_of, require_same_data, require_same_kind
-from shardwise.training.sources import DataName, names_of
 from shardwise.training.stopping import StopRequest
-from shardwise.training.streamed import StreamLoader, stream_loader
+from shardwise.training.texts.chat_options import ChatOptions, Learn
 
 
 @dataclass(frozen=True)

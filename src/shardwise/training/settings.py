@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
 from shardwise.errors import RankLostError
-from shardwise.training.accumulation import Accumulation, WholeGradients
-from shardwise.training.batches import Batch
 from shardwise.training.checkpoints import Checkpointing, NoCheckpoints
+from shardwise.training.data.batches import Batch
 from shardwise.training.evaluation_rows import Evaluating, NoEvaluation
-from shardwise.training.losses import LossChoice, WholeLogits
+from shardwise.training.passes.accumulation import Accumulation, WholeGradients
+from shardwise.training.passes.losses import LossChoice, WholeLogits
 from shardwise.training.stopping import StopRequest
 
 
 class StepSource(Protocol):
-    """The micro-batches of each step, from a position on; see :class:`~shardwise.training.loader.StepLoader`."""
+    """The micro-batches of each step, from a position on, as ``StepLoader`` has them."""
 
     def __iter__(self) -> Iterator[Sequence[Batch]]: ...
 
@@ -41,7 +41,7 @@ class TrainKeywords(TypedDict, total=False):
 
     Attributes:
         loss: how it is taken: ``WholeLogits()`` (the default), ``ChunkedLogits()``, or one of one's own; see
-            :class:`~shardwise.training.losses.Loss`.
+            :class:`~shardwise.training.passes.losses.Loss`.
         accumulation: what is kept of gradients between micro-batches.
         when_ready: called on every rank once the model has its weights, after what may be refused here has been
             looked at, and before the first step.

@@ -15,13 +15,13 @@ from shardwise.errors import TrainingError
 from shardwise.execution.ranks.world import World
 from shardwise.models import process_groups
 from shardwise.observing.phases import phase
-from shardwise.training.accumulation import Accumulation, WholeGradients, exchange_gradients
-from shardwise.training.batches import Batch
-from shardwise.training.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
-from shardwise.training.forward import Forward
-from shardwise.training.losses import Loss
+from shardwise.training.data.batches import Batch
+from shardwise.training.optimizing.clipping import clip_factor, norm_of, norm_share, reduced, scale_gradients
+from shardwise.training.optimizing.scaling import Scaling, Unscaled
 from shardwise.training.parts import TrainedPart
-from shardwise.training.scaling import Scaling, Unscaled
+from shardwise.training.passes.accumulation import Accumulation, WholeGradients, exchange_gradients
+from shardwise.training.passes.forward import Forward
+from shardwise.training.passes.losses import Loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.models import pretrained
-from shardwise.models.policies import listed_blocks
+from shardwise.models.wrapping.policies import listed_blocks
 
 if TYPE_CHECKING:
     from shardwise.tuning.modes import Freeze

@@ -13,7 +13,7 @@ from shardwise.engines.arguments import world_of
 from shardwise.engines.clock import Clock
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.accelerate_reading import FilesSource, read_model, read_optimizer
-from shardwise.models.optimizer_state import ByName, ParameterOrder
+from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder
 from shardwise.models.selection import Everything, Selection
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import Refuse

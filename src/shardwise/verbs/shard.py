@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.sharding import ShardCall, ShardOptions, carry_out_shard
-from shardwise.models.quantization import FourBit
+from shardwise.models.four_bits.quantization import FourBit
 from shardwise.models.trained_dtype import AsItIs, TrainedDtype
 from shardwise.models.view import without_compile
-from shardwise.models.wrap import Sharding
+from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.states.sources import Anyone, ValuesFrom
 from shardwise.report.shard_report import ShardReport
 

@@ -13,7 +13,7 @@ from shardwise.engines.arguments import hints_of, require_meant, world_of
 from shardwise.execution.states.agreed import StateOptions
 from shardwise.interchange.trainer_beside import RandomNumbers, RestoreRandom, Scheduler
 from shardwise.interchange.trainer_restoring import TrainerCall, look, restore
-from shardwise.models.optimizer_state import ByName, ParameterOrder
+from shardwise.models.optimizers.optimizer_state import ByName, ParameterOrder
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import Refuse
 from shardwise.planning.states.matching import OnFault

@@ -1,0 +1,1 @@
+"""From checkpoint keys to expressions and back: transformers' conversions on recorded tensors."""

@@ -1,0 +1,276 @@
+"""From checkpoint keys to expressions: transformers' renames and conversions, run on recorded tensors.
+
+The order of steps is that of transformers' own loader (``convert_and_load_state_dict_in_model``): keys in natural
+order, all renames, at most one converter, the retry for keys that already are the model's, the base-model prefix.
+What differs: nothing is decided silently. Two keys for one tensor, gaps in a list of experts, and conversions that
+fail are reported.
+
+[Note: Memo] A model has a few kinds of layers, repeated many times. A converter is traced once for each
+combination of converter, name with the numbers masked, and source shapes; equal layers get the same expression
+with their own keys in it. The shapes of the outcome are compared with the model's, and a layer that does not fit
+is traced by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.conversion import (
+    Bindings,
+    Computed,
+    Expression,
+    Stored,
+    WholeOperation,
+    computes,
+    key_of,
+    substitute,
+)
+from shardwise.layout import ModelLayout
+from shardwise.models import transformers_compat as compat
+from shardwise.models.conversions.tracer import NotStructural, Recorded
+from shardwise.models.dtypes import from_torch, to_torch
+from shardwise.models.pretrained import base_model_prefix
+from shardwise.tensors import numel
+
+_NUMBER = re.compile(r"(\d+)")
+
+_COMPUTING_FACTOR = 2
+"""Memory of a conversion that computes, over the bytes of its inputs: these, and what it makes of them."""
+
+
+@dataclass
+class Conversion:
+    """A converter, the first tensor it makes, and the keys it makes it of, by source pattern."""
+
+    target: str
+    converter: Any
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for keys in self.sources.values() for key in keys]
+
+    @property
+    def label(self) -> str:
+        """The operations, for messages."""
+        return " → ".join(type(operation).__name__ for operation in self.converter.operations)
+
+    @property
+    def targets(self) -> list[str]:
+        """The names it would make, as far as they follow from the first."""
+        first, *_ = patterns = self.converter.target_patterns
+        return [self.target.replace(first, pattern) for pattern in patterns]
+
+
+@dataclass
+class Assignment:
+    """Where each key goes: ``plain`` maps model names to keys, ``conversions`` first targets to conversions."""
+
+    plain: dict[str, list[str]] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
+
+
+def assign_keys(
+    model: nn.Module, keys: Sequence[str], names: Mapping[str, object], transforms: Sequence[Any]
+) -> Assignment:
+    """Apply the renames to every key; ``names`` are the tensors the model saves."""
+    prefix = base_model_prefix(model)
+    renamings, converters = compat.split_transforms(transforms)
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    result = Assignment()
+    for key in sorted(keys, key=compat.dot_natural_key):
+        name, pattern = compat.rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = compat.rename_source_key(key, [], [], prefix, names)
+        if name not in names:
+            result.unmatched[key] = name
+        elif pattern is None:
+            result.plain.setdefault(name, []).append(key)
+        else:
+            conversion = result.conversions.setdefault(name, Conversion(name, by_pattern[pattern]))
+            conversion.sources.setdefault(pattern, []).append(key)
+    return result
+
+
+def bind(
+    model: nn.Module,
+    stored: Mapping[str, Expression],
+    layout: ModelLayout,
+    transforms: Sequence[Any],
+    dtype_of: Callable[[str], torch.dtype] | None = None,
+) -> Bindings:
+    """Every expression the checkpoint offers for the model's tensors, under ``transforms``.
+
+    ``stored`` are the checkpoint's tensors by key: leaves, or what is composed of leaves.
+    ``dtype_of`` tells the dtype in which a conversion that computes is to run, by the first tensor it makes; the
+    default is that tensor's dtype in ``layout``.
+    """
+    names = {name: tensor for tensor in layout.saved() for name in tensor.names}
+    # Conversions are traced on tensors as they are known by key, and what these are composed of is put in
+    # afterwards.
+    leaves = {key: _known_by(key, item) for key, item in stored.items()}
+    composed = {key for key, item in stored.items() if key_of(item) is None}
+    assignment = assign_keys(model, list(stored), names, transforms)
+    offers: dict[str, list[Expression]] = {}
+    faults: dict[str, list[str]] = {}
+    unmatched = dict(assignment.unmatched)
+    leaders: dict[str, str] = {}
+    for name, keys in assignment.plain.items():
+        leaders[name] = name
+        offers.setdefault(name, []).extend(stored[key] for key in keys)
+    tracer = _Tracer(model, layout, leaves, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
+    for conversion in assignment.conversions.values():
+        if gap := _index_gap(conversion):
+            faults[gap] = conversion.targets
+            continue
+        try:
+            made = tracer.trace(conversion)
+        except (
+            Exception
+        ) as error:  # whatever a converter raises is a fault of this checkpoint, told with the others
+            keys = conversion.keys
+            several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            faults[f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"] = (
+                conversion.targets
+            )
+            continue
+        for name, expression in made.items():
+            if name in names:
+                is_composed = not composed.isdisjoint(conversion.keys)
+                offers.setdefault(name, []).append(substitute(expression, stored) if is_composed else expression)
+                leaders[name] = conversion.target
+            else:
+                unmatched.update(dict.fromkeys(conversion.keys, name))
+    return Bindings(
+        offers={name: tuple(found) for name, found in offers.items()},
+        leaders=leaders,
+        unmatched=unmatched,
+        faults=faults,
+        strays={name: stored[key] for key, name in assignment.unmatched.items()},
+    )
+
+
+def _known_by(key: str, item: Expression) -> Stored:
+    return Stored(key, item.shape, item.dtype)
+
+
+def _index_gap(conversion: Conversion) -> str | None:
+    """A sentence when the keys of a list (experts, say) are not numbered 0, 1, 2, ... without gaps."""
+    for keys in conversion.sources.values():
+        if len(keys) < 2:
+            continue
+        columns = list(zip(*(_NUMBER.split(key) for key in keys), strict=False))
+        varying = [column for column in columns if len(set(column)) > 1]
+        if len(varying) != 1 or not all(token.isdigit() for token in varying[0]):
+            continue
+        found = sorted(int(token) for token in varying[0])
+        wanted = range(len(found))
+        if found != list(wanted):
+            absent = sorted(set(range(found[-1] + 1)) - set(found))
+            return f"{conversion.target}: its sources, such as {keys[0]}, are numbered with gaps: {absent} absent"
+    return None
+
+
+class _Tracer:
+    """Runs converters on recorded tensors, once for equal layers (see [Note: Memo])."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        stored: Mapping[str, Stored],
+        dtype_of: Callable[[str], torch.dtype],
+    ) -> None:
+        self.facade = ModelFacade(model, layout)
+        self.layout = layout
+        self.dtype_of = dtype_of
+        self.stored = stored
+        self.memo: dict[object, tuple[dict[str, Expression], Conversion]] = {}
+
+    def trace(self, conversion: Conversion) -> dict[str, Expression]:
+        shapes = tuple(
+            (pattern, tuple((self.stored[key].shape, self.stored[key].dtype) for key in keys))
+            for pattern, keys in conversion.sources.items()
+        )
+        mask = (id(conversion.converter), _NUMBER.sub("#", conversion.target), shapes)
+        if mask in self.memo:
+            made = self.reuse(*self.memo[mask], conversion)
+            if made is not None and all(self.fits(name, item) for name, item in made.items()):
+                return made
+        made = self.trace_afresh(conversion)
+        if not any(map(computes, made.values())):
+            self.memo[mask] = (made, conversion)
+        return made
+
+    def fits(self, name: str, expression: Expression) -> bool:
+        tensor = self.layout.by_name.get(name)
+        return tensor is not None and tensor.shape == expression.shape
+
+    def reuse(
+        self, made: dict[str, Expression], first: Conversion, conversion: Conversion
+    ) -> dict[str, Expression] | None:
+        leaves = {old: self.stored[new] for old, new in zip(first.keys, conversion.keys, strict=True)}
+        here = conversion.target.split(".")
+        renamed: dict[str, Expression] = {}
+        for name, expression in made.items():
+            parts, origin = name.split("."), first.target.split(".")
+            common = next((i for i, (a, b) in enumerate(zip(parts, origin, strict=False)) if a != b), len(parts))
+            renamed[".".join(here[:common] + parts[common:])] = substitute(expression, leaves)
+        return renamed if len(renamed) == len(made) else None
+
+    def trace_afresh(self, conversion: Conversion) -> dict[str, Expression]:
+        dtype = self.dtype_of(conversion.target)
+        try:
+            made = self.run(conversion, lambda key: Recorded(self.stored[key], dtype))
+            computed = next((name for name, item in made.items() if not isinstance(item, Recorded)), None)
+            if computed is not None:
+                raise NotStructural(f"{computed} is computed")
+            return {name: item.expression for name, item in made.items()}
+        except NotStructural:
+            return self.computed(conversion, dtype)
+
+    def run(self, conversion: Conversion, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+        sources = {pattern: [tensor_of(key) for key in keys] for pattern, keys in conversion.sources.items()}
+        return compat.convert(conversion.converter, conversion.target, sources, self.facade)
+
+    def computed(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, Expression]:
+        """The converter as one node that computes: shapes from a run on meta tensors, values when executed."""
+        keys = conversion.keys
+        shapes = self.run(conversion, lambda key: torch.empty(self.stored[key].shape, dtype=dtype, device="meta"))
+
+        def function(inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            values = dict(zip(keys, inputs, strict=True))
+            return self.run(conversion, lambda key: values[key].to(dtype))
+
+        inputs = tuple(self.stored[key] for key in keys)
+        outputs = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
+        nbytes = sum(numel(item.shape) * item.dtype.itemsize for item in inputs)
+        operation = WholeOperation(
+            conversion.label, tuple(item.shape for item in inputs), outputs, function, _COMPUTING_FACTOR * nbytes
+        )
+        made = from_torch(dtype, conversion.target)
+        return {name: Computed(operation, name, shape, made, inputs) for name, shape in outputs.items()}
+
+
+class ModelFacade:
+    """What converters may ask of a model: shapes by canonical name, whatever wraps or shards the model."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+        self._model = model
+        self._layout = layout
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        tensor = self._layout.by_name.get(name)
+        if tensor is None:
+            raise AttributeError(f"the model has no parameter {name}")
+        return torch.empty(tensor.shape, dtype=to_torch(tensor.dtype), device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -1,0 +1,1 @@
+"""Bases in four bits: which layers, their modules, their product, their files."""

@@ -1,0 +1,286 @@
+"""Puts a base into four bits, on meta: which layers, what is offered for them, what the model then says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.quantization_config import QuantizationMethod
+
+from shardwise.conversion import Bindings, Expression
+from shardwise.conversion.packed import nested_as_stored, packed, stored_form
+from shardwise.errors import ConfigError
+from shardwise.models.dtypes import from_torch
+from shardwise.models.four_bits.four_bit_experts import (
+    are_experts_in_four_bits,
+    put_experts_into_four_bits,
+    scales_of,
+    stacks_of,
+    why_they_stay,
+)
+from shardwise.models.four_bits.four_bit_linear import (
+    NESTED,
+    OFFSET,
+    SCALES,
+    WEIGHT,
+    WHOLE_SCALES,
+    is_in_four_bits,
+    put_into_four_bits,
+    why_it_stays,
+)
+from shardwise.models.four_bits.four_bit_product import Packing, has_bitsandbytes
+from shardwise.models.four_bits.quantization import FourBit, of_form, to_transformers
+from shardwise.models.modules import original_class, parameters_of, walk
+from shardwise.report.names import collapse
+from shardwise.tensors import DType
+
+_ROUTERS = ("gate", "router")
+_EXPERTS = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which linear layers and experts are put into four bits, and why the others are not.
+
+    Attributes:
+        layers: by name.
+        stacks: stacked weights of experts, as (module, local name), by name.
+        stay: names of linear layers, and of stacked weights of experts, that stay, to the reason.
+    """
+
+    layers: Mapping[str, nn.Linear]
+    stacks: Mapping[str, tuple[nn.Module, str]]
+    stay: Mapping[str, str]
+
+
+def choose_layers(model: nn.Module, quantization: FourBit, offered: Callable[[str], bool]) -> Chosen:
+    """The linear layers and the experts of a model on meta, tied, that are to be in four bits.
+
+    What computes logits stays, whatever is tied, routers, experts that are not computed one by one, what the
+    checkpoint does not hold (``offered`` is asked by the name of a weight), and what is named.
+
+    Raises:
+        ConfigError: something named matches nothing, or nothing is left.
+    """
+    uses = Counter(
+        id(parameter) for _, module in walk(model, every_name=True) for parameter in parameters_of(module).values()
+    )
+    layers: dict[str, nn.Linear] = {}
+    stacks: dict[str, tuple[nn.Module, str]] = {}
+    stay: dict[str, str] = {}
+    matched: set[str] = set()
+    for item in _candidates(model, quantization):
+        named = [pattern for pattern in quantization.stay if any(_matches(pattern, name) for name in item.names)]
+        matched.update(named)
+        told = item.names[-1]
+        if named:
+            stay[told] = "as asked for"
+        elif item.why is not None:
+            stay[told] = f"it {item.why}"
+        elif uses[id(item.module.get_parameter(item.local))] > 1:
+            stay[told] = "its weight is tied"
+        elif not offered(f"{item.names[0]}.{item.local}"):
+            stay[told] = "the checkpoint does not hold it, or as numbers beside others in four bits"
+        elif isinstance(item.module, nn.Linear):
+            layers[told] = item.module
+        else:
+            stacks[told] = (item.module, item.local)
+    if wrong := [pattern for pattern in quantization.stay if pattern not in matched]:
+        known = ", ".join(pattern for pattern, _ in collapse(sorted({*layers, *stacks, *stay}))[:8])
+        raise ConfigError(f"stay={wrong!r} matches no linear layer; there are {known}")
+    if not layers and not stacks:
+        raise ConfigError(
+            f"nothing of {type(model).__name__} can be put into four bits"
+            + "".join(f"; {name} stays: {why}" for name, why in list(stay.items())[:3])
+        )
+    return Chosen(layers, stacks, stay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A weight that may be put into four bits.
+
+    Attributes:
+        names: by which it is asked to stay: of its module, and its own where it is one of several in there.
+        module: that it is in, as ``local``.
+        why: it stays in any case; None where it need not.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    local: str
+    why: str | None
+
+
+def _candidates(model: nn.Module, quantization: FourBit) -> Iterator[_Candidate]:
+    """All linear layers and stacks of experts."""
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    last = next(reversed([name for name, _ in model.named_parameters()]), "").rpartition(".")[0]
+    modules = dict(walk(model))
+    for name, module in modules.items():
+        if original_class(module) is nn.Linear:
+            assert isinstance(module, nn.Linear)
+            why = why_it_stays(module, quantization)
+            if module is head or name == last:
+                why = "computes what comes out"
+            elif _is_router(name, modules):
+                why = "chooses experts"
+            yield _Candidate((name,), module, WEIGHT, why)
+        for local, stack in stacks_of(name, module):
+            yield _Candidate((name, f"{name}.{local}"), module, local, why_they_stay(module, stack, quantization))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As ``should_convert_module`` of transformers has it."""
+    try:
+        found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
+    except re.error as error:
+        raise ConfigError(f"stay={pattern!r}: is no name, and no regex ({error})") from error
+    return found is not None or name.endswith(pattern)
+
+
+def _is_router(name: str, names: Mapping[str, nn.Module]) -> bool:
+    parent, _, last = name.rpartition(".")
+    return last in _ROUTERS and f"{parent}.{_EXPERTS}" in names
+
+
+def put_base_into_four_bits(
+    model: PreTrainedModel, bindings: Bindings, quantization: FourBit
+) -> tuple[Bindings, tuple[str, ...]]:
+    """Put the layers of a base on meta into four bits; what the checkpoint offers then, and notes for the report.
+
+    Raises:
+        ConfigError: as of :func:`choose_layers`.
+    """
+    stored = {
+        name for name, claims in bindings.offers.items() if any(stored_form(item) is not None for item in claims)
+    }
+    wanted = stored or bindings.offers.keys()
+    chosen = choose_layers(model, quantization, lambda name: bool(bindings.offers.get(name)) and name in wanted)
+    for name, layer in chosen.layers.items():
+        form = next(filter(None, map(stored_form, bindings.offers[f"{name}.{WEIGHT}"])), None)
+        put_into_four_bits(layer, quantization if form is None else of_form(form, quantization))
+    kinds: dict[nn.Module, dict[str, FourBit]] = {}
+    for module, local in chosen.stacks.values():
+        kinds.setdefault(module, {})[local] = quantization
+    for module, stacks in kinds.items():
+        put_experts_into_four_bits(module, stacks)
+    kept = tuple(sorted(pattern for pattern in chosen.stay))
+    mark_in_four_bits(model, to_transformers(quantization, kept, model.dtype))
+    return offered_in_four_bits(model, bindings), (*notes_of(chosen, quantization), *about_speed())
+
+
+def notes_of(chosen: Chosen, quantization: FourBit) -> tuple[str, ...]:
+    """What is in four bits and what is not, and why, in sentences."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in chosen.stay.items():
+        by_reason.setdefault(why, []).append(name)
+    how = f"{quantization.form.name}, blocks of {quantization.block_size}"
+    notes = (
+        [f"{len(chosen.layers)} linear layers are in four bits ({how}), packed on the CPU"] if chosen.layers else []
+    )
+    notes += _about_experts(chosen, how)
+    notes += [
+        f"{', '.join(pattern for pattern, _ in collapse(members))} keeps its numbers: {why}"
+        for why, members in by_reason.items()
+    ]
+    return tuple(notes)
+
+
+def about_speed() -> tuple[str, ...]:
+    """What a report says of how numbers are made of four bits."""
+    if has_bitsandbytes():
+        return ()
+    return ("bitsandbytes is not installed: the same numbers are made of four bits, several times slower",)
+
+
+def _about_experts(chosen: Chosen, how: str) -> list[str]:
+    if not chosen.stacks:
+        return []
+    names = ", ".join(pattern for pattern, _ in collapse(sorted(chosen.stacks)))
+    return [f"experts are in four bits ({how}, plain scales) and are computed one after the other: {names}"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """What transformers says of a model that it does not save."""
+
+    quant_method: str = "bitsandbytes by shardwise, whose shardwise.save(model, folder) writes its files,"
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantiser:
+    """What the Trainer asks a model in four bits for: whether adapters on it can be trained."""
+
+    quantization_config: _Method = field(default_factory=_Method)
+    is_trainable: bool = True
+    is_qat_trainable: bool = False
+    is_compileable: bool = False
+    is_serializable: bool = True
+
+
+def mark_in_four_bits(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
+    """Let PEFT, accelerate and the Trainer see a model of bitsandbytes; ``config`` goes into the model's config."""
+    told: Any = model
+    if has_bitsandbytes():  # whoever asks for this goes on to import it
+        told.is_loaded_in_4bit = True
+    told.is_quantized = True
+    told.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    told.hf_quantizer = _Quantiser()
+    told.config.quantization_config = dict(config)
+
+
+def offered_in_four_bits(model: nn.Module, bindings: Bindings) -> Bindings:
+    """What a checkpoint offers for a model, with the weights of layers in four bits packed while they are read."""
+    offers, own = dict(bindings.offers), set[str]()
+    for name, module in walk(model):
+        prefix = f"{name}." if name else ""
+        if are_experts_in_four_bits(module):
+            for local, packing in module.packings.items():
+                if _are_packed(module, local, claims := offers.get(f"{prefix}{local}", ())):
+                    own.add(f"{prefix}{scales_of(local)}")
+                else:
+                    offers |= _experts_offered(f"{prefix}{local}", packing, claims)
+        if not is_in_four_bits(module):
+            continue
+        weight = f"{prefix}{WEIGHT}"
+        claims = offers.get(weight, ())
+        if _are_packed(module, WEIGHT, claims):
+            own |= {f"{prefix}{local}" for local in (SCALES, NESTED, OFFSET)}
+            continue
+        found = [_kept(module, expression, weight) for expression in claims]
+        offers |= {f"{prefix}{local}": tuple(kept[local] for kept in found) for local in found[0]}
+        if module.is_nested and SCALES not in found[0]:
+            module.whole_scales = offers.pop(f"{prefix}{WHOLE_SCALES}")
+    taken = own.intersection(bindings.strays)
+    unmatched = {key: name for key, name in bindings.unmatched.items() if name not in taken}
+    return replace(
+        bindings, offers=offers | {name: (bindings.strays[name],) for name in taken}, unmatched=unmatched
+    )
+
+
+def _are_packed(module: nn.Module, local: str, claims: Sequence[Expression]) -> bool:
+    """Whether what is stored are the model's own bytes, as ``InternalNames()`` have them."""
+    shape = tuple(module.get_parameter(local).shape)
+    return all(item.dtype is DType.U8 and item.shape == shape for item in claims)
+
+
+def _experts_offered(fqn: str, packing: Packing, claims: Sequence[Expression]) -> dict[str, tuple[Expression, ...]]:
+    """What is offered for a stack of weights, packed and scales, by FQN."""
+    rounds_to = from_torch(packing.dtype, fqn)
+    both = [packed(item, packing.form, packing.block_size, rounds_to=rounds_to) for item in claims]
+    return {fqn: tuple(weight for weight, _ in both), scales_of(fqn): tuple(scales for _, scales in both)}
+
+
+def _kept(layer: Any, numbers: Expression, name: str) -> dict[str, Expression]:
+    """What is kept of a weight, by local name; nested scales that are not stored so come as they are."""
+    form, block = layer.packing.form, layer.packing.block_size
+    if layer.is_nested and (parts := nested_as_stored(numbers, form, block)) is not None:
+        return {WEIGHT: parts.packed, SCALES: parts.codes, NESTED: parts.nested, OFFSET: parts.offset}
+    weight, scales = packed(numbers, form, block, rounds_to=from_torch(layer.packing.dtype, name))
+    return {WEIGHT: weight, (WHOLE_SCALES if layer.is_nested else SCALES): scales}

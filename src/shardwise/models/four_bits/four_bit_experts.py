@@ -1,0 +1,181 @@
+"""Turns fused experts, on meta, into ones whose stacked weights are in four bits; and knows them again.
+
+[Note: Experts in four bits] The module keeps its place, its name and its class's methods. A stack of weights
+(experts, out, in) is a uint8 parameter (experts, out, in / 2) of the same name, with its scales beside it, as the
+bytes of float32: ``<name>_scales`` (experts, out, 4 * in / block). Both are frozen, and sharded in the group of the
+module's block as other parameters are. What computes is the class's own forward pass, expert by expert: instead of
+the module it is given what looks like it, whose stacks give the weight of one expert at a time; and that is bytes,
+until ``linear`` multiplies by it. So of all experts one is there as numbers, and nothing of it is kept for the way
+back but its bytes. Products of all experts at once (``experts_implementation``) would need all of their numbers;
+they are not used here, whatever the config says.
+
+Scales are plain ones, also where those of linear layers are nested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.models import pretrained
+from shardwise.models.four_bits.four_bit_product import KeptScales, Packing, product
+from shardwise.models.four_bits.quantization import COMPUTED_IN, FourBit
+from shardwise.models.modules import parameters_of
+
+_SCALES = "_scales"
+
+
+class ExpertsInFourBits(nn.Module):
+    """What experts in four bits are beside fused ones; see [Note: Experts in four bits].
+
+    Attributes:
+        packings: how each stack in four bits is kept, by its local name.
+        compute_dtype: of the products; None for that of what comes in.
+    """
+
+    packings: Mapping[str, Packing]
+    compute_dtype: torch.dtype | None
+
+    _eager: Callable[..., torch.Tensor]
+    """Of the class; computes expert by expert."""
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return type(self)._eager(_Lookalike(self), *args, **keywords)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name} in {packing.form.name.lower()} in blocks of {packing.block_size}"
+            for name, packing in self.packings.items()
+        )
+
+
+class _Lookalike:
+    """A module of experts whose stacks in four bits give the weights of single experts."""
+
+    def __init__(self, experts: ExpertsInFourBits) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        experts = self._experts
+        return _WeightsOfExperts(experts, name) if name in experts.packings else getattr(experts, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightsOfExperts:
+    """The weights of all experts, one of which can be taken."""
+
+    experts: ExpertsInFourBits
+    name: str
+
+    def __getitem__(self, expert: int | torch.Tensor) -> _WeightOfOne:
+        packed, scales = (getattr(self.experts, local)[expert] for local in (self.name, scales_of(self.name)))
+        packing = self.experts.packings[self.name]
+        return _WeightOfOne(packed, KeptScales(scales), packing, self.experts.compute_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightOfOne:
+    """The weight (out, in) of one expert, which ``torch.nn.functional.linear`` takes."""
+
+    packed: torch.Tensor
+    scales: KeptScales
+    packing: Packing
+    compute_dtype: torch.dtype | None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        if function is not F.linear:
+            raise TypeError(
+                f"weights of experts in four bits are multiplied by linear(), not by {function.__name__}(); leave "
+                'them as they are: quantization=Nf4(stay=("experts",))'
+            )
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(keywords or {})
+        weight: _WeightOfOne = given["weight"]
+        return weight.product(given["input"], given.get("bias"))
+
+    def product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``rows (.., in) @ weight (out, in).T + bias``, in the dtype of ``rows``."""
+        dtype = self.compute_dtype or rows.dtype
+        own_bias = None if bias is None else bias.to(dtype)
+        return product(rows.to(dtype), self.packed, self.scales, own_bias, self.packing).to(rows.dtype)
+
+
+def weight_of_expert(module: nn.Module, name: str, expert: int) -> Any:
+    """The weight (out, in) of one expert, of gathered parameters: a tensor, or what ``linear`` takes for one."""
+    if are_experts_in_four_bits(module) and name in module.packings:
+        return _WeightsOfExperts(module, name)[expert]
+    return getattr(module, name)[expert]
+
+
+def scales_of(name: str) -> str:
+    """The local name of the scales of a stack."""
+    return f"{name}{_SCALES}"
+
+
+def are_experts_in_four_bits(module: nn.Module) -> TypeGuard[ExpertsInFourBits]:
+    """Whether a module is one of experts of which some weights are in four bits."""
+    return isinstance(module, ExpertsInFourBits)
+
+
+def stacks_of(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The stacked weights of a mixture's experts, by local name; none of any other module."""
+    if not pretrained.are_fused_experts(module) and fqn.rpartition(".")[2] != "experts":
+        return
+    for name, parameter in parameters_of(module).items():
+        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
+            yield name, parameter
+
+
+def why_they_stay(module: nn.Module, stack: nn.Parameter, quantization: FourBit) -> str | None:
+    """Why a stack of weights cannot be kept in four bits; None where it can."""
+    if not pretrained.are_fused_experts(module):
+        return "belongs to experts that are not computed one after the other in a way that is known"
+    if stack.dtype not in COMPUTED_IN:
+        return f"is of {stack.dtype}, of which nothing is packed"
+    if module.is_transposed:
+        return "is stored with what comes in before what comes out, so that no row is whole blocks"
+    if pretrained.are_parted_experts(module):
+        return "belongs to experts that are on ranks of their own"
+    if stack.shape[-1] % quantization.block_size:
+        return f"has {stack.shape[-1]} columns, no multiple of the block of {quantization.block_size}"
+    return None
+
+
+def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, FourBit]) -> None:
+    """Keep stacks of a module on meta in four bits; in place, so that hooks and names stay.
+
+    ``names`` are those of the stacks, each with how it is to be kept.
+    """
+    packings: dict[str, Packing] = {}
+    for name, quantization in names.items():
+        stack: nn.Parameter = getattr(module, name)
+        *outer, columns = stack.shape
+        packings[name] = Packing(quantization.form, quantization.block_size, stack.dtype)
+        delattr(module, name)
+        module.register_parameter(name, _frozen(*outer, columns // 2))
+        module.register_parameter(scales_of(name), _frozen(*outer, 4 * (columns // quantization.block_size)))
+    kind: Any = type(module)
+    module.__class__ = _class(kind)
+    experts: Any = module
+    experts.packings = packings
+    experts.compute_dtype = next(iter(names.values())).compute_dtype
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(False)
+
+
+@cache
+def _class(kind: Any) -> type[nn.Module]:
+    eager = staticmethod(pretrained.eager_experts(kind))
+    return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
+
+
+def _frozen(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)

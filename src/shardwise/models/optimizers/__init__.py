@@ -1,0 +1,1 @@
+"""What optimizers keep, as data, and bound to other parameters."""

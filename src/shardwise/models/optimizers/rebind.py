@@ -1,0 +1,349 @@
+"""Optimizers of a model whose parameters are replaced: what they hold, as data, and binding them again.
+
+Everything goes by the identity of parameters. (Addresses of memory, by which others do it, are all 0 on meta.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.models.optimizers.block_codec import counts_of_shards
+from shardwise.models.optimizers.blockwise import (
+    BLOCKS,
+    SCALE,
+    BlockwiseOptimizer,
+    CodedMoment,
+    LocalMoment,
+    blockwise,
+    codes_of,
+    halves,
+    moment_of,
+    numbers_of,
+    own_blocks,
+    packed,
+    scale_of,
+    text_of,
+)
+from shardwise.models.optimizers.factors import factor_shape, has_unknown_shards, kind_of
+from shardwise.models.view import Held, local_tensor
+
+Scalar: TypeAlias = torch.Tensor | int | float | bool | str | None
+"""What an optimizer keeps of a parameter beside tensors of its shape: counts of steps, mostly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One value of an optimizer's state."""
+
+    optimizer: int
+    """Position among the optimizers given."""
+    parameter: str
+    entry: str
+
+    @property
+    def label(self) -> str:
+        """Told from all others, as long as a parameter is in one optimizer only."""
+        return label(self.parameter, self.entry)
+
+    def __str__(self) -> str:
+        return f"{self.label} of optimizer {self.optimizer}"
+
+
+def label(parameter: str, entry: str) -> str:
+    """What a value of state is called."""
+    return f"{parameter}: {entry}"
+
+
+@dataclass(slots=True)
+class Bound:
+    """An optimizer and what it holds, by the names of the parameters.
+
+    Attributes:
+        groups: FQNs, by parameter group.
+        tensors: state of a parameter's shape, DTensors of any, factors, and moments in blocks ([Note: Moments in
+            blocks] in :mod:`~shardwise.models.optimizers.blockwise`).
+        scalars: the rest of the state.
+        unused: parameters whose state is an empty dict.
+    """
+
+    optimizer: Optimizer
+    index: int
+    groups: list[list[str]]
+    tensors: dict[Key, torch.Tensor]
+    scalars: dict[Key, Scalar]
+    unused: list[str]
+
+    def description(self) -> list[str]:
+        """What must be the same on every rank: the class, and each group's parameters and settings."""
+        lines = [kind_of(self.optimizer).__name__]
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
+            lines += [f"{settings}", *names]
+        return lines
+
+    def unbind(self) -> None:
+        """Let go of the parameters and of the state, so that their memory can be freed."""
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.optimizer.state.clear()
+        self.tensors = {}
+
+    def rebind(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tensors: Mapping[Key, torch.Tensor],
+        scalars: Mapping[Key, Scalar],
+    ) -> None:
+        """Take the parameters of these names, with this state. Groups keep their settings and their order."""
+        on_device = {
+            name
+            for names, group in zip(self.groups, self.optimizer.param_groups, strict=True)
+            for name in names
+            if group.get("capturable") or group.get("fused")
+        }
+        for names, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group["params"] = [parameters[name] for name in names]
+        for name in self.unused:
+            self.optimizer.state[parameters[name]] = {}
+        in_blocks = blockwise(self.optimizer)
+        for key, value in [*tensors.items(), *scalars.items()]:
+            if key.optimizer == self.index:
+                parameter = parameters[key.parameter]
+                state = self.optimizer.state.setdefault(parameter, {})
+                if in_blocks is not None and in_blocks.is_moment(moment_of(key.entry)):
+                    if key.entry == moment_of(key.entry) and key in tensors:
+                        state.update(_together(in_blocks, parameter, key, tensors))
+                    continue
+                if isinstance(value, torch.Tensor) and key in scalars:
+                    value = _settled(value, key, parameter, is_read_by_kernels=key.parameter in on_device)
+                state[key.entry] = value
+
+    def count(self) -> tuple[int, int]:
+        """How many parameters it holds, and values of state."""
+        return sum(map(len, self.groups)), sum(map(len, self.optimizer.state.values()))
+
+
+def state_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for state of a parameter's shape, sharded as the parameter is."""
+    local = torch.empty_like(local_tensor(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedAlike:
+    """State has the shape of its parameter, or is one number, so that it goes wherever the parameter goes.
+
+    ``way_out`` is what to do about any other.
+    """
+
+    way_out: str = "make the optimizer after sharding, or before its first step"
+
+
+@dataclass(frozen=True, slots=True)
+class OfAnyForm:
+    """Factors and moments in blocks are known, too; ``way_out`` is for what nobody knows how it is sharded."""
+
+    way_out: str
+
+
+KnownState: TypeAlias = ShapedAlike | OfAnyForm
+"""What may be of an optimizer's state."""
+
+
+def look_at(
+    optimizers: Sequence[Optimizer],
+    held: Sequence[Held],
+    known: KnownState = ShapedAlike(),
+) -> list[Bound]:
+    """What optimizers hold of a model, in which this is held.
+
+    Raises:
+        ConfigError: for what is no optimizer.
+        PlacementError: for parameters that are not the model's or are in two groups, and for state that cannot be
+            sharded; all of it by name.
+    """
+    given: object = optimizers
+    if not isinstance(given, Sequence) or not all(isinstance(item, Optimizer) for item in optimizers):
+        raise ConfigError("optimizers is a sequence of torch optimizers: optimizers=(optimizer,)")
+    names = {item.tensor: item.fqn for item in held if isinstance(item.tensor, nn.Parameter)}
+    faults: list[str] = []
+    seen: dict[str, str] = {}
+    strange: list[str] = []
+    bounds = [
+        _look_at(optimizer, index, names, seen, faults, strange, known)
+        for index, optimizer in enumerate(optimizers)
+    ]
+    faults += [f"{sentence}; {known.way_out}" for sentence in strange]
+    if faults:
+        raise PlacementError("the optimizers cannot be bound to the model:\n  " + "\n  ".join(faults[:20]))
+    return bounds
+
+
+def _look_at(
+    optimizer: Optimizer,
+    index: int,
+    names: Mapping[nn.Parameter, str],
+    seen: dict[str, str],
+    faults: list[str],
+    strange: list[str],
+    known: KnownState,
+) -> Bound:
+    bound = Bound(optimizer, index, [], {}, {}, [])
+    for number, group in enumerate(optimizer.param_groups):
+        members: list[str] = []
+        for position, parameter in enumerate(group["params"]):
+            place = f"group {number} of optimizer {index} ({type(optimizer).__name__})"
+            name = names.get(parameter)
+            if name is None:
+                called = group["param_names"][position] if "param_names" in group else f"number {position}"
+                faults.append(
+                    f"parameter {called}, {tuple(parameter.shape)}, in {place} is not the model's; make the "
+                    "optimizer of model.parameters(), and have nothing replace them"
+                )
+            elif name in seen:
+                faults.append(f"{name} is in {place} and in {seen[name]}; leave it in one of them")
+            else:
+                seen[name] = place
+                members.append(name)
+        bound.groups.append(members)
+    in_blocks = blockwise(optimizer)
+    for parameter, state in optimizer.state.items():
+        name = names.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if name is None:
+            if state:
+                faults.append(f"optimizer {index} has state of what is no parameter of the model: {sorted(state)}")
+            continue
+        if not state:
+            bound.unused.append(name)
+        entries: Mapping[Any, Any] = state
+        if in_blocks is not None:
+            moments, entries = in_blocks.apart(state)
+            for moment, local in moments.items():
+                key = Key(index, name, moment)
+                if isinstance(known, OfAnyForm):
+                    _sort_in_moment(bound, key, local, parameter, in_blocks, strange)
+                elif isinstance(local, CodedMoment):
+                    strange.append(f"{key} is kept in blocks of the tensor that it was made for")
+                else:
+                    _sort_in(bound, key, state[moment], parameter, strange, known)
+        for entry, value in entries.items():
+            _sort_in(bound, Key(index, name, str(entry)), value, parameter, strange, known)
+    return bound
+
+
+def _sort_in_moment(
+    bound: Bound,
+    key: Key,
+    local: LocalMoment,
+    parameter: torch.Tensor,
+    in_blocks: BlockwiseOptimizer,
+    strange: list[str],
+) -> None:
+    """A moment in the form that all ranks have it in: an empty shard has no blocks, and those of others count."""
+    own = local_tensor(parameter)
+    is_in_blocks = isinstance(local, CodedMoment)
+    counts = counts_of_shards(parameter)
+    if own.numel() and isinstance(parameter, DTensor) and is_in_blocks != in_blocks.keeps_blocks(counts):
+        strange.append(
+            f"{key} is {'in blocks' if is_in_blocks else 'not in blocks'} on this rank, whose shard has "
+            f"{own.numel()} elements, and not so on others: call step_shards(optimizer), of "
+            "shardwise.training.optimizing.shard_steps, before the first step"
+        )
+        return
+    if not own.numel() and not is_in_blocks and in_blocks.keeps_blocks(counts):
+        local = CodedMoment(own, torch.zeros(0, device=own.device))
+    if not isinstance(local, CodedMoment):
+        if local.shape != own.shape:
+            strange.append(_no_shards(key, local, parameter))
+        else:
+            bound.tensors[key] = numbers_of(parameter, local)
+        return
+    codec = in_blocks.codec(key.entry)
+    if not halves(parameter, codec.per_byte):
+        strange.append(
+            f"{key} has {codec.per_byte} codes in a byte, and the parameter's last dimension, of "
+            f"{parameter.shape[-1]}, is odd or sharded"
+        )
+        return
+    if local.codes.shape != (packed(own.shape, codec.per_byte) if own.numel() else own.shape):
+        strange.append(_no_shards(key, local.codes, parameter))
+        return
+    bound.tensors[key] = codes_of(parameter, local.codes, codec.per_byte)
+    bound.tensors[Key(key.optimizer, key.parameter, key.entry + SCALE)] = scale_of(parameter, codec, local.scale)
+    bound.scalars[Key(key.optimizer, key.parameter, key.entry + BLOCKS)] = text_of(parameter, codec)
+
+
+def _together(
+    in_blocks: BlockwiseOptimizer, parameter: torch.Tensor, key: Key, tensors: Mapping[Key, torch.Tensor]
+) -> dict[str, Any]:
+    scale = tensors.get(Key(key.optimizer, key.parameter, key.entry + SCALE))
+    if scale is None:
+        return in_blocks.together(parameter, key.entry, local_tensor(tensors[key]))
+    own = own_blocks(parameter, in_blocks.codec(key.entry), tensors[key], scale)
+    return in_blocks.together(parameter, key.entry, own)
+
+
+def _no_shards(key: Key, value: torch.Tensor, parameter: torch.Tensor) -> str:
+    return (
+        f"{key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it has no shards that "
+        "follow the parameter's"
+    )
+
+
+def _sort_in(
+    bound: Bound, key: Key, value: Any, parameter: torch.Tensor, strange: list[str], known: KnownState
+) -> None:
+    if isinstance(value, torch.Tensor):
+        is_factor = _is_factor(bound.optimizer, key.entry, value, parameter)
+        if is_factor and isinstance(known, ShapedAlike):
+            strange.append(_no_shards(key, value, parameter))
+        elif is_factor or (value.shape == parameter.shape and value.ndim) or isinstance(value, DTensor):
+            bound.tensors[key] = value
+        elif value.numel() == 1:
+            bound.scalars[key] = value
+        else:
+            strange.append(_no_shards(key, value, parameter))
+    elif value is None or isinstance(value, (int, float, str)):
+        bound.scalars[key] = value
+    else:
+        strange.append(f"{key} is a {type(value).__name__}, and nobody knows how that is sharded")
+
+
+def _is_factor(optimizer: Optimizer, entry: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    shape = factor_shape(optimizer, entry, tuple(parameter.shape))
+    return tuple(value.shape) == shape and not has_unknown_shards(parameter, value)
+
+
+def _settled(value: torch.Tensor, key: Key, parameter: torch.Tensor, *, is_read_by_kernels: bool) -> torch.Tensor:
+    """A single number, where torch has it: steps on the host unless a kernel reads them, state by its parameter."""
+    if key.entry == "step":
+        return value.to(parameter.device) if is_read_by_kernels else value
+    if parameter.ndim == 0 and value.is_floating_point():
+        return value.to(parameter.device, parameter.dtype)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A setting as something that compares between processes."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if not value.is_meta else "meta"
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (int, float, str)) else type(value).__name__

@@ -1,0 +1,1 @@
+"""Which modules become FSDP2 groups: policies, groups, wrapping, what accelerate's words mean."""

@@ -1,0 +1,232 @@
+"""Wrapping a model in FSDP2 groups, and what is checked before."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from shardwise.errors import PlacementError
+from shardwise.models import transformers_compat as compat
+from shardwise.models._torch_private import parameters_in, walk
+from shardwise.models.accelerators import accelerator, has_collectives
+from shardwise.models.view import canonical
+from shardwise.models.wrapping import blocks
+from shardwise.models.wrapping.accelerate_config import read_accelerate_config
+from shardwise.models.wrapping.accelerate_sharding import fields_of
+from shardwise.models.wrapping.blocks import ActivationCheckpointing, Compiling, Off
+from shardwise.models.wrapping.foreign_policies import as_policy
+from shardwise.models.wrapping.groups import Grouping, group_parameters, shard_dim
+from shardwise.models.wrapping.policies import Automatic, WrapPolicy, repeated_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded: the mesh, which modules are groups, FSDP2's own policies, and how blocks are run.
+
+    ``mesh`` is one-dimensional (shard) or two-dimensional (replicate, shard); None means all ranks of the default
+    process group, or no sharding where there is none. ``reshard_after_forward`` is for the blocks; what is left in
+    the root group stays gathered until the backward pass, as in FSDP2. ``activation_checkpointing`` and
+    ``compiling`` are for the blocks as :func:`~shardwise.models.wrapping.policies.repeated_blocks` finds them,
+    whatever the groups are, and without a mesh too.
+
+    ``wrap`` may also be a class of modules or several, a policy of torch's for FSDP1 (or a partial of one), or a
+    function of a module: see :func:`~shardwise.models.wrapping.foreign_policies.as_policy`.
+    """
+
+    mesh: DeviceMesh | None = None
+    wrap: WrapPolicy = field(default_factory=Automatic)
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | int = True
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=Off)
+    compiling: Compiling = field(default_factory=Off)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wrap", as_policy(self.wrap))
+
+    @classmethod
+    def from_accelerate(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> Sharding:
+        """What a configuration of accelerate's, or the Trainer's, says of sharding; what it does not, in a warning.
+
+        Collective: yes, over the default process group, where it asks for replicas.
+
+        Args:
+            source: the YAML file of ``accelerate config`` or its values; or the Trainer's, with ``fsdp`` and
+                ``fsdp_config``; or an ``fsdp_config`` alone. Keys with or without the prefix ``fsdp_``.
+
+        Raises:
+            ConfigError: it cannot be read; or naming every key that is unknown, contradicts another, or cannot be
+                honoured.
+        """
+        said = read_accelerate_config(source)
+        for note in said.notes:
+            warnings.warn(note, stacklevel=2)
+        return cls(**fields_of(said))
+
+
+def in_words(sharding: Sharding) -> dict[str, str]:
+    """What ranks must have in common, by name."""
+    mesh = None if sharding.mesh is None else sharding.mesh.mesh.tolist()
+    policies = {item.name: _told(getattr(sharding, item.name)) for item in fields(sharding) if item.name != "mesh"}
+    return {"mesh": repr(mesh), **policies}
+
+
+def _told(value: object) -> str:
+    """What ``repr`` tells, but of a function its name: where it lies in memory differs from rank to rank."""
+    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
+        return repr(value)
+    if is_dataclass(value):
+        parts = ", ".join(f"{item.name}={_told(getattr(value, item.name))}" for item in fields(value))
+        return f"{type(value).__name__}({parts})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def default_mesh(group: dist.ProcessGroup | None = None) -> DeviceMesh | None:
+    """All ranks of a process group (None: the default one) in one axis; None where there is no process group.
+
+    Collective: yes, over the default group.
+    """
+    if not dist.is_initialized():
+        return None
+    found = accelerator()
+    kind = found.type if found is not None and has_collectives(found, group) else "cpu"
+    if group is not None:
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of a process group (None: the default one), sorted."""
+    return sorted(dist.get_process_group_ranks(group)) if dist.is_initialized() else [0]
+
+
+def with_mesh(sharding: Sharding, group: dist.ProcessGroup | None) -> Sharding:
+    """With a mesh, if there is to be one, that has the ranks of the process group (None: the default one).
+
+    Collective: yes, over the default group, where no mesh is given.
+
+    Raises:
+        PlacementError: when the given mesh has other ranks.
+    """
+    mesh = sharding.mesh if sharding.mesh is not None else default_mesh(group)
+    if mesh is not None and sorted(mesh.mesh.flatten().tolist()) != ranks_of(group):
+        raise PlacementError(
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, and the process group that acts together has "
+            f"{ranks_of(group)}; pass process_group=... in the options, with the mesh's ranks"
+        )
+    return replace(sharding, mesh=mesh)
+
+
+def wrap(
+    model: nn.Module, sharding: Sharding, kept_whole: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Apply ``fully_shard`` to the blocks and then to the root; returns the blocks' names, nested ones first.
+
+    FSDP2 cannot shard parameters without dimensions or without elements, and wants one dtype per group. Such
+    parameters, those of another dtype that no group of their own can hold, and those in ``kept_whole`` (with the
+    reason) stay whole on every rank; see :func:`~shardwise.models.replicated.average_replicated_gradients`.
+
+    Collective: yes (creates process groups the first time a mesh is used).
+
+    Raises:
+        PlacementError: when the policy matches nothing, or ``fully_shard`` would refuse the mesh or a parameter.
+    """
+    mesh = sharding.mesh
+    if mesh is None:
+        raise PlacementError("there is no mesh to shard the model on; pass one, or initialise torch.distributed")
+    grouping = group_parameters(model, sharding.wrap, kept_whole)
+    _require_shardable(model, grouping, mesh)
+    _require_divisor(sharding.reshard_after_forward, mesh.size(mesh.ndim - 1))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": sharding.mp_policy,
+        "offload_policy": _pinning_where_it_can(sharding.offload_policy),
+        "shard_placement_fn": _placement_for(mesh.size(mesh.ndim - 1)),
+        "ignored_params": set(grouping.whole),
+    }
+    modules = dict(walk(model))
+    for group in grouping.blocks:
+        members = [modules[name] for name in group.modules]
+        fully_shard(
+            members if len(members) > 1 else members[0],
+            reshard_after_forward=sharding.reshard_after_forward,
+            **options,
+        )
+    fully_shard(model, **options)
+    compat.mark_sharded(model)
+    return tuple(canonical(name) for group in grouping.blocks for name in group.modules)
+
+
+def prepare_blocks(model: nn.Module, sharding: Sharding) -> None:
+    """Recompute or compile a model's blocks as the sharding says; before or after :func:`wrap`, or without it.
+
+    Raises:
+        ConfigError, PlacementError: as of :func:`blocks_to_prepare`.
+    """
+    names = blocks_to_prepare(model, sharding)
+    blocks.prepare_blocks(model, names, sharding.activation_checkpointing, sharding.compiling)
+
+
+def blocks_to_prepare(model: nn.Module, sharding: Sharding) -> list[str]:
+    """Names of the blocks that :func:`prepare_blocks` will recompute or compile. Changes nothing.
+
+    Raises:
+        ConfigError: the model recomputes activations by itself, or its blocks have been prepared already.
+        PlacementError: no blocks can be told.
+    """
+    if isinstance(sharding.activation_checkpointing, Off) and isinstance(sharding.compiling, Off):
+        return []
+    names = repeated_blocks(model)
+    blocks.require_unprepared(model, names, sharding.activation_checkpointing)
+    return names
+
+
+def _require_shardable(model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> None:
+    """What ``fully_shard`` would refuse half way, without a name."""
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    words = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    if mesh.ndim > 2:
+        raise PlacementError(
+            f"{type(model).__name__} cannot be sharded on the mesh {words}: fully_shard takes one axis (shard) or "
+            "two (replicate, shard). Shard on the further axes yourself, then fully_shard on these, and call "
+            "shardwise.load"
+        )
+    for name, parameter in parameters_in(model):
+        if parameter not in grouping.whole and not parameter.is_contiguous():
+            raise PlacementError(
+                f"{canonical(name)} has shape {tuple(parameter.shape)} and strides {parameter.stride()}, and "
+                f"cannot be sharded on the mesh {words}: fully_shard takes contiguous parameters only; have the "
+                "model's class make it contiguous"
+            )
+
+
+def _require_divisor(reshard_after_forward: bool | int, shard_size: int) -> None:  # noqa: FBT001 - FSDP2's own
+    fitting = [size for size in range(2, shard_size + 1) if shard_size % size == 0]
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward not in fitting:
+        raise PlacementError(
+            f"reshard_after_forward={reshard_after_forward}: a number is that of ranks to which a block is dealt "
+            f"after its forward pass, and divides the {shard_size} that it is sharded over: one of {fitting}, or "
+            "True or False"
+        )
+
+
+def _pinning_where_it_can(policy: OffloadPolicy) -> OffloadPolicy:
+    """Without an accelerator there is no memory to pin, and no use for it."""
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        return CPUOffloadPolicy(pin_memory=False)
+    return policy
+
+
+def _placement_for(shard_size: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(shard_dim(parameter.shape, shard_size))

@@ -1,0 +1,1 @@
+"""``shardwise train``'s configuration: keys, their types, and what they mean."""

@@ -1,0 +1,123 @@
+"""Tries what an optimizer does to a sharded matrix, before a model is loaded.
+
+An optimizer that treats each element for itself does the same to shards as to the whole, one that looks at a whole
+matrix may do so by DTensor's operations, or take a shard for the whole, or fail. Which, depends on torch's version
+and on code of others. So it is tried.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError, PlacementError
+from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.world import World
+from shardwise.layout import TensorKind
+from shardwise.models.optimizers.blockwise import blockwise
+from shardwise.models.optimizers.rebind import OfAnyForm, look_at
+from shardwise.models.view import Held, Slot
+from shardwise.training.optimizing.optimizers import OptimizerRecipe, optimizers_of
+from shardwise.training.options import TrainOptions
+
+_WIDTH = 64
+_STEPS = 2
+_IN_BLOCKS = 256
+"""The width where moments are kept in blocks: one of them, so that those of shards are those of the whole."""
+
+_TOLERANCE = 0.1
+"""Of what the steps change: Muon computes in bfloat16, and in another order on shards."""
+
+
+def require_optimizer(options: TrainOptions) -> None:
+    """Refuse an optimizer that there is none of, or that cannot step, or that does something else to shards.
+
+    Or that keeps what no checkpoint can hold: state that is neither of the shape of its parameter, nor one number,
+    nor a factor, nor a moment in blocks that are known.
+
+    Collective: yes, over the default process group; two steps of a matrix of two rows for each rank.
+
+    Raises:
+        ConfigError: naming the optimizer; the same on every rank.
+    """
+    world = World.current()
+    device = this_device()
+    recipes = world.together(lambda: optimizers_of(options))
+    mesh = init_device_mesh(device.type, (world.size,)) if world.size > 1 else None
+    for recipe in recipes.values():
+        world.together(lambda recipe=recipe: _try(recipe, world, mesh, device))  # type: ignore[misc]
+
+
+def _try(recipe: OptimizerRecipe, world: World, mesh: DeviceMesh | None, device: torch.device) -> None:
+    told = f"optimizer.name={recipe.name!r}"
+    # Of several ranks the last one has a shard of another size; of one rank it is a matrix that is worth packing.
+    # Moments are kept in blocks where a shard has thousands of elements.
+    rows, width = 2 * world.size - 1 if world.size > 1 else _WIDTH + 1, _WIDTH
+    if blockwise(recipe.of({"matrix": nn.Parameter(torch.zeros(1, 1))})) is not None:
+        rows, width = 17 * world.size - 1 if world.size > 1 else 17, _IN_BLOCKS
+    draw = torch.Generator().manual_seed(0)
+    before = torch.randn(rows, width, generator=draw)
+    gradients = [torch.randn(rows, width, generator=draw) for _ in range(_STEPS)]
+    whole = nn.Parameter(before.to(device, copy=True))
+    _step(recipe, told, whole, [each.to(device) for each in gradients], "a matrix")
+    if mesh is None:
+        return
+    part = nn.Parameter(_sharded(before.to(device), mesh))
+    _step(recipe, told, part, [_sharded(each.to(device), mesh) for each in gradients], "a sharded matrix")
+    ours = _rows_of(whole.detach(), world)
+    assert isinstance(part, DTensor)
+    found = part.to_local().detach()
+    change = float((whole.detach().cpu() - before).abs().max())
+    off = float((found - ours).abs().max()) if found.numel() else 0.0
+    if not off <= _TOLERANCE * change:
+        raise ConfigError(
+            f"{told}: what it does to a matrix that is sharded over {world.size} ranks is something else than what "
+            f"it does to the whole one (off by {off:.2g} of {change:.2g}); take another optimizer, such as adamw"
+        )
+
+
+def _step(
+    recipe: OptimizerRecipe, told: str, parameter: nn.Parameter, gradients: list[torch.Tensor], what: str
+) -> None:
+    optimizer = recipe.of({"matrix": parameter})
+    try:
+        with torch.compiler.set_stance("force_eager"):  # some compile their steps, shape by shape
+            for gradient in gradients:
+                parameter.grad = gradient
+                optimizer.step()
+    except Exception as error:  # whatever an optimizer raises: there is one step that it cannot take
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{told}: it cannot take a step with {what} ({type(error).__name__}: {first}); take another optimizer, "
+            "such as adamw"
+        ) from error
+    _require_kept(told, optimizer, parameter)
+
+
+def _require_kept(told: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    held = [Held(parameter, TensorKind.PARAMETER, [Slot(nn.Module(), "matrix", "a matrix")])]
+    try:
+        look_at([optimizer], held, OfAnyForm("take another optimizer, such as adamw"))
+    except PlacementError as error:
+        why = str(error).partition("\n")[2].strip()
+        raise ConfigError(f"{told}: it keeps what checkpoints cannot hold: {why}") from error
+
+
+def _sharded(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        _rows_of(whole, World.current()).contiguous(),
+        mesh,
+        (Shard(0),),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _rows_of(whole: torch.Tensor, world: World) -> torch.Tensor:
+    """This rank's part, as FSDP2 deals rows."""
+    chunks = whole.chunk(world.size)
+    return chunks[world.rank] if world.rank < len(chunks) else whole[:0]

@@ -1,0 +1,1 @@
+"""Chats and texts as tokens, and which of these are learned."""
