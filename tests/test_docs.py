@@ -32,7 +32,6 @@ SHELL_RUN = ("tutorial.md", "many_loras.md", "merge_on_a_laptop.md")
 """Pages whose commands are run as well; those of all others are read by the commands' own options."""
 
 LEFT = {
-    "README.md": ["its optimizer is of the model that it makes two lines before"],
     "load.md": ["it needs a bucket"],
     "object_storage.md": ["it needs a bucket", "it needs a bucket"],
     "several_machines.md": ["it needs sixteen ranks"],

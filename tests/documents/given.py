@@ -70,6 +70,7 @@ GIVEN: dict[str, dict[int, str]] = {
         "st.save_file(tensors, 'checkpoint/model.safetensors')\n",
         3: _TRAINED,
         4: "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('base')",
+        5: "import torch\nfrom peft import LoraConfig",
     },
     "accelerate.md": {
         0: f"{_ROWS}\ndata = torch.utils.data.DataLoader(rows, batch_size=4)",
@@ -93,6 +94,5 @@ GIVEN: dict[str, dict[int, str]] = {
 }
 
 NOT_RUN: dict[tuple[str, int], str] = {
-    ("README.md", 5): "its optimizer is of the model that it makes two lines before",
 }
 """Of pages that cannot say it themselves."""
