@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 from tests.house import PACKAGE, ROOT, circles, names_in_two_modules
 
 
+@cache
 def trees() -> dict[str, ast.Module]:
     src = ROOT / "src"
     return {

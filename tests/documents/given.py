@@ -93,6 +93,5 @@ GIVEN: dict[str, dict[int, str]] = {
     "vllm.md": {1: f"{_ENGINE}{_LORA}"},
 }
 
-NOT_RUN: dict[tuple[str, int], str] = {
-}
+NOT_RUN: dict[tuple[str, int], str] = {}
 """Of pages that cannot say it themselves."""

@@ -97,7 +97,7 @@ def test_a_rank_of_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def made_run(run: Path, own: list[list[tuple[float, int, int]]]) -> Path:
     """Ranks with samples of (seconds, own KiB, mapped KiB); load until 1, wrap until 2, optimizer until 3."""
     for rank, samples in enumerate(own):
-        header = {"observed": 1, "began": 1000.0 + rank * 0.5, "samples_per_second": 10, "rank": rank}
+        header = {"observed": 1, "run": "one", "began": 1000.0 + rank * 0.5, "samples_per_second": 10, "rank": rank}
         place = {"world_size": len(own), "machine": "m", "host": "h", "pid": 1, "device": ""}
         lines: list[Any] = [header | place]
         for number, name in enumerate(kinds.PHASES):

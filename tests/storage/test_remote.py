@@ -427,8 +427,8 @@ def test_memory_is_bounded() -> None:
             reader.read_vectored("a", 7, [memoryview(row) for row in rows])
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-    # 4 requests, each with a stage of 256 KiB, and some memoryviews.
-    assert peak < 4 << 20
+    # 4 requests, each with a stage of 256 KiB, 5,000 memoryviews, and what the store here takes itself.
+    assert peak < 6 << 20
 
 
 # Closing
