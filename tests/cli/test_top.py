@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -89,9 +90,9 @@ class Terminal:
 
     def until(self, pattern: str) -> str:
         """What it writes up to this."""
-        start, late = len(self.text), time.monotonic() + 60
+        start, late = len(self.text), time.monotonic() + 30
         while not re.search(pattern, self.text[start:], re.DOTALL):
-            if not select.select([self.ours], [], [], max(late - time.monotonic(), 0))[0]:
+            if not select.select([self.ours], [], [], 10)[0] or time.monotonic() > late:
                 self.process.kill()
                 raise AssertionError(f"no {pattern!r} in {self.text[-3000:]!r}")
             self.text += os.read(self.ours, 4096).decode()
@@ -110,6 +111,40 @@ class Terminal:
 def on_a_terminal(run: Path, **variables: str) -> str:
     """All that a run that is over has written to a terminal."""
     return Terminal(run, **variables).end()
+
+
+def test_a_run_that_begins_while_it_watches_and_one_by_another_clock(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path / "out")
+    terminal.until(r"waiting\sfor\s+a\s+run")
+    (tmp_path / "out").mkdir()
+    path = make_rank(tmp_path / "out", 0, 1, seconds=2, began=time.time() - 7200, is_ended=False)
+    terminal.until("silent for (2:00|1:59):")  # by the clock of its host; nothing else is known
+    with path.open("a") as more:
+        more.write('[2,2.5,0,"first"]\n')
+    terminal.until(r"0:02 first ")
+    path.unlink()  # the same folder, another run
+    path = make_rank(tmp_path / "out", 0, 1, seconds=3, began=time.time() + 7200, is_ended=False, run_name="next")
+    terminal.until(r"0:02 between phases ")
+    terminal.resize(10, 40)
+    terminal.until(r"memory\S+ \S+ peak\S+ ?\S* *\r\n")  # the last of the columns
+    with path.open("a") as more:
+        more.write('{"t":4,"end":true}\n')
+    text = terminal.end()
+    screen, stays = text.rsplit("\x1b[?1049l", 1)  # the screen of its own is left
+    assert screen.count("\x1b[?1049h") == 1
+    assert "ended" in stays
+
+
+def test_ranks_for_which_a_screen_has_no_room_are_counted_and_silent_ones_shown(tmp_path: Path) -> None:
+    for rank in range(30):
+        path = make_rank(tmp_path, rank, 30, seconds=1, began=time.time(), is_ended=rank != 28)
+        path.write_text(
+            "".join(path.read_text().splitlines(keepends=True)[:5]) + '{"t":1,"end":true}\n' * (rank != 28)
+        )
+    terminal = Terminal(tmp_path, (12, 80))
+    assert "silent for" in terminal.until("and 21 more: 21 ended")
+    terminal.process.send_signal(signal.SIGINT)
+    assert re.search("29 .*ended", terminal.end().rsplit("\x1b[?1049l", 1)[1])
 
 
 def test_words_of_others_are_no_markup_and_numbers_may_be_any(tmp_path: Path) -> None:

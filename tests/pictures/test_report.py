@@ -265,6 +265,43 @@ def test_many_looks_at_how_pages_are_shared_are_thinned_and_stay(tmp_path: Path)
 
 
 @drawing
+def test_a_thousand_ranks_are_a_page_that_says_what_is_not_on_it(tmp_path: Path) -> None:
+    for rank in range(200):
+        make_rank(tmp_path, rank, 1000, seconds=1, rate=10, machine=f"m{rank // 8}")
+    path = tmp_path / "observed" / "rank-00101.jsonl"
+    path.write_text(path.read_text().replace("6581412", "99000000").replace("7315415", "99700000"))
+    result = report(tmp_path)
+    assert result.exit_code == 0, result.exception
+    assert "of 1000 ranks nothing is there of rank 200-999" in result.stderr
+    assert re.search("of 200 ranks 6[45] have lines and rows, among them the fullest, rank 101;", result.stderr)
+    assert "of 25 machines 16 are drawn" in result.stderr
+    page = page_in(tmp_path / "report")
+    assert len(page.encode()) < 5_000_000
+    charts = charts_in(page)
+    assert (
+        max(
+            map(
+                max,
+                (trace["y"] for trace in charts["Host memory by rank, anonymous and shared; points: PSS"]["data"]),
+            )
+        )
+        > 90
+    )
+    stacked = charts["Host memory of host-m12, its ranks stacked"]["data"]
+    assert [trace["name"] for trace in stacked] == ["shared", *(f"rank {rank}" for rank in range(96, 104))]
+    assert "Phases of 8 of 200 ranks" in charts
+
+
+@drawing
+def test_names_in_any_script_are_drawn_without_a_word(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "\u6a21\u578b\udce9", ranks=1, seconds=1, model="m/\u6a21\ud800")
+    result = report(run, run)
+    assert (result.exit_code, result.stderr) == (0, "")
+    names = {path.name for path in (run / "report").glob("*.png")}
+    assert {"memory.png", "memory-2.png", "phases-2.png"} <= names
+
+
+@drawing
 def test_a_rank_of_one_sample(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1)
     lines = path.read_text().splitlines()

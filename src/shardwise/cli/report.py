@@ -33,7 +33,7 @@ def report_command(runs: Sequence[Path], *, output: Path | None) -> None:
         fail(error)
     for note in notes:
         click.echo(note, err=True)
-    click.echo(f"{folder / 'report.html'}, and {pictures} PNG files beside it")
+    click.echo(f"{click.format_filename(folder / 'report.html')}, and {pictures} PNG files beside it")
 
 
 def draw_report(runs: Sequence[Path], folder: Path) -> tuple[list[str], int]:

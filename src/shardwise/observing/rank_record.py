@@ -27,6 +27,7 @@ _MOST_SECONDS = 1e11
 _MOST_RANKS = 1 << 20
 _MOST_RATE = 1000.0
 _CHUNK = 1 << 22
+_HEAD = 512
 
 
 @dataclass(slots=True)
@@ -107,13 +108,13 @@ class RankReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._begin_anew((0, 0))
+        self._begin_anew(b"")
 
-    def _begin_anew(self, file: tuple[int, int]) -> None:
+    def _begin_anew(self, head: bytes) -> None:
         self.records: list[RankRecord] = []
         self.odd_lines = 0
         """That could not be understood."""
-        self._file = file
+        self._head = head
         self._place = 0
         self._rest = b""
         self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -127,9 +128,10 @@ class RankReader:
         if not self.path.is_file():  # a pipe would be waited for
             return
         with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._place:
-                self._begin_anew((status.st_dev, status.st_ino))
+            head = file.read(_HEAD)  # which has the name of the run: an inode's number is given again
+            if not head.startswith(self._head) or os.fstat(file.fileno()).st_size < self._place:
+                self._begin_anew(head)
+            self._head = head
             file.seek(self._place)
             while chunk := file.read(_CHUNK):
                 self._place += len(chunk)

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.observing.plain import words_of
 from shardwise.observing.run_record import RunReader, RunRecord
 from shardwise.pictures.chart import Chart, Table
 from shardwise.pictures.rank_charts import RankCharts
 from shardwise.pictures.training_charts import training_charts
+
+_MOST_PATH = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ def read_runs(paths: Sequence[Path]) -> list[tuple[str, RunRecord]]:
     runs = [RunReader(path).read() for path in paths]
     labels = [run.label for run in runs]
     return [
-        (label if labels.count(label) == 1 else f"{run.path}: {label}", run)
+        (label if labels.count(label) == 1 else f"{words_of(str(run.path), _MOST_PATH)}: {label}", run)
         for label, run in zip(labels, runs, strict=True)
     ]
 
