@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -361,13 +360,13 @@ def test_signals_ask_once_and_then_end() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stopping_on_signals() as stop:
         assert not stop.is_made
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.is_made
         assert stop.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         with pytest.raises(SystemExit) as caught:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         assert caught.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
 
