@@ -7,7 +7,7 @@ that is most, through bringing the model up and three steps; and what is in tens
 step (weights, gradients, state), over the same of the plan.
 
 glibc keeps blocks of less than 32 MiB that are freed, in a heap that is soon full of holes ([Note: Holes]). So it
-is told to give back what is larger than 1 MiB (as MALLOC_MMAP_THRESHOLD_=1048576 does); ``--heap`` measures it as
+is told to give back what is larger than 64 KiB (as MALLOC_MMAP_THRESHOLD_=65536 does); ``--heap`` measures it as
 it is.
 
 [Note: Holes] torch asks for memory at multiples of 64 bytes. glibc 2.36 takes up to 96 bytes more, and frees what
@@ -127,7 +127,7 @@ ALL = [
 def needed(cell: Cell, folder: str, has_heap: bool) -> dict[str, int]:
     """Bytes on this rank. Collective: yes, where there are ranks."""
     if not has_heap:
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 64 << 10)
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from shardwise.execution.moving.group_gather import gather_in_windows
