@@ -15,7 +15,6 @@ import pytest
 import yaml
 from tests.conftest import PRELOADED, Worlds
 from tests.documents.blocks import PAGES, ROOT, Block, blocks_of, commands, fences, indented
-from tests.documents.given import NOT_RUN
 from tests.documents.running import prepare, run_page
 from tests.documents.shell import check, commands_in
 
@@ -62,13 +61,13 @@ def test_every_block_is_of_a_kind_that_is_run_or_read():
 def test_what_is_not_run_says_why_and_is_counted():
     left: dict[str, list[str]] = {}
     for block in EVERY:
-        why = block.why_not_run or NOT_RUN.get((block.page, block.number))
+        why = block.why_not_run
         if why is not None:
             assert block.kind == "python", f"{block}: only Python is ever left out"
             left.setdefault(block.page, []).append(why)
     assert left == LEFT
     marks = sum(page.read_text().count("<!-- not run") for page in PAGES)
-    assert marks + len(NOT_RUN) == sum(map(len, left.values()))
+    assert marks == sum(map(len, left.values()))
 
 
 # ── run ───────────────────────────────────────────────────────────────────────────────────────────

@@ -92,6 +92,3 @@ GIVEN: dict[str, dict[int, str]] = {
     "trainers.md": {1: _ROWS, 0: _ROWS},
     "vllm.md": {1: f"{_ENGINE}{_LORA}"},
 }
-
-NOT_RUN: dict[tuple[str, int], str] = {}
-"""Of pages that cannot say it themselves."""

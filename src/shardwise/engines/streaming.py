@@ -161,6 +161,7 @@ class _PackedAgain:
         return cls(frozenset(keys), quantization)
 
     def each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, with what files of bitsandbytes have in the place of each layer; raises FormatError."""
         for key, tensor in tensors:
             if self.quantization is not None and key in self.keys:
                 yield from packed_for_files(key, tensor, self.quantization)
