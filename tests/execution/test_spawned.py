@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -21,6 +24,16 @@ def test_values_come_by_rank_and_errors_as_they_are():
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)
+
+
+def test_what_is_meant_for_the_process_that_forks_changes_no_other():
+    def kept() -> tuple[object, ...]:
+        return signal.getsignal(signal.SIGTERM), gc.isenabled(), list(sys.path)
+
+    before = kept()
+    sys.modules.pop("shardwise.execution.processes.importing", None)
+    importlib.import_module("shardwise.execution.processes.importing")
+    assert kept() == before
 
 
 @pytest.mark.distributed

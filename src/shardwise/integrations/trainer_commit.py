@@ -127,7 +127,11 @@ def remove_under(marked: Marked, run: Path, steps: Sequence[int]) -> None:
     for step in steps:
         if marked.held.whose() is not Whose.OURS:
             return  # whoever has the folder by now does it
-        _remove(folder_of(run, step))
+        try:
+            _remove(folder_of(run, step))
+        except StorageError:
+            if marked.held.whose() is Whose.OURS:
+                raise  # else another one is removing the same
 
 
 def remove_left(run: Path) -> None:

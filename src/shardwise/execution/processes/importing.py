@@ -15,6 +15,7 @@ import gc
 import signal
 import sys
 
-gc.disable()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-sys.path[:] = [folder for folder in sys.path if folder]
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # nobody else's signals are changed
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.path[:] = [folder for folder in sys.path if folder]

@@ -153,7 +153,9 @@ def _finish(root: str, file: str, held: HeldMark) -> None:
         if file not in writer.list():
             return  # what is there by now may be of a newer save
         for name in renames.older:
-            if name in there and name not in renames.names and held.whose() is Whose.OURS:
+            if name in there and name not in renames.names:
+                if held.whose() is not Whose.OURS:
+                    return  # the list stays until all that is older is gone; whoever has the folder goes on by it
                 writer.remove(name)
         writer.sync_names()
         writer.remove(file)
