@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +22,8 @@ from shardwise.errors import PlacementError, RankLostError, StorageError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.processes.local_ranks import ProcessEnded, RankError
 from shardwise.execution.processes.spawned import _meant, at_own_gpu, run_spawned
+
+T = TypeVar("T")
 
 
 @pytest.mark.distributed
@@ -48,6 +55,28 @@ def test_ranks_share_one_import_and_the_parent_needs_none():
     )
     ran = subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True, text=True)
     assert len(set(ran.stdout.split())) == 1
+
+
+@pytest.mark.distributed
+def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
+    program = (
+        "from shardwise.execution.processes.spawned import run_spawned\n"
+        "from tests.execution.forked import goes_on\n"
+        f"run_spawned(2, goes_on, {str(tmp_path)!r}, preloaded=('torch',))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as starter:
+        ranks = within(60, lambda: len(found := os.listdir(tmp_path)) == 2 and [int(name) for name in found])
+        starter.kill()
+    within(20, lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def within(seconds: float, found: Callable[[], T]) -> T:
+    """What is found, once there is something."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
 
 
 @pytest.fixture

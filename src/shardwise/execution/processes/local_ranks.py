@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ from shardwise.execution._python_private import end_multiprocessing
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one has failed, to fail by themselves."""
+
+_ORPHANED_S = 600.0
+"""How long a rank may take to end in order after whoever started it is gone."""
 
 
 Seating: TypeAlias = Callable[[int, int], str]
@@ -54,7 +58,8 @@ class LocalRanks:
     """``size`` fresh processes with a process group, kept for any number of calls.
 
     Functions and arguments are pickled, so functions belong to importable modules. Nothing listens on a port: the
-    ranks meet through a ``FileStore``. After a failure or a timeout the processes are gone.
+    ranks meet through a ``FileStore``. After a failure or a timeout the processes are gone. Where whoever started
+    them is killed, each gets a SIGTERM, by which a training keeps its state and ends.
 
     Args:
         size: number of ranks.
@@ -208,6 +213,7 @@ def start_server(preloaded: Sequence[str]) -> None:
 def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) -> None:
     """The life of a worker: calls from the pipe until it closes."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process that this one was forked from made of it
+    threading.Thread(target=_end_with_the_parent, name="shardwise-orphaned", daemon=True).start()
     gc.freeze()  # what was there before the fork stays shared: collections would write to all of it
     gc.enable()
     failure = _failure_of(lambda: _join(rank, size, store, seat))
@@ -223,6 +229,16 @@ def _serve(rank: int, size: int, store: str, seat: Seating, pipe: Connection) ->
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _end_with_the_parent() -> None:
+    """Wait until whoever started this rank is gone. A rank between calls sees its pipe close, and ends first."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHANED_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join(rank: int, size: int, store: str, seat: Seating) -> None:
