@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 
 from shardwise.errors import StorageError
@@ -59,3 +62,17 @@ def test_a_folder_is_removed_with_links_and_not_what_they_lead_to(tmp_path):
     remove_folder(tmp_path / "out")
     remove_folder(tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "x"]
+
+
+def test_a_folder_that_another_process_removes_meanwhile_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    (tmp_path / "out" / "inner" / "file").write_text("1")
+
+    def unlink(_path: str) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(tmp_path / "out")
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    remove_folder(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -152,6 +152,8 @@ def folders_in(root: str | os.PathLike[str]) -> list[str]:
 def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
     """Remove files of a folder, links to folders, which a writer does not list, and the folders that it knows of.
 
+    What is gone already is no error: another process may be removing the same.
+
     Raises:
         StorageError: something cannot be removed; a folder has other files in it.
     """
@@ -159,11 +161,13 @@ def remove_files(writer: FoldersWriter, names: Collection[str]) -> None:
         for name in names:
             writer.remove(name)
         for inner in ("", *reversed(writer.folders)):
-            for entry in os.scandir(os.path.join(writer.root, inner)):
-                if entry.is_symlink():
-                    writer.remove(_joined(inner, entry.name))
+            with suppress(FileNotFoundError):
+                for entry in os.scandir(os.path.join(writer.root, inner)):
+                    if entry.is_symlink():
+                        writer.remove(_joined(inner, entry.name))
         for inner in reversed(writer.folders):
-            os.rmdir(os.path.join(writer.root, inner))
+            with suppress(FileNotFoundError):
+                os.rmdir(os.path.join(writer.root, inner))
     except OSError as error:
         raise StorageError(f"{writer.root}: cannot be removed ({error.strerror or error})") from error
 
@@ -179,7 +183,8 @@ def remove_folder(root: str | os.PathLike[str]) -> None:
     with FoldersWriter(root, folders_in(root)) as writer:
         remove_files(writer, writer.list())
     try:
-        os.rmdir(root)
+        with suppress(FileNotFoundError):
+            os.rmdir(root)
     except OSError as error:
         raise StorageError(f"{os.fspath(root)}: cannot be removed ({error.strerror or error})") from error
 
