@@ -71,11 +71,8 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return hooked  # type: ignore[no-any-return]
 
 
-# bitsandbytes
-
-
-class _LocalSteps:
-    """Steps on local tensors, which stand in for the parameters meanwhile."""
+class _Steps:
+    """What is put before an optimizer's class: a step as torch has it, but for what follows the closure."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -87,9 +84,66 @@ class _LocalSteps:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _local_parameters(self):
-            _without_hooks(self.taught.step)(self)
+        self._step_shards()
         return loss
+
+    def _step_shards(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} steps no shards")
+
+    def _step_as_taught(self) -> None:
+        """What the class itself makes of the parameters that are in the groups now."""
+        _without_hooks(self.taught.step)(self)
+
+
+class _LocalSteps(_Steps):
+    """Steps on local tensors, which stand in for the parameters meanwhile."""
+
+    def _step_shards(self) -> None:
+        with _local_parameters(self):
+            self._step_as_taught()
+
+
+@contextmanager
+def _in_groups(optimizer: Any, instead: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """Have other parameters in the groups meanwhile."""
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = instead(parameters)
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
+
+
+@contextmanager
+def _local_parameters(optimizer: Any) -> Iterator[None]:
+    """In place of parameters that are sharded, this rank's parts; their state goes along."""
+    pairs: list[tuple[Any, nn.Parameter]] = []
+    with _in_groups(optimizer, lambda parameters: [_stand_in(each, pairs) for each in parameters]):
+        try:
+            for parameter, local in pairs:
+                if parameter in optimizer.state:
+                    optimizer.state[local] = optimizer.state.pop(parameter)
+            yield
+        finally:
+            for parameter, local in pairs:
+                if local in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(local)
+
+
+def _stand_in(parameter: nn.Parameter, pairs: list[tuple[Any, nn.Parameter]]) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local: Any = nn.Parameter(local_tensor(parameter), requires_grad=parameter.requires_grad)
+    gradient = parameter.grad
+    local.grad = None if gradient is None else local_tensor(gradient)
+    local.counts_of_shards = counts_of_shards(parameter)
+    pairs.append((parameter, local))
+    return local  # type: ignore[no-any-return]
+
+
+# bitsandbytes
 
 
 class _BitsandbytesSteps(_LocalSteps):
@@ -113,45 +167,13 @@ class _BitsandbytesSteps(_LocalSteps):
             own.copy_(parameter.data)
 
 
-@contextmanager
-def _local_parameters(optimizer: Any) -> Iterator[None]:
-    """In place of parameters that are sharded, this rank's parts; their state goes along."""
-    before = [list(group["params"]) for group in optimizer.param_groups]
-    pairs: list[tuple[Any, nn.Parameter]] = []
-    try:
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = [_stand_in(each, pairs) for each in parameters]
-        for parameter, local in pairs:
-            if parameter in optimizer.state:
-                optimizer.state[local] = optimizer.state.pop(parameter)
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = parameters
-        for parameter, local in pairs:
-            if local in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(local)
-
-
-def _stand_in(parameter: nn.Parameter, pairs: list[tuple[Any, nn.Parameter]]) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local: Any = nn.Parameter(local_tensor(parameter), requires_grad=parameter.requires_grad)
-    gradient = parameter.grad
-    local.grad = None if gradient is None else local_tensor(gradient)
-    local.counts_of_shards = counts_of_shards(parameter)
-    pairs.append((parameter, local))
-    return local  # type: ignore[no-any-return]
-
-
 # torchao
 
 
 class _TorchaoSteps(_LocalSteps):
     """All ranks decide alike. Between steps, state is of DTensors, as torchao has it."""
 
-    @_hooked
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step_shards(self) -> None:
         sharded = [each for group in self.param_groups for each in group["params"] if isinstance(each, DTensor)]
         whole = {each: self.state[each] for each in sharded if each in self.state}
         for parameter, entries in whole.items():
@@ -160,7 +182,7 @@ class _TorchaoSteps(_LocalSteps):
                 for name, value in entries.items()
             }
         try:
-            return _without_hooks(_LocalSteps.step)(self, closure)
+            super()._step_shards()
         finally:
             for parameter in sharded:
                 if parameter in self.state:
@@ -187,32 +209,16 @@ def _with_shards(parameter: DTensor, entries: dict[str, Any], before: dict[str, 
 # Adafactor
 
 
-class _AdafactorSteps:
+class _AdafactorSteps(_Steps):
     """Sharded parameters step here, others in torch's own code."""
 
-    param_groups: list[dict[str, Any]]
-    state: Any
-    taught: Any
-
-    @_hooked
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step_shards(self) -> None:
         with torch.no_grad():
             for group in self.param_groups:
                 sharded = [each for each in group["params"] if isinstance(each, DTensor) and each.grad is not None]
                 _step_sharded(self.state, group, sharded)
-        before = [group["params"] for group in self.param_groups]
-        try:
-            for group, parameters in zip(self.param_groups, before, strict=True):
-                group["params"] = [each for each in parameters if not isinstance(each, DTensor)]
-            _without_hooks(self.taught.step)(self)
-        finally:
-            for group, parameters in zip(self.param_groups, before, strict=True):
-                group["params"] = parameters
-        return loss
+        with _in_groups(self, lambda parameters: [each for each in parameters if not isinstance(each, DTensor)]):
+            self._step_as_taught()
 
 
 @dataclass(slots=True)
