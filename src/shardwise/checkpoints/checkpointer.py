@@ -52,11 +52,7 @@ from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.moving.reshard import facts_of
 from shardwise.execution.ranks.world import World
 from shardwise.execution.states.agreed import refuse_meta
-from shardwise.execution.states.replicas import (
-    odd_circles,
-    require_mode,
-    settle_odd,
-)
+from shardwise.execution.states.replicas import odd_circles, require_mode, settle_odd
 from shardwise.execution.states.replicas import tell as tell_of
 from shardwise.execution.writing.chunk_plan import plan_tensors
 from shardwise.execution.writing.chunk_sources import ChunkStaging, InPlace, places_of
@@ -174,25 +170,13 @@ class Checkpointer:
                 None if isinstance(self._mode, Synchronous) else stack.enter_context(self._world("save", _BESIDE))
             )
             with self._world("save") as world:
-                with clock.phase("look"):
-                    own, agreed = self._agree(world, step, state)
-                with clock.phase("plan"):
-                    planned = self._planned = self._plan(world, own, agreed)
-                with clock.phase("compare"):
-                    differing = self._compare(world, planned, agreed)
-
-                def content() -> write.RankContent:
-                    return write.RankContent(self._source(planned), own.stored(agreed, world.rank))
-
-                about = self._about(step, world.size, own, agreed)
-                job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
-                report = replace(promised(world, job), differing_buffers=differing)
+                job, report = self._job(world, clock, step, state)
                 if beside is None:
                     with clock.phase("write"), self._counting(step):
                         report = completed(report, write.carry_out(world, job))
                 else:
                     with clock.phase("stage"):
-                        job = replace(job, content=done_now(content))
+                        job = replace(job, content=done_now(job.content))
             report = replace(report, blocked_s=time.perf_counter() - start, seconds=dict(clock.seconds))
             if beside is not None:
                 self._on_its_way = Background(beside, job, report)
@@ -333,6 +317,22 @@ class Checkpointer:
         if before is None or before.looked is looked:
             return before
         return replace(before, looked=looked) if before.layout == layout_signature(looked) else None
+
+    def _job(self, world: World, clock: Clock, step: int, state: TrainState) -> tuple[write.Job, CheckpointReport]:
+        """What is to be written, and what will be told of it, agreed on by all ranks. Collective: yes."""
+        with clock.phase("look"):
+            own, agreed = self._agree(world, step, state)
+        with clock.phase("plan"):
+            planned = self._planned = self._plan(world, own, agreed)
+        with clock.phase("compare"):
+            differing = self._compare(world, planned, agreed)
+
+        def content() -> write.RankContent:
+            return write.RankContent(self._source(planned), own.stored(agreed, world.rank))
+
+        about = self._about(step, world.size, own, agreed)
+        job = write.Job(self._root, step, self._newest, self._keep, planned.plan, content, about)
+        return job, replace(promised(world, job), differing_buffers=differing)
 
     @collected_later()
     def _source(self, planned: PlannedSave) -> ChunkSource:

@@ -27,6 +27,7 @@ from shardwise.execution.writing.torch_out import loaded
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_state
 from shardwise.formats.distributed import METADATA, ChunkPlace, parse_metadata
 from shardwise.planning.loads.stored import stored_tensors
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader
 
 
@@ -208,7 +209,7 @@ def _require_size(reader: LocalReader, place: Path, file: str, nbytes: int) -> N
         )
 
 
-def value_of(reader: LocalReader, opened: Opened, path: KeyPath) -> Any:
+def value_of(reader: StorageReader, opened: Opened, path: KeyPath) -> Any:
     """A value that is no tensor: plain data, read as such.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoints import randomness
+from shardwise.checkpoints.beside_tensors import Beside, common_paths, own_paths
 from shardwise.checkpoints.fingerprint_check import Witness
 from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
-from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve, value_of
+from shardwise.checkpoints.opened import Opened, open_checkpoint, resolve
 from shardwise.checkpoints.state import KeyPath, Looked, TrainState, look
 from shardwise.conversion import Bindings, Expression
 from shardwise.engines.clock import Clock
@@ -40,6 +41,7 @@ from shardwise.planning.loads.comparing import SampledBlocks
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.states.matching import Brought, Tolerance
 from shardwise.report.checkpoint_report import RestoreReport
+from shardwise.storage.contract import StorageReader
 from shardwise.storage.reading.local import LocalReader
 from shardwise.tensors import Box
 
@@ -66,62 +68,121 @@ def restore(
             if opened.marks is None:  # nothing else would tell that a rank has another copy
                 require_one_checkpoint(world, reader, opened.index, SampledBlocks(), options.budget_bytes)
         with clock.phase("plan"):
-            looked = world.together(lambda: look(state, only))
-            require_alike_models(world, looked.held, looked.bounds)
-            common = world.from_first(lambda: _common(reader, opened))
-            own = world.together(lambda: _own(reader, opened, world))
-            fits = world.together(lambda: compare(opened, looked, state, only, common, world.size, tolerance))
-            ours = Ours.of(looked.held, looked.bounds)
-            fitting = None
-            if "optimizers" in fits.parts:
-                fitting = _fit_optimizers(world, opened, placer, ours, common, tolerance)
-        with clock.phase("read"):
-            model = {key: looked.stored[fqn].tensor for fqn, key in fits.model.items()}
-            if any(item.tensor.is_meta for item in looked.held):
-                placer.read_bytes += _bring_up(world, opened, reader, looked, fits, options)
-                ours = _bound_again(looked)
-                model = {}
-            targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
-            state_keys = {_key_of_state(key): target for key, target in targets.items()}
-            wanted = {**model, **state_keys}
-            unchecked, checked_bytes = _read(world, opened, placer, wanted)
-        with clock.phase("finish"):
-            afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
-            told = world.together(lambda: _finish(opened, state, fits, common, own, world))
-        return RestoreReport(
-            rank=world.rank,
-            world_size=world.size,
-            directory=str(opened.folder),
-            step=step,
-            passed_over=passed_over,
-            saved_by=opened.facts.world_size,
-            user=opened.facts.user,
-            restored=tuple(part for part in _PARTS if part in fits.parts),
-            model=tuple(fits.model),
-            optimizers=tuple(key.label for key in targets),
-            not_stored=tuple(item.fqn for item in looked.held if _is_left_out(item, looked)),
-            missing=(*fits.missing, *(fitting.missing if fitting else ())),
-            unexpected=(*fits.unexpected, *(fitting.unexpected if fitting else ())),
-            mismatched=(*fits.mismatched, *(fitting.matched.mismatched if fitting else ())),
-            afresh=tuple(afresh),
-            cast=fitting.matched.cast if fitting else {},
-            rng=told["rng"],
-            data=told["data"],
-            read_bytes=placer.read_bytes,
-            checked_bytes=checked_bytes,
-            unchecked=unchecked,
-            seconds=clock.seconds,
-        )
+            found = _decide(world, opened, placer, state, only, tolerance)
+        done = _carry_out(world, opened, placer, found, state, options, clock)
+        return _report(world, opened, passed_over, found, done, placer.read_bytes, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What there is, and what of the checkpoint goes where in it."""
+
+    looked: Looked
+    beside: Beside
+    fits: Fits
+    ours: Ours
+    fitting: Fitting | None
+    """Of the optimizers; None where none are restored."""
+
+
+def _decide(
+    world: World, opened: Opened, placer: Placer, state: TrainState, only: Selection, tolerance: Tolerance
+) -> _Decided:
+    """Compare the checkpoint with what there is; nothing is changed yet. Collective: yes."""
+    looked = world.together(lambda: look(state, only))
+    require_alike_models(world, looked.held, looked.bounds)
+    beside = Beside.read(world, placer.reader, opened)
+    fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance))
+    ours = Ours.of(looked.held, looked.bounds)
+    fitting = None
+    if "optimizers" in fits.parts:
+        fitting = _fit_optimizers(world, opened, placer, ours, beside.common, tolerance)
+    return _Decided(looked, beside, fits, ours, fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What has become of a restore.
+
+    Attributes:
+        targets: the optimizers' tensors.
+        unchecked: names of what has not been compared with fingerprints.
+        checked_bytes: of the tensors that have.
+        afresh: trained parameters without state.
+        told: of the generators and of the position in the data, in words.
+    """
+
+    targets: Mapping[Key, torch.Tensor]
+    unchecked: tuple[str, ...]
+    checked_bytes: int
+    afresh: Sequence[str]
+    told: Mapping[str, str]
+
+
+def _carry_out(
+    world: World,
+    opened: Opened,
+    placer: Placer,
+    found: _Decided,
+    state: TrainState,
+    options: CheckpointerOptions,
+    clock: Clock,
+) -> _Done:
+    """Give everything its values. Collective: yes."""
+    looked, ours, fitting = found.looked, found.ours, found.fitting
+    with clock.phase("read"):
+        model = {key: looked.stored[fqn].tensor for fqn, key in found.fits.model.items()}
+        if any(item.tensor.is_meta for item in looked.held):
+            placer.read_bytes += _bring_up(world, opened, placer.reader, looked, found.fits, options)
+            ours = _bound_again(looked)
+            model = {}
+        targets = world.together(lambda: {} if fitting is None else fitting.targets(ours))
+        state_keys = {_key_of_state(key): target for key, target in targets.items()}
+        unchecked, checked_bytes = _read(world, opened, placer, {**model, **state_keys})
+    with clock.phase("finish"):
+        afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
+        told = world.together(lambda: found.beside.put_back(opened, state, found.fits.parts, world))
+    return _Done(targets, unchecked, checked_bytes, afresh, told)
+
+
+def _report(
+    world: World,
+    opened: Opened,
+    passed_over: tuple[int, ...],
+    found: _Decided,
+    done: _Done,
+    read_bytes: int,
+    clock: Clock,
+) -> RestoreReport:
+    fits, fitting = found.fits, found.fitting
+    return RestoreReport(
+        rank=world.rank,
+        world_size=world.size,
+        directory=str(opened.folder),
+        step=opened.facts.step,
+        passed_over=passed_over,
+        saved_by=opened.facts.world_size,
+        user=opened.facts.user,
+        restored=tuple(part for part in _PARTS if part in fits.parts),
+        model=tuple(fits.model),
+        optimizers=tuple(key.label for key in done.targets),
+        not_stored=tuple(item.fqn for item in found.looked.held if _is_left_out(item, found.looked)),
+        missing=(*fits.missing, *(fitting.missing if fitting else ())),
+        unexpected=(*fits.unexpected, *(fitting.unexpected if fitting else ())),
+        mismatched=(*fits.mismatched, *(fitting.matched.mismatched if fitting else ())),
+        afresh=tuple(done.afresh),
+        cast=fitting.matched.cast if fitting else {},
+        rng=done.told["rng"],
+        data=done.told["data"],
+        read_bytes=read_bytes,
+        checked_bytes=done.checked_bytes,
+        unchecked=done.unchecked,
+        seconds=clock.seconds,
+    )
 
 
 def _reader_of(opened: Opened) -> LocalReader:
     return LocalReader(opened.folder) if opened.marks is None else Witness(opened.folder, opened.marks)
-
-
-def _require_around(reader: LocalReader, opened: Opened, world: World) -> None:
-    """Each file is looked at by one rank."""
-    if isinstance(reader, Witness):
-        reader.require_around(sorted(opened.facts.files)[world.rank :: world.size])
 
 
 def _read(
@@ -140,8 +201,8 @@ def _read(
         return ("all of it: it was saved before fingerprints were taken",), 0
     settled = reader.settle(world, opened.names, lambda: _place(placer, opened, wanted))
     tensors = [opened.names[file, run.start] for file, run in settled.passed]
-    own = [path for rank in range(world.size) for path in _own_paths(opened, rank, world.size).values()]
-    read = {*_common_paths(opened), *own}
+    own = [path for rank in range(world.size) for path in own_paths(opened, rank, world.size).values()]
+    read = {*common_paths(opened), *own}
     return (*tensors, *(".".join(path) for path in opened.objects if path not in read)), settled.nbytes
 
 
@@ -154,41 +215,6 @@ def _is_left_out(item: Held, looked: Looked) -> bool:
 
 def _key_of_state(key: Key) -> str:
     return f"optimizer.state.{key.parameter}.{key.entry}"
-
-
-# What is no tensor
-
-
-def _common_paths(opened: Opened) -> list[KeyPath]:
-    is_wanted = {"optimizer", "schedulers", "scaler"}
-    return [path for path in opened.objects if path[0] in is_wanted or path == ("rng", "rank_0")]
-
-
-def _common(reader: LocalReader, opened: Opened) -> dict[KeyPath, Any]:
-    """The values that are the same for all ranks, and the first rank's generators of random numbers."""
-    return {path: value_of(reader, opened, path) for path in _common_paths(opened)}
-
-
-def _own_paths(opened: Opened, rank: int, world_size: int) -> dict[str, KeyPath]:
-    """Where a rank's position in the data is, and its generators, if they are for it."""
-    found: dict[str, KeyPath] = {}
-    is_same_size = opened.facts.world_size == world_size
-    if is_same_size:
-        found["rng"] = "rng", f"rank_{rank}"
-    if opened.facts.data == "one" or (opened.facts.data == "each" and is_same_size):
-        found["data"] = "data", f"rank_{0 if opened.facts.data == 'one' else rank}"
-    return found
-
-
-def _own(reader: LocalReader, opened: Opened, world: World) -> dict[str, Any]:
-    """This rank's position in the data, and its generators, where they are for it.
-
-    Raises:
-        FormatError: one of these, or what lies around tensors in this rank's part of the files, is damaged.
-    """
-    _require_around(reader, opened, world)
-    paths = _own_paths(opened, world.rank, world.size)
-    return {part: value_of(reader, opened, path) for part, path in paths.items()}
 
 
 # The optimizers
@@ -265,7 +291,7 @@ def _place(placer: Placer, opened: Opened, wanted: Mapping[str, torch.Tensor]) -
 
 
 def _bring_up(
-    world: World, opened: Opened, reader: LocalReader, looked: Looked, fits: Fits, options: CheckpointerOptions
+    world: World, opened: Opened, reader: StorageReader, looked: Looked, fits: Fits, options: CheckpointerOptions
 ) -> int:
     """Give a model on meta memory and values, as a load does; the bytes read. Collective: yes."""
     model = looked.model
@@ -306,35 +332,3 @@ def _bound_again(looked: Looked) -> Ours:
         bound.rebind(parameters, tensors, scalars)
         bound.tensors = tensors
     return Ours.of(held, looked.bounds)
-
-
-def _finish(
-    opened: Opened,
-    state: TrainState,
-    fits: Fits,
-    common: Mapping[KeyPath, Any],
-    own: Mapping[str, Any],
-    world: World,
-) -> dict[str, str]:
-    """Everything but tensors; what became of the generators and of the position in the data, in words."""
-    facts = opened.facts
-    if "schedulers" in fits.parts:
-        for scheduler, told in zip(state.all_schedulers, common["schedulers",], strict=True):
-            scheduler.load_state_dict(told)
-    if "scaler" in fits.parts and state.scaler is not None:
-        state.scaler.load_state_dict(common["scaler",])
-    data = ""
-    if "data" in fits.parts and state.data is not None:
-        state.data.load_state_dict(own["data"])
-        data = "one position for all ranks" if facts.data == "one" else "each rank's own position"
-    if "rng" not in fits.parts:
-        return {"rng": "", "data": data}
-    what = f"{opened.folder}: rng"
-    if "rng" in own:
-        lacking = randomness.put_back(own["rng"], what)
-        rng = "every rank goes on with its own numbers"
-    else:
-        lacking = randomness.draw_anew(common["rng", "rank_0"], facts.alike, world.rank, world.size, what)
-        alike = f"{', '.join(facts.alike)}: as saved, alike on all ranks; others: " if facts.alike else ""
-        rng = f"{alike}seeded anew for {world.size} ranks in place of {facts.world_size}"
-    return {"rng": rng + (f"; not on this machine: {', '.join(lacking)}" if lacking else ""), "data": data}
