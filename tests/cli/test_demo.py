@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from shardwise import verify
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
-from shardwise.report.forecast import RankForecast
+from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.load_report import LoadReport
 from shardwise.report.save_report import SaveReport
 from shardwise.training.example import Comparison

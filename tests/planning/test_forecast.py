@@ -43,7 +43,7 @@ from shardwise.planning.forecasts.forecast import (
 from shardwise.planning.forecasts.memory_check import Available, RequireMemory, TryAnyway, require_fits
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
-from shardwise.report.forecast import ComputedForecast, Experts, GroupForecast, RankForecast
+from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 

@@ -19,7 +19,7 @@ from shardwise.planning.forecasts.forecast import (
     uneven_tensors,
 )
 from shardwise.planning.moves.sharing_choice import Alone, InIntervals, OncePerGroup, Weighed
-from shardwise.report.forecast import GroupForecast
+from shardwise.report.forecast_parts import GroupForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType
 

@@ -58,7 +58,8 @@ from shardwise.planning.forecasts.forecast import (
 from shardwise.planning.forecasts.tenants import forecast_bank
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
 from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
-from shardwise.report.forecast import BankForecast, Forecast, GroupForecast, RankForecast
+from shardwise.report.forecast import Forecast
+from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import HubOptions, resolve

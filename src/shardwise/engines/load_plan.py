@@ -40,7 +40,7 @@ from shardwise.planning.forecasts.forecast import Homes, forecast_rank
 from shardwise.planning.forecasts.memory_check import Available
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import Init, LoadPlan, plan_load
-from shardwise.report.forecast import RankForecast
+from shardwise.report.forecast_parts import RankForecast
 
 
 @dataclass(frozen=True)
