@@ -24,7 +24,7 @@ from shardwise.models.selection import Everything, Selection, names_outside
 from shardwise.models.view import Held, look_inside
 from shardwise.planning.loads.consent import OnDiffering
 from shardwise.planning.states.forms import FullState, StateForm
-from shardwise.planning.states.matching import Brought, StateSlot, Tolerance, match
+from shardwise.planning.states.matching import Brought, Match, StateSlot, Tolerance, match
 from shardwise.report.state_report import StateReport
 
 
@@ -98,26 +98,15 @@ def set_values(
     Memory, errors: as of :func:`set_model_state`.
     """
     with clock.phase("agree"):
-        held = world.together(lambda: look_inside(model))
-        require_alike_models(world, held, [])
-        names = world.from_first(lambda: names_outside(model, held, only))
-        told = values.told(world)
-        places = _places(held, names)
-        of = {place.names[0]: item for place, item in places}
-        matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
-        world.together(lambda: refuse_subclasses([of[item.place.names[0]] for item in matched.taken]))
-        # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
-        initialisers = Initialisers(model, held)
-        computed = world.together(lambda: _computed(initialisers, only))
-        values.require_ties(world, [item.place.names for item in matched.taken])
+        agreed = _agree(world, model, values, only, tolerance)
+    held, matched = agreed.held, agreed.matched
     with clock.phase("exchange"):
-        taking = [of[item.place.names[0]] for item in matched.taken]
         home = home_among(held, [item.tensor for item in held])
-        awaiting = [*taking, *(item for item, _ in computed)]
+        awaiting = [*agreed.taking.values(), *(item for item, _ in agreed.computed)]
         world.together(lambda: materialize(awaiting, managers_of(model), home)[1].touch_rest())
-        targets = {item.place.names[0]: of[item.place.names[0]].tensor for item in matched.taken}
+        targets = {name: item.tensor for name, item in agreed.taking.items()}
         traffic = values.bring(world, matched, targets, budget_bytes=options.budget_bytes, device=home)
-        recomputed = world.together(lambda: _fill(initialisers, computed, home))
+        recomputed = world.together(lambda: _fill(agreed.initialisers, agreed.computed, home))
     report = StateReport(
         rank=world.rank,
         world_size=world.size,
@@ -133,7 +122,46 @@ def set_values(
         seconds=clock.seconds,
         recomputed=recomputed,
     )
-    return report, told
+    return report, agreed.told
+
+
+@dataclass(frozen=True)
+class _AgreedValues:
+    """What of a model takes which values.
+
+    Attributes:
+        held: all that is in the model.
+        told: what there is of the state, by who brings it.
+        matched: places that take a value, and what was let pass.
+        taking: what is in these places, by their first names.
+        initialisers: asked while all was on meta.
+        computed: buffers on meta that no state has, with their values.
+    """
+
+    held: list[Held]
+    told: list[dict[str, Brought]]
+    matched: Match
+    taking: Mapping[str, Held]
+    initialisers: Initialisers
+    computed: list[tuple[Held, torch.Tensor]]
+
+
+def _agree(world: World, model: nn.Module, values: Values, only: Selection, tolerance: Tolerance) -> _AgreedValues:
+    """Find out what goes where; nothing is changed. Collective: yes."""
+    held = world.together(lambda: look_inside(model))
+    require_alike_models(world, held, [])
+    names = world.from_first(lambda: names_outside(model, held, only))
+    told = values.told(world)
+    places = _places(held, names)
+    of = {place.names[0]: item for place, item in places}
+    matched = world.together(lambda: match([place for place, _ in places], told, tolerance))
+    taking = {item.place.names[0]: of[item.place.names[0]] for item in matched.taken}
+    world.together(lambda: refuse_subclasses(list(taking.values())))
+    # Asked of initialisers while all is on meta: a model that gets its values is as one that was loaded.
+    initialisers = Initialisers(model, held)
+    computed = world.together(lambda: _computed(initialisers, only))
+    values.require_ties(world, [item.place.names for item in matched.taken])
+    return _AgreedValues(held, told, matched, taking, initialisers, computed)
 
 
 def _computed(initialisers: Initialisers, only: Selection) -> list[tuple[Held, torch.Tensor]]:
