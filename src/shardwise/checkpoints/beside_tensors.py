@@ -15,7 +15,7 @@ from shardwise.storage.contract import StorageReader
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class BesideTensors:
     """Plain data of a checkpoint, as one rank needs it.
 
     Attributes:

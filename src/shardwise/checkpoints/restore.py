@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoints.beside_tensors import Beside, common_paths, own_paths
+from shardwise.checkpoints.beside_tensors import BesideTensors, common_paths, own_paths
 from shardwise.checkpoints.fingerprint_check import Witness
 from shardwise.checkpoints.fits import Fits, compare
 from shardwise.checkpoints.modes import CheckpointerOptions, Which
@@ -78,7 +78,7 @@ class _Decided:
     """What there is, and what of the checkpoint goes where in it."""
 
     looked: Looked
-    beside: Beside
+    beside: BesideTensors
     fits: Fits
     ours: Ours
     fitting: Fitting | None
@@ -91,7 +91,7 @@ def _decide(
     """Compare the checkpoint with what there is; nothing is changed yet. Collective: yes."""
     looked = world.together(lambda: look(state, only))
     require_alike_models(world, looked.held, looked.bounds)
-    beside = Beside.read(world, placer.reader, opened)
+    beside = BesideTensors.read(world, placer.reader, opened)
     fits = world.together(lambda: compare(opened, looked, state, only, beside.common, world.size, tolerance))
     ours = Ours.of(looked.held, looked.bounds)
     fitting = None
@@ -101,7 +101,7 @@ def _decide(
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _Restored:
     """What has become of a restore.
 
     Attributes:
@@ -127,7 +127,7 @@ def _carry_out(
     state: TrainState,
     options: CheckpointerOptions,
     clock: Clock,
-) -> _Done:
+) -> _Restored:
     """Give everything its values. Collective: yes."""
     looked, ours, fitting = found.looked, found.ours, found.fitting
     with clock.phase("read"):
@@ -142,7 +142,7 @@ def _carry_out(
     with clock.phase("finish"):
         afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
         told = world.together(lambda: found.beside.put_back(opened, state, found.fits.parts, world))
-    return _Done(targets, unchecked, checked_bytes, afresh, told)
+    return _Restored(targets, unchecked, checked_bytes, afresh, told)
 
 
 def _report(
@@ -150,7 +150,7 @@ def _report(
     opened: Opened,
     passed_over: tuple[int, ...],
     found: _Decided,
-    done: _Done,
+    done: _Restored,
     read_bytes: int,
     clock: Clock,
 ) -> RestoreReport:

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.storage.hub import HubOptions
 
 if TYPE_CHECKING:
-    from shardwise.engines.forecasting import PlanOptions
+    from shardwise.engines.plan_options import PlanOptions
     from shardwise.report.forecast import Forecast
     from shardwise.report.training_plan import TrainingPlan
 
@@ -100,7 +100,7 @@ def plan_command(
     into --memory.
     """
     from shardwise.cli.launch import fail
-    from shardwise.engines.forecasting import sharding_named
+    from shardwise.engines.sharding_named import sharding_named
     from shardwise.engines.tenant_forecasts import tenants_named
     from shardwise.engines.tuning_arguments import tuning_named
     from shardwise.verbs.plan import plan

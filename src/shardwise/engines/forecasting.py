@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig
 
 from shardwise.conversion import stored_leaves
@@ -21,7 +20,8 @@ from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.load_plan import foresee_initial_values
 from shardwise.engines.opening import at_one_commit
 from shardwise.engines.outline import Outline, config_of, outline, rules_of
-from shardwise.engines.pretrained_options import FilledOptions, consent_of
+from shardwise.engines.plan_options import PlanOptions, mesh_of
+from shardwise.engines.pretrained_options import consent_of
 from shardwise.engines.tenant_forecasts import tenant_shapes
 from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
@@ -35,16 +35,7 @@ from shardwise.models.initialize import Initialisers
 from shardwise.models.view import Held, look_inside
 from shardwise.models.wrapping.forecast_layout import foresee
 from shardwise.models.wrapping.groups import MAX_PADDING
-from shardwise.models.wrapping.policies import (
-    Automatic,
-    Classes,
-    MinSize,
-    ModelPlan,
-    ModuleListBlocks,
-    NoSplitModules,
-    WholeModel,
-    WrapPolicy,
-)
+from shardwise.models.wrapping.policies import WrapPolicy
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.planning.forecasts.forecast import (
     Homes,
@@ -57,7 +48,7 @@ from shardwise.planning.forecasts.forecast import (
 )
 from shardwise.planning.forecasts.tenants import forecast_bank
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
-from shardwise.planning.moves.sharing_choice import SharedReads, Weighed
+from shardwise.planning.moves.sharing_choice import Weighed
 from shardwise.report.forecast import Forecast
 from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
@@ -66,8 +57,9 @@ from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.urls import is_url
+from shardwise.tensors import DType
 from shardwise.tuning.existing import Adapter
-from shardwise.tuning.modes import Full, Lora
+from shardwise.tuning.modes import Full
 from shardwise.tuning.ready_model import Tuned
 
 _SHORT_READ_BYTES = 64 << 10
@@ -75,31 +67,6 @@ _SHORT_READ_BYTES = 64 << 10
 
 
 _MANY_READS = 1000
-
-
-class PlanOptions(FilledOptions, total=False):
-    """Keyword arguments of :func:`plan`, each optional; also those of :class:`FilledOptions`.
-
-    Attributes:
-        mesh: axes of the mesh and their sizes, as in ``{"replicate": 2, "shard": 4}``; default: all ranks in one.
-            There are no ranks, so that of ``sharding`` is None.
-        nodes: machines that the ranks are dealt to, in order.
-        device: "cpu", or the kind of accelerator that the shards will go to (default "cuda").
-        budget_bytes: as ``budget_bytes`` of :class:`~shardwise.engines.load_options.LoadOptions`.
-        read_policy: how the storage is read; by default as the folder of the checkpoint is.
-        shared_reads: as ``shared_reads`` of :class:`~shardwise.engines.load_options.LoadOptions`.
-        tenants: adapters of an ``AdapterBank`` on this base, which takes no ``tuning`` then.
-        tokens_per_pass: that a rank takes through the base at once, of all tenants, padding included (4096).
-    """
-
-    mesh: Mapping[str, int]
-    nodes: int
-    device: str
-    budget_bytes: int
-    read_policy: ReadPolicy
-    shared_reads: SharedReads
-    tenants: Sequence[Lora]
-    tokens_per_pass: int
 
 
 @dataclass(frozen=True)
@@ -174,6 +141,110 @@ def foreseen(
     options: PlanOptions,
 ) -> Foreseen:
     """The same, with what it was made of."""
+    outlook = _outlook(directory, config, index, mesh, policy, options)
+    made = outlook.forecast(str(config.dtype).removeprefix("torch."))
+    return Foreseen(replace(made, notes=tuple(outlook.notes(made))), outlook.tuned, outlook.world, policy)
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """A load as it would be planned on all ranks.
+
+    Attributes:
+        index: the checkpoint, with the adapters beside it.
+        twice: names declared tied that are stored twice, with the names they are tied to.
+    """
+
+    built: Outline
+    tuned: Tuned
+    index: CheckpointIndex
+    twice: Sequence[tuple[str, str]]
+    world: WorldLayout
+    plan: LoadPlan
+    mesh: MeshShape
+    policy: ReadPolicy
+    sharding: Sharding
+    budget_bytes: int
+    directory: Path
+    options: PlanOptions
+
+    def forecast(self, dtype: str) -> Forecast:
+        """What it takes, in numbers; ``dtype`` is the model's."""
+        index, world, plan, options = self.index, self.world, self.plan, self.options
+        homes = self._homes()
+        sharing = options.get("shared_reads", Weighed())
+        shared = shared_tensors(plan, world, index, homes, self.policy, sharing)
+        gathered_as, summed_in = self._precision()
+        groups = forecast_groups(world, gathered_as)
+        ranks = forecast_ranks(plan, world, index, homes, self.policy, shared, sharing)
+        return Forecast(
+            checkpoint=index.root,
+            model_class=type(self.built.model).__name__,
+            dtype=dtype,
+            device=homes.device,
+            mesh=dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            nodes=options.get("nodes", 1),
+            parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
+            checkpoint_bytes=index.nbytes,
+            checkpoint_tensors=len(index.tensors()),
+            checkpoint_files=len(index.files),
+            bytes_per_dtype=_bytes_per_dtype(world.first),
+            groups=groups,
+            ranks=ranks,
+            trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
+            training=forecast_training(world, groups, ranks, summed_in) if "tuning" in options else (),
+            bank=_bank(self.directory, self.built, ranks, groups, options),
+            read_once=tuple(shared),
+            whole=world.whole,
+            tied={name: fill.source for name, fill in plan.fills.items() if isinstance(fill, Tie)},
+            cast=_casts(plan),
+            initialized=plan.names(Init),
+            recomputed=plan.names(Recompute),
+            ignored_keys=plan.ignored_keys,
+            computed=forecast_computed(plan),
+        )
+
+    def notes(self, made: Forecast) -> list[str]:
+        """Sentences to be read before the load."""
+        notes = [*self.tuned.notes, *(_about_tie(self.built, name, other) for name, other in self.twice)]
+        notes += [
+            f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
+            f"{self.budget_bytes:,} refuses them"
+            for item in made.computed
+            if item.budget_bytes > self.budget_bytes
+        ]
+        if made.held_imbalance > MAX_PADDING:
+            notes += uneven_tensors(self.world, MAX_PADDING)
+        return [*notes, *_about_short_reads(made)]
+
+    def _homes(self) -> Homes:
+        return Homes.of(
+            self.plan,
+            self.policy,
+            device=self.options.get("device", "cuda"),
+            budget_bytes=self.budget_bytes,
+            offloads_shards=isinstance(self.sharding.offload_policy, CPUOffloadPolicy),
+        )
+
+    def _precision(self) -> tuple[DType | None, DType | None]:
+        """The dtypes that groups are gathered in, and that gradients are summed in."""
+        gathered_as = self.sharding.mp_policy.param_dtype
+        summed_in = self.sharding.mp_policy.reduce_dtype or gathered_as
+        return (
+            None if gathered_as is None else from_torch(gathered_as, "param_dtype"),
+            None if summed_in is None else from_torch(summed_in, "reduce_dtype"),
+        )
+
+
+def _outlook(
+    directory: Path,
+    config: PreTrainedConfig,
+    index: CheckpointIndex,
+    mesh: MeshShape,
+    policy: ReadPolicy,
+    options: PlanOptions,
+) -> _Outlook:
+    """Plan a load on meta, as all ranks would."""
     built = outline(directory, config, index, options, resizing(options))
     twice = built.ties_stored_twice()
     built.equal_ties = frozenset(name for name, _ in twice)
@@ -181,58 +252,10 @@ def foreseen(
     index, adapters = _with_adapters(index, options)
     tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
     budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
-    world, load_plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    homes = Homes.of(
-        load_plan,
-        policy,
-        device=options.get("device", "cuda"),
-        budget_bytes=budget_bytes,
-        offloads_shards=isinstance(sharding.offload_policy, CPUOffloadPolicy),
+    world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
+    return _Outlook(
+        built, tuned, index, twice, world, plan, mesh, policy, sharding, budget_bytes, directory, options
     )
-    sharing = options.get("shared_reads", Weighed())
-    shared = shared_tensors(load_plan, world, index, homes, policy, sharing)
-    gathered_as = sharding.mp_policy.param_dtype
-    computed = forecast_computed(load_plan)
-    summed_as = sharding.mp_policy.reduce_dtype or gathered_as
-    summed_in = None if summed_as is None else from_torch(summed_as, "reduce_dtype")
-    groups = forecast_groups(world, None if gathered_as is None else from_torch(gathered_as, "param_dtype"))
-    ranks = forecast_ranks(load_plan, world, index, homes, policy, shared, sharing)
-    made = Forecast(
-        checkpoint=index.root,
-        model_class=type(built.model).__name__,
-        dtype=str(config.dtype).removeprefix("torch."),
-        device=homes.device,
-        mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-        nodes=options.get("nodes", 1),
-        parameters=sum(tensor.numel for tensor in world.first.tensors if tensor.kind is TensorKind.PARAMETER),
-        checkpoint_bytes=index.nbytes,
-        checkpoint_tensors=len(index.tensors()),
-        checkpoint_files=len(index.files),
-        bytes_per_dtype=_bytes_per_dtype(world.first),
-        groups=groups,
-        ranks=ranks,
-        trainable_parameters=sum(tensor.numel for tensor in world.first.tensors if _is_trained(tensor)),
-        training=forecast_training(world, groups, ranks, summed_in) if "tuning" in options else (),
-        bank=_bank(directory, built, ranks, groups, options),
-        read_once=tuple(shared),
-        whole=world.whole,
-        tied={name: fill.source for name, fill in load_plan.fills.items() if isinstance(fill, Tie)},
-        cast=_casts(load_plan),
-        initialized=load_plan.names(Init),
-        recomputed=load_plan.names(Recompute),
-        ignored_keys=load_plan.ignored_keys,
-        computed=computed,
-    )
-    notes = [*tuned.notes, *(_about_tie(built, name, other) for name, other in twice)]
-    notes += [
-        f"{item.names[0]} and what is computed with it need budget_bytes={item.budget_bytes:,}; a load with "
-        f"{budget_bytes:,} refuses them"
-        for item in computed
-        if item.budget_bytes > budget_bytes
-    ]
-    if made.held_imbalance > MAX_PADDING:
-        notes += uneven_tensors(world, MAX_PADDING)
-    return Foreseen(replace(made, notes=(*notes, *_about_short_reads(made))), tuned, world, policy)
 
 
 def _bank(
@@ -259,69 +282,6 @@ def _bank(
         words=int(embeddings.weight.shape[0]),
         tokens=tokens,
     )
-
-
-def sharding_named(wrap: str, *, param_dtype: str | None, offload: bool) -> Sharding:
-    """How a model is sharded, from words; see :func:`wrap_named`.
-
-    Raises:
-        ConfigError: when a word is unknown.
-    """
-    dtype = None if param_dtype is None else getattr(torch, param_dtype, None)
-    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"param_dtype={param_dtype!r} is not a floating dtype of torch, such as bfloat16")
-    return Sharding(
-        wrap=wrap_named(wrap),
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-    )
-
-
-def wrap_named(text: str) -> WrapPolicy:
-    """The wrap policy of this name.
-
-    These are auto, model-plan, no-split, module-lists, whole, classes=NAME,NAME, and min-size=ELEMENTS.
-
-    Raises:
-        ConfigError: when there is none, with the nearest there is.
-    """
-    policies: dict[str, WrapPolicy] = {
-        "auto": Automatic(),
-        "model-plan": ModelPlan(),
-        "no-split": NoSplitModules(),
-        "module-lists": ModuleListBlocks(),
-        "whole": WholeModel(),
-    }
-    word, _, names = text.partition("=")
-    if word == "classes" and all(names.split(",")):
-        return Classes(tuple(names.split(",")))
-    if word == "min-size" and names.isdecimal():
-        return MinSize(int(names))
-    if text in policies:
-        return policies[text]
-    known = [*policies, "classes=NAME,NAME", "min-size=ELEMENTS"]
-    near = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"there is no wrap policy {text!r}; did you mean {near}? There are {', '.join(known)}")
-
-
-def mesh_of(ranks: int, options: PlanOptions) -> MeshShape:
-    nodes = options.get("nodes", 1)
-    if ranks < 1:
-        raise ConfigError(f"ranks={ranks}: a model is loaded on one rank at least")
-    if nodes < 1 or ranks % nodes:
-        fitting = [count for count in range(1, ranks + 1) if ranks % count == 0]
-        nearest = min(fitting, key=lambda count: abs(count - nodes))
-        raise ConfigError(
-            f"{ranks} ranks cannot be dealt evenly to {nodes} nodes; take nodes={nearest}, or ranks="
-            f"{max(1, round(ranks / max(nodes, 1))) * max(nodes, 1)}"
-        )
-    if options.get("sharding", Sharding()).mesh is not None:
-        raise ConfigError(
-            "sharding has a mesh of real ranks, and a plan is for any number of them; give its axes as mesh="
-            '{"replicate": 2, "shard": 4}'
-        )
-    axes = options.get("mesh")
-    return MeshShape.flat(ranks) if axes is None else MeshShape.of(ranks, axes)
 
 
 def _with_adapters(index: CheckpointIndex, options: PlanOptions) -> tuple[CheckpointIndex, dict[str, Adapter]]:

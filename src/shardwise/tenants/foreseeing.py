@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.engines.forecasting import PlanOptions, forecast_of
+from shardwise.engines.forecasting import forecast_of
+from shardwise.engines.plan_options import PlanOptions
 from shardwise.errors import ConfigError
 from shardwise.report.forecast import Forecast
 from shardwise.storage.hub import HubOptions

@@ -6,8 +6,9 @@ import os
 from typing import Unpack
 
 from shardwise.engines.arguments import hints_of, require_known, require_meant
-from shardwise.engines.forecasting import PlanOptions, forecast_of
+from shardwise.engines.forecasting import forecast_of
 from shardwise.engines.outline import settled
+from shardwise.engines.plan_options import PlanOptions
 from shardwise.engines.tuning_arguments import require_trainable
 from shardwise.report.forecast import Forecast
 

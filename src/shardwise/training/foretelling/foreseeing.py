@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardwise.engines.forecasting import PlanOptions, foreseen_of
+from shardwise.engines.forecasting import foreseen_of
+from shardwise.engines.plan_options import PlanOptions
 from shardwise.engines.read_rate import measured_read_rate
 from shardwise.models.wrapping.blocks import Off, PerBlock
 from shardwise.models.wrapping.wrap import Sharding

@@ -71,7 +71,7 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return hooked  # type: ignore[no-any-return]
 
 
-class _Steps:
+class _TaughtSteps:
     """What is put before an optimizer's class: a step as torch has it, but for what follows the closure."""
 
     param_groups: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class _Steps:
         _without_hooks(self.taught.step)(self)
 
 
-class _LocalSteps(_Steps):
+class _LocalSteps(_TaughtSteps):
     """Steps on local tensors, which stand in for the parameters meanwhile."""
 
     def _step_shards(self) -> None:
@@ -209,7 +209,7 @@ def _with_shards(parameter: DTensor, entries: dict[str, Any], before: dict[str, 
 # Adafactor
 
 
-class _AdafactorSteps(_Steps):
+class _AdafactorSteps(_TaughtSteps):
     """Sharded parameters step here, others in torch's own code."""
 
     def _step_shards(self) -> None:
