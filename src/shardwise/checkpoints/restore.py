@@ -101,7 +101,7 @@ def _decide(
 
 
 @dataclass(frozen=True, slots=True)
-class _Restored:
+class _RestoredValues:
     """What has become of a restore.
 
     Attributes:
@@ -127,7 +127,7 @@ def _carry_out(
     state: TrainState,
     options: CheckpointerOptions,
     clock: Clock,
-) -> _Restored:
+) -> _RestoredValues:
     """Give everything its values. Collective: yes."""
     looked, ours, fitting = found.looked, found.ours, found.fitting
     with clock.phase("read"):
@@ -142,7 +142,7 @@ def _carry_out(
     with clock.phase("finish"):
         afresh = world.together(lambda: [] if fitting is None else fitting.bind(ours, targets))
         told = world.together(lambda: found.beside.put_back(opened, state, found.fits.parts, world))
-    return _Restored(targets, unchecked, checked_bytes, afresh, told)
+    return _RestoredValues(targets, unchecked, checked_bytes, afresh, told)
 
 
 def _report(
@@ -150,7 +150,7 @@ def _report(
     opened: Opened,
     passed_over: tuple[int, ...],
     found: _Decided,
-    done: _Restored,
+    done: _RestoredValues,
     read_bytes: int,
     clock: Clock,
 ) -> RestoreReport:
