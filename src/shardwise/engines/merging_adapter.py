@@ -13,6 +13,7 @@ from pathlib import Path
 from shardwise.conversion import Expression, Stored, key_of
 from shardwise.engines import offline
 from shardwise.engines.adapters import beside_of, weights_in
+from shardwise.engines.companions import companions_of, config_content, small_file, templates_of, write_templates
 from shardwise.engines.outline import ModelOptions, Outline, config_of
 from shardwise.engines.saved_in_four_bits import FourBitSave, four_bits_of, in_four_bits
 from shardwise.errors import CoverageError, FormatError
@@ -121,10 +122,10 @@ def carry_out_adapter_merge(call: AdapterMergeCall) -> MergeAdapterReport:
     with ExitStack() as stack:
         merge = _planned(call, stack)
         source, plan = merge.source, merge.plan
-        companions = offline.companions_of(call.folder, call.adapter)
+        companions = companions_of(call.folder, call.adapter)
         companions["config.json"] = _config_content(call, merge)
         streamed, names = _write(merge, companions, call)
-        offline.write_templates(call.out, offline.templates_of([call.adapter, call.folder]))
+        write_templates(call.out, templates_of([call.adapter, call.folder]))
     return MergeAdapterReport(
         base=str(call.base),
         adapter=str(call.adapter),
@@ -180,7 +181,7 @@ def _planned(call: AdapterMergeCall, stack: ExitStack) -> PlannedMerge:
 def _config_content(call: AdapterMergeCall, merge: PlannedMerge) -> bytes:
     dtype = call.options.get("dtype", "auto")
     told = None if dtype == "auto" else str(dtype).removeprefix("torch.")
-    return offline.config_content(
+    return config_content(
         call.folder,
         dtype=told,
         untied=bool(offline.ties_undone(merge.source)),
@@ -251,7 +252,7 @@ def open_for_merging(folder: Path) -> _OpenedAdapter:
         FormatError, StorageError: a file is not there, contradicts its format, or cannot be read.
     """
     path = folder / ADAPTER_CONFIG
-    config = parse_adapter_config(offline.small_file(path), what=str(path))
+    config = parse_adapter_config(small_file(path), what=str(path))
     file = weights_in(folder)
     with ExitStack() as stack:
         reader, index = offline.open_local(folder, file)

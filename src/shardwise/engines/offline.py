@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +21,7 @@ from shardwise.conversion import (
     substitute,
 )
 from shardwise.engines.outline import ModelOptions, Outline, outline, rules_of
-from shardwise.errors import ConfigError, CoverageError, FormatError, StorageError
+from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
@@ -33,7 +31,6 @@ from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
 from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
 from shardwise.formats.quantised import as_the_model_has_it
-from shardwise.formats.strict_json import parse_object
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.conversions.revert import Output, revert
@@ -51,21 +48,6 @@ from shardwise.tensors import DType
 
 BUDGET_BYTES: Final = 32 << 20
 """For the staging of reads."""
-
-_CONFIG = "config.json"
-_TOKENIZER: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "chat_template.*",
-)
-_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
-_TEMPLATES = "additional_chat_templates"
-_MAX_COMPANION_BYTES = 256 << 20
 
 
 @dataclass
@@ -152,37 +134,41 @@ def read_source(
             carried along.
     """
     built = outline(folder, config, index, options)
-    notes: list[str] = []
-    offers = built.bindings.offers
-    differing = {
-        name
-        for name, other in built.ties_stored_twice()
-        if not are_equal(
-            offers[name][0], offers[other][0], built.layout.by_name[name].dtype, placer, rank=0, size=1
-        )
-    }
-    built.equal_ties = frozenset(name for name, _ in built.ties_stored_twice() if name not in differing)
-    apart = differing | untied(built)
-    sources = pretrained.declared_ties(built.model)
-    for name in apart:
-        origin = sources.get(name, name)
-        offered = offers.get(name) or offers.get(origin)
-        if offered:  # what was tied begins as a copy of what it was tied to
-            built.bindings = replace(built.bindings, offers={**built.bindings.offers, name: offered})
-    built.equal_ties -= apart
-    built.tie(apart)
+    apart = _settle_ties(built, placer, untied)
     layout = layout_of(look_inside(built.model), lambda item: Origin.INIT_WEIGHTS)
-    plan = plan_load(
-        index,
-        layout,
-        built.bindings_less_ties(),
-        rules_of(built.model),
-        Consent(Refuse(), Refuse(), Ignore(only=("*",))),
-    )
+    consent = Consent(Refuse(), Refuse(), Ignore(only=("*",)))
+    plan = plan_load(index, layout, built.bindings_less_ties(), rules_of(built.model), consent)
     expressions = {name: read.expression for name, read in plan.reads().items()}
     _require_bounded(expressions)
-    if tied := [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]:
-        notes += [f"{name} is tied to {source}: one tensor" for name, source in tied if _is_parameter(plan, name)]
+    stored, notes = stored_tensors(index), _notes_on(plan, index)
+    return OfflineModel(
+        folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
+    )
+
+
+def _settle_ties(built: Outline, placer: Placer, untied: Callable[[Outline], set[str]]) -> set[str]:
+    """Tie what is declared tied and equal; the names that have values of their own."""
+    offers, twice, tensors = built.bindings.offers, built.ties_stored_twice(), built.layout.by_name
+    differing = {
+        name
+        for name, other in twice
+        if not are_equal(offers[name][0], offers[other][0], tensors[name].dtype, placer, rank=0, size=1)
+    }
+    built.equal_ties = frozenset(name for name, _ in twice) - differing
+    apart = differing | untied(built)
+    sources = pretrained.declared_ties(built.model)
+    # What was tied begins as a copy of what it was tied to.
+    begun = {name: offers.get(name) or offers.get(sources.get(name, name)) for name in apart}
+    copies = {name: offered for name, offered in begun.items() if offered}
+    built.bindings = replace(built.bindings, offers={**offers, **copies})
+    built.equal_ties -= apart
+    built.tie(apart)
+    return apart
+
+
+def _notes_on(plan: LoadPlan, index: CheckpointIndex) -> list[str]:
+    tied = [(name, fill.source) for name, fill in plan.fills.items() if isinstance(fill, Tie)]
+    notes = [f"{name} is tied to {source}: one tensor" for name, source in tied if _is_parameter(plan, name)]
     if plan.ignored_keys:
         notes.append(
             f"{len(plan.ignored_keys)} tensors that the model does not have are carried along, such as "
@@ -190,10 +176,7 @@ def read_source(
         )
     if index.ignored:
         notes.append(f"not taken along: {', '.join(shown(item) for item in index.ignored[:5])}")
-    stored = stored_tensors(index)
-    return OfflineModel(
-        folder, config, index, built, layout, stored, expressions, plan.ignored_keys, tuple(sorted(apart)), notes
-    )
+    return notes
 
 
 def _is_parameter(plan: LoadPlan, name: str) -> bool:
@@ -257,101 +240,6 @@ def write_out(
             writer, plan, outgoing.values, companions=companions, check=check, advance=bar.advance
         )
     return streamed, plan.names
-
-
-# What comes along
-
-
-def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
-    """The small files beside a model's weights, by name: configs, tokenizer, chat template, code it names.
-
-    A folder ``own`` that has a tokenizer gives its own instead of the base's.
-    """
-    found = _files(base, _BROUGHT_ALONG)
-    if own is not None and _has_tokenizer(own):
-        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
-        found |= _files(own, _TOKENIZER)
-    config = _parsed_config(base)
-    if "auto_map" in config:
-        found |= _files(base, ("*.py",))
-    return found
-
-
-def config_content(
-    folder: Path, *, dtype: str | None, untied: bool, quantization: Mapping[str, object] | None = None
-) -> bytes:
-    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, how it is quantised."""
-    content = _parsed_config(folder)
-    content.pop("transformers_weights", None)
-    content.pop("quantization_config", None)  # of what was read
-    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
-    for part in parts:
-        for name in ("dtype", "torch_dtype"):
-            if dtype is not None and name in part:
-                part[name] = dtype
-        if untied and "tie_word_embeddings" in part:
-            part["tie_word_embeddings"] = False
-    if dtype is not None and "torch_dtype" not in content:
-        content["dtype"] = dtype
-    if untied:
-        content["tie_word_embeddings"] = False
-    if quantization is not None:
-        content["quantization_config"] = dict(quantization)
-    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Further chat templates, from the first folder that has any."""
-    for folder in folders:
-        found = _files(folder / _TEMPLATES, ("*.jinja",))
-        if found:
-            return found
-    return {}
-
-
-def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
-    """Further chat templates lie in a folder of their own."""
-    if templates:
-        with LocalWriter(out / _TEMPLATES) as writer:
-            for name, content in templates.items():
-                writer.replace(name, content)
-
-
-def _parsed_config(folder: Path) -> dict[str, object]:
-    content = _files(folder, (_CONFIG,)).get(_CONFIG)
-    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return bool(_files(folder, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")))
-
-
-def _is_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
-    """Regular files in a folder whose names match, in full; links are followed, as in the hub's cache."""
-    if not folder.is_dir():
-        return {}
-    found: dict[str, bytes] = {}
-    try:
-        for place in sorted(folder.iterdir()):
-            if _is_any(place.name, patterns) and place.is_file():
-                if place.stat().st_size > _MAX_COMPANION_BYTES:
-                    raise FormatError(f"{place}: is larger than any config or tokenizer; move it away")
-                found[place.name] = place.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{folder}: reading it failed, {error.strerror}; make it readable") from error
-    return found
-
-
-def small_file(path: Path) -> bytes:
-    """The content of a config."""
-    found = _files(path.parent, (path.name,))
-    if path.name not in found:
-        raise StorageError(f"{path}: no such file; check the path")
-    return found[path.name]
 
 
 def index_of(opened: OpenStorage, config: PreTrainedConfig) -> CheckpointIndex:

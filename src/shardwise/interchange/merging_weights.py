@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from shardwise.engines import offline
+from shardwise.engines.companions import companions_of, config_content, templates_of, write_templates
 from shardwise.engines.verifying_files import verify_files
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.execution.ranks.progress import ProgressBar
@@ -103,7 +104,7 @@ def carry_out_merge(call: MergeCall) -> MergeWeightsReport:
         companions = _companions(named, folder, call.dtype)
         streamed, files = _write(named, companions, file_format, call)
         if named.folder is not None:
-            offline.write_templates(call.out, offline.templates_of([folder, named.folder]))
+            write_templates(call.out, templates_of([folder, named.folder]))
     removed = ""
     if isinstance(call.afterwards, RemoveSource):
         _read_back(call.out, streamed, named, file_format)
@@ -140,8 +141,8 @@ def _companions(named: NamedOutputs, folder: Path, dtype: str | None) -> dict[st
     if named.folder is None:
         return {}
     told = _written_dtype(named.outgoing, dtype)
-    config = offline.config_content(named.folder, dtype=told, untied=False)
-    return {**offline.companions_of(named.folder, folder), "config.json": config}
+    config = config_content(named.folder, dtype=told, untied=False)
+    return {**companions_of(named.folder, folder), "config.json": config}
 
 
 def _write(

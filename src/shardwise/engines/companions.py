@@ -1,0 +1,120 @@
+"""What lies beside a model's weights and comes along: configs, tokenizer, chat templates, code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+from shardwise.errors import FormatError, StorageError
+from shardwise.formats.strict_json import parse_object
+from shardwise.storage.writing.local_writer import LocalWriter
+
+_CONFIG = "config.json"
+_TOKENIZER: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+_BROUGHT_ALONG: Final = (*_TOKENIZER, "generation_config.json", "*processor_config.json")
+_TEMPLATES = "additional_chat_templates"
+_MAX_COMPANION_BYTES = 256 << 20
+
+
+def companions_of(base: Path, own: Path | None = None) -> dict[str, bytes]:
+    """The small files beside a model's weights, by name: configs, tokenizer, chat template, code it names.
+
+    A folder ``own`` that has a tokenizer gives its own instead of the base's.
+    """
+    found = _files(base, _BROUGHT_ALONG)
+    if own is not None and _has_tokenizer(own):
+        found = {name: content for name, content in found.items() if not _is_any(name, _TOKENIZER)}
+        found |= _files(own, _TOKENIZER)
+    config = _parsed_config(base)
+    if "auto_map" in config:
+        found |= _files(base, ("*.py",))
+    return found
+
+
+def config_content(
+    folder: Path, *, dtype: str | None, untied: bool, quantization: Mapping[str, object] | None = None
+) -> bytes:
+    """``config.json`` as it fits what is written: dtype, whether it is tied, usual names, how it is quantised."""
+    content = _parsed_config(folder)
+    content.pop("transformers_weights", None)
+    content.pop("quantization_config", None)  # of what was read
+    parts = [content, *(value for value in content.values() if isinstance(value, dict))]
+    for part in parts:
+        for name in ("dtype", "torch_dtype"):
+            if dtype is not None and name in part:
+                part[name] = dtype
+        if untied and "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    if dtype is not None and "torch_dtype" not in content:
+        content["dtype"] = dtype
+    if untied:
+        content["tie_word_embeddings"] = False
+    if quantization is not None:
+        content["quantization_config"] = dict(quantization)
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def templates_of(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Further chat templates, from the first folder that has any."""
+    for folder in folders:
+        found = _files(folder / _TEMPLATES, ("*.jinja",))
+        if found:
+            return found
+    return {}
+
+
+def write_templates(out: Path, templates: Mapping[str, bytes]) -> None:
+    """Further chat templates lie in a folder of their own."""
+    if templates:
+        with LocalWriter(out / _TEMPLATES) as writer:
+            for name, content in templates.items():
+                writer.replace(name, content)
+
+
+def _parsed_config(folder: Path) -> dict[str, object]:
+    content = _files(folder, (_CONFIG,)).get(_CONFIG)
+    return {} if content is None else parse_object(content, what=f"{_CONFIG} in {folder}")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return bool(_files(folder, ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")))
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    """Regular files in a folder whose names match, in full; links are followed, as in the hub's cache."""
+    if not folder.is_dir():
+        return {}
+    found: dict[str, bytes] = {}
+    try:
+        for place in sorted(folder.iterdir()):
+            if _is_any(place.name, patterns) and place.is_file():
+                if place.stat().st_size > _MAX_COMPANION_BYTES:
+                    raise FormatError(f"{place}: is larger than any config or tokenizer; move it away")
+                found[place.name] = place.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{folder}: reading it failed, {error.strerror}; make it readable") from error
+    return found
+
+
+def small_file(path: Path) -> bytes:
+    """The content of a config."""
+    found = _files(path.parent, (path.name,))
+    if path.name not in found:
+        raise StorageError(f"{path}: no such file; check the path")
+    return found[path.name]
