@@ -39,6 +39,7 @@ from shardwise.planning.loads.schedule import ReadRequest
 from shardwise.planning.loads.staging import Staging, staging_within
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
+from shardwise.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,46 @@ def prepare(
     budget_bytes: int,
 ) -> PreparedSave:
     """Decide, on this rank alone. ``places`` are an adapter's names; ``shares`` are what each rank gives."""
-    dtype = request.dtype
+    _require_possible(request, policy)
+    layout = layout_of(held, lambda item: Origin.NOWHERE)
+    outputs = in_shapes_of_files(held, outputs_of(request, layout, places))
+    _require_moved(outputs)
+    saved = {key: (key, saved_dtype(output.dtype, request.dtype), output.shape) for key, output in outputs.items()}
+    beside = {} if request.training is None else _as_they_are(layout, places)
+    parameters = parameters_in(layout, beside)
+    plan = plan_save(
+        list(saved.values()),
+        max_shard_bytes=request.max_shard_bytes,
+        parameters=parameters,
+        token=request.token,
+        can_rename=policy.can_rename,
+        stem=request.stem,
+        training=_saved_training(request, beside),
+    )
+    is_on_host = all(item.local.device.type == "cpu" for item in held)
+    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
+    cast = _cast(outputs, {key: dtype for key, dtype, _ in saved.values()})
+    outputs = {**outputs, **beside}
+    own = {
+        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
+        for name, boxes in shares.by_name.items()
+    }
+    requests = arrange_writes(
+        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
+        own,
+        {name: number for number, item in enumerate(held) for name in item.names},
+        {name for item in held if _is_staged(item, request.dtype) for name in item.names},
+        policy,
+        staging.nbytes,
+    )
+    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
+    tensors = [item.local for item in held]
+    return PreparedSave(
+        request, held, shares, layout, outputs, parameters, plan, requests, tensors, staging, cast, digest
+    )
+
+
+def _require_possible(request: SaveRequest, policy: WritePolicy) -> None:
     if isinstance(request.names, HubNames) and has_adapters(request.model):
         raise ConfigError(
             f"{type(request.model).__name__} has adapters of PEFT's, and the hub has no names for both together; "
@@ -155,64 +195,30 @@ def prepare(
             f"{os.fspath(request.directory)}: an adapter is one file, which takes its place in one step, and this "
             "storage renames nothing; save into a folder, and copy that"
         )
-    layout = layout_of(held, lambda item: Origin.NOWHERE)
-    outputs = in_shapes_of_files(held, outputs_of(request, layout, places))
+
+
+def _require_moved(outputs: Mapping[str, Output]) -> None:
     if keys := [key for key, output in outputs.items() if computes(output.expression)]:
         raise CoverageError(
             f"{len(keys)} tensors of the checkpoint, such as {keys[0]}, are computed from whole tensors, which "
             "a save does not do yet; pass names=InternalNames()"
         )
-    saved = {key: (key, saved_dtype(output.dtype, dtype), output.shape) for key, output in outputs.items()}
-    beside = {} if request.training is None else _as_they_are(layout, places)
-    training = None
-    if request.training is not None:
-        kept = [(key, output.dtype, output.shape) for key, output in beside.items()]
-        training = SavedTraining(kept, request.training.text)
-    plan = plan_save(
-        list(saved.values()),
-        max_shard_bytes=request.max_shard_bytes,
-        parameters=parameters_in(layout, beside),
-        token=request.token,
-        can_rename=policy.can_rename,
-        stem=request.stem,
-        training=training,
-    )
-    by_name = {name: (number, item) for number, item in enumerate(held) for name in item.names}
-    is_on_host = all(item.local.device.type == "cpu" for item in held)
-    staging = staging_within(budget_bytes, policy.concurrency, on_device=not is_on_host)
-    cast = {
-        key: (output.dtype.label, saved[key][1].label)
+
+
+def _cast(outputs: Mapping[str, Output], dtypes: Mapping[str, DType]) -> dict[str, tuple[str, str]]:
+    """Key to (dtype in the model, dtype in the file) where these differ."""
+    return {
+        key: (output.dtype.label, dtypes[key].label)
         for key, output in outputs.items()
-        if output.dtype != saved[key][1]
+        if output.dtype != dtypes[key]
     }
-    outputs = {**outputs, **beside}
-    own = {
-        name: [(box, place_of(box, layout.by_name[name].boxes)) for box in boxes[rank]]
-        for name, boxes in shares.by_name.items()
-    }
-    requests = arrange_writes(
-        [(entry, outputs[key].expression) for key, entry in plan.entries.items()],
-        own,
-        {name: number for name, (number, _) in by_name.items()},
-        {name for name, (_, item) in by_name.items() if _is_staged(item, dtype)},
-        policy,
-        staging.nbytes,
-    )
-    digest = hashlib.sha256(repr((list(saved.values()), plan.names, plan.files)).encode()).hexdigest()
-    tensors = [item.local for item in held]
-    return PreparedSave(
-        request,
-        held,
-        shares,
-        layout,
-        outputs,
-        parameters_in(layout, beside),
-        plan,
-        requests,
-        tensors,
-        staging,
-        cast,
-        digest,
+
+
+def _saved_training(request: SaveRequest, beside: Mapping[str, Output]) -> SavedTraining | None:
+    if request.training is None:
+        return None
+    return SavedTraining(
+        [(key, output.dtype, output.shape) for key, output in beside.items()], request.training.text
     )
 
 

@@ -132,10 +132,22 @@ def _write_and_commit(
     except BaseException:  # Ctrl-C, too: the next save of this process must find no mark of this one
         desk.undo()
         raise
+    return _report(world, emitter, ready, verify, removed, clock)
+
+
+def _report(
+    world: World,
+    emitter: Emitter,
+    ready: PreparedSave,
+    verify: Verification,
+    removed: Sequence[str],
+    clock: Clock,
+) -> SaveReport:
+    plan = ready.plan
     return SaveReport(
         rank=world.rank,
         world_size=world.size,
-        directory=writer.root,
+        directory=emitter.writer.root,
         files=plan.names,
         tensors=len(plan.entries),
         parameters=ready.parameters,

@@ -84,20 +84,12 @@ def walk_tensors(
     options: StreamOptions,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     with World.current(options.process_group, options.patience, call="iter_hf_tensors") as world:
-        held = world.together(lambda: _looked_at(model, names, only))
         arguments = (to, names, only, str(dtype), options.bucket_bytes)
-        world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
-        chosen: dict[str, str] = {}
-        if isinstance(only, AdapterOnly):
-            chosen = world.from_first(lambda: names_outside(model, held, only))
-            wanted_names = set(chosen.values())
-            held = [item for item in held if wanted_names.intersection(item.names)]
-        shares = agree_on_shares(world, held, on_differing_buffers).by_name
-        supply = _supply(world, model, held, shares, names, only, chosen, options)
+        held, supply = _agreed_supply(world, model, names, only, arguments, on_differing_buffers, options)
         outputs = supply.outputs
-        world.require_equal(list(outputs), "the list of keys")
         targets = (0,) if isinstance(to, FirstRank) else tuple(range(world.size))
         dtypes = {key: to_torch(saved_dtype(output.dtype, dtype)) for key, output in outputs.items()}
+        shapes = {key: output.shape for key, output in outputs.items()}
         wanted = [
             WantedTensor(key, output.expression, dtypes[key].itemsize, targets) for key, output in outputs.items()
         ]
@@ -107,9 +99,8 @@ def walk_tensors(
         home = _home(held)
         is_target = world.rank in targets
         device = options.device or home
-        shapes = {key: output.shape for key, output in outputs.items()}
         rooms: CommonRooms | None = None
-        if world.size > 1 and all(world.each(lambda: {home.type, device.type} == {"cpu"})) and is_common(world):
+        if _is_on_one_host(world, home, device):
             rooms = CommonRooms(rounds, shapes, dtypes, is_target=is_target, spare_bytes=options.bucket_bytes)
 
         def memory_of(key: str) -> torch.Tensor:
@@ -126,6 +117,36 @@ def walk_tensors(
             for items in arrivals:
                 yield from supply.packing.each(hall.complete(items.boxes()))
             yield from supply.packing.each(hall.rest())
+
+
+def _agreed_supply(
+    world: World,
+    model: nn.Module,
+    names: WrittenNames,
+    only: Selection | MergedAdapter,
+    arguments: tuple[object, ...],
+    on_differing_buffers: OnDiffering,
+    options: StreamOptions,
+) -> tuple[list[Held], _StreamSupply]:
+    """What of the model is wanted, and what the ranks give for it, which are all called alike. Collective: yes."""
+    held = world.together(lambda: _looked_at(model, names, only))
+    world.require_equal(arguments, "the list of arguments (targets, names, selection, dtype, bucket)")
+    chosen: dict[str, str] = {}
+    if isinstance(only, AdapterOnly):
+        chosen = world.from_first(lambda: names_outside(model, held, only))
+        wanted = set(chosen.values())
+        held = [item for item in held if wanted.intersection(item.names)]
+    shares = agree_on_shares(world, held, on_differing_buffers).by_name
+    supply = _supply(world, model, held, shares, names, only, chosen, options)
+    world.require_equal(list(supply.outputs), "the list of keys")
+    return held, supply
+
+
+def _is_on_one_host(world: World, *devices: torch.device) -> bool:
+    """Whether all ranks have and want the tensors in memory that all of them see. Collective: yes."""
+    if world.size == 1:
+        return False
+    return all(world.each(lambda: {device.type for device in devices} == {"cpu"})) and is_common(world)
 
 
 def _looked_at(model: nn.Module, names: WrittenNames, only: Selection | MergedAdapter) -> list[Held]:

@@ -118,28 +118,16 @@ def bind(
     leaves = {key: _known_by(key, item) for key, item in stored.items()}
     composed = {key for key, item in stored.items() if key_of(item) is None}
     assignment = assign_keys(model, list(stored), names, transforms)
-    offers: dict[str, list[Expression]] = {}
-    faults: dict[str, list[str]] = {}
+    offers = {name: [stored[key] for key in keys] for name, keys in assignment.plain.items()}
+    leaders = {name: name for name in assignment.plain}
     unmatched = dict(assignment.unmatched)
-    leaders: dict[str, str] = {}
-    for name, keys in assignment.plain.items():
-        leaders[name] = name
-        offers.setdefault(name, []).extend(stored[key] for key in keys)
+    faults: dict[str, list[str]] = {}
     tracer = _Tracer(model, layout, leaves, dtype_of or (lambda name: to_torch(layout.by_name[name].dtype)))
     for conversion in assignment.conversions.values():
-        if gap := _index_gap(conversion):
-            faults[gap] = conversion.targets
-            continue
         try:
-            made = tracer.trace(conversion)
-        except (
-            Exception
-        ) as error:  # whatever a converter raises is a fault of this checkpoint, told with the others
-            keys = conversion.keys
-            several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            faults[f"{conversion.target} from {keys[0]}{several} by {conversion.label}: {error}"] = (
-                conversion.targets
-            )
+            made = _made(tracer, conversion)
+        except _ConversionFault as fault:
+            faults[str(fault)] = conversion.targets
             continue
         for name, expression in made.items():
             if name in names:
@@ -155,6 +143,27 @@ def bind(
         faults=faults,
         strays={name: stored[key] for key, name in assignment.unmatched.items()},
     )
+
+
+class _ConversionFault(Exception):
+    """Why a conversion cannot be made of this checkpoint, in a sentence."""
+
+
+def _made(tracer: _Tracer, conversion: Conversion) -> dict[str, Expression]:
+    """What a conversion makes, by name.
+
+    Raises:
+        _ConversionFault: keys are absent, or the converter raised whatever it did: told with all other faults.
+    """
+    if gap := _index_gap(conversion):
+        raise _ConversionFault(gap)
+    try:
+        return tracer.trace(conversion)
+    except Exception as error:
+        keys = conversion.keys
+        several = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        what = f"{conversion.target} from {keys[0]}{several} by {conversion.label}"
+        raise _ConversionFault(f"{what}: {error}") from error
 
 
 def _known_by(key: str, item: Expression) -> Stored:

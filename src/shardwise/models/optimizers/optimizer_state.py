@@ -136,30 +136,47 @@ def with_names(
     numbers = [list(group.get("params", ())) for group in given]
     if not any(isinstance(number, int) for members in numbers for number in members):
         return {}
-    named = [group.get("param_names") for group in given]
-    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
-        names = [[canonical(str(name)) for name in group or ()] for group in named]
-    elif isinstance(order, ByPosition):
-        names = [list(members) for members in groups]
-        sizes, wanted = [len(members) for members in numbers], [len(members) for members in names]
-        if sizes != wanted:
-            raise CoverageError(
-                f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
-                "optimizer as it was made when the state was saved"
-            )
-    else:
-        raise ConfigError(
-            "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
-            "say which parameters they are; if the optimizer was made just as this one, pass order=ByPosition(); "
-            "optimizers made of model.named_parameters() keep the names"
-        )
+    names = _names_in_order(given, numbers, groups, order)
     found = {
         number: name
         for members, own in zip(numbers, names, strict=True)
         for number, name in zip(members, own, strict=True)
     }
+    _require_shapes(state, found, shapes)
+    return found
+
+
+def _names_in_order(
+    given: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[str | int]],
+    groups: Sequence[Sequence[str]],
+    order: ParameterOrder,
+) -> list[list[str]]:
+    """The names of the parameters of each given group, which has these numbers for them."""
+    named = [group.get("param_names") for group in given]
+    if all(isinstance(names, list) and len(names) == len(own) for names, own in zip(named, numbers, strict=True)):
+        return [[canonical(str(name)) for name in group or ()] for group in named]
+    if not isinstance(order, ByPosition):
+        raise ConfigError(
+            "the state has numbers in place of parameters' names, as optimizer.state_dict() makes it, and does not "
+            "say which parameters they are; if the optimizer was made just as this one, pass order=ByPosition(); "
+            "optimizers made of model.named_parameters() keep the names"
+        )
+    sizes, wanted = [len(members) for members in numbers], [len(members) for members in groups]
+    if sizes != wanted:
+        raise CoverageError(
+            f"the state has groups of {sizes} parameters, by number, and the optimizer of {wanted}; make the "
+            "optimizer as it was made when the state was saved"
+        )
+    return [list(members) for members in groups]
+
+
+def _require_shapes(
+    state: Mapping[str, Any], names: Mapping[str | int, str], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Values have the shapes of the parameters that they would belong to, by these names of numbers."""
     for number, entries in state.get("state", {}).items():
-        name = found.get(int(number) if str(number).isdigit() else number, "")
+        name = names.get(int(number) if str(number).isdigit() else number, "")
         for entry, value in entries.items():
             is_tensor = isinstance(value, torch.Tensor) and value.numel() != 1
             if is_tensor and name in shapes and value.shape != shapes[name]:
@@ -168,7 +185,6 @@ def with_names(
                     f"is in its place, {tuple(shapes[name])}; make the optimizer as it was made when the state was "
                     "saved"
                 )
-    return found
 
 
 def _is_laid_out(whole: Mapping[str, Any]) -> bool:
