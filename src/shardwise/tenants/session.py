@@ -32,13 +32,12 @@ from shardwise.tenants.report import Ended, TenantReport
 from shardwise.tenants.sections import BankSection, TenantsConfig
 from shardwise.tenants.trainee import CommonGround, TenantListener, Trainee
 from shardwise.training.configuration.config_sections import TrainConfig
-from shardwise.training.configuration.config_values import quantization_of, resolved, sharding_of
+from shardwise.training.configuration.config_values import resolved, sharding_of
+from shardwise.training.configured_model import request_of, tokenizer_of
 from shardwise.training.data.read_once import TrainData
 from shardwise.training.metrics import MetricsFile
 from shardwise.training.optimizing.optimizers import optimizers_of
 from shardwise.training.prepare import (
-    ModelRequest,
-    load_tokenizer,
     require_embeddings,
     require_place,
     set_attention,
@@ -87,11 +86,7 @@ class TenantsSession:
         """
         world, shared = World.current(), config.shared
         world.require_equal(config.to_yaml(), "the configuration")
-        tokenizer = load_tokenizer(
-            shared.model.tokenizer or shared.model.name,
-            revision=None if shared.model.tokenizer else shared.model.revision,
-            trust_remote_code=shared.model.trust_remote_code,
-        )
+        tokenizer = tokenizer_of(shared.model)
         refused: dict[str, str] = {}
         rows: dict[str, _Rows] = {}
         for name, own in config.tenants.items():
@@ -197,15 +192,7 @@ def _load_base(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     """The base, frozen, in the dtype that it is stored in, or computed in where no policy casts it on the way."""
     config = resolved(config, this_device())
     options = config.options()
-    request = ModelRequest(
-        config.model.name,
-        options,
-        sharding=sharding_of(config.sharding, options),
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-        vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
-        quantization=quantization_of(config.quantization),
-    )
+    request = request_of(config, tokenizer, sharding_of(config.sharding, options))
     keywords = request.keywords()
     del keywords["tuning"]
     if World.current().size == 1:

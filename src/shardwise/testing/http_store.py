@@ -125,6 +125,13 @@ class _StoredBytes:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    file: str
+    headers: Mapping[str, str]
+
+
 class _Bandwidth:
     """A token bucket: bytes leave one after the other, at a rate that all connections share."""
 
@@ -306,13 +313,12 @@ class HttpStore:
         request = _parse(lines)
         if request is None:
             return False
-        method, file, headers = request
         with self._gate, self._counted():
             if self._latency_s:
                 time.sleep(self._latency_s)
-            fault = self._fault_for(file)
-            with self._content(file) as content:
-                return self._answer(connection, method, file, headers, content, fault)
+            fault = self._fault_for(request.file)
+            with self._content(request.file) as content:
+                return self._answer(connection, request, content, fault)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -360,51 +366,47 @@ class HttpStore:
             os.close(descriptor)
 
     def _answer(
-        self,
-        connection: socket.socket,
-        method: str,
-        file: str,
-        headers: Mapping[str, str],
-        content: _StoredBytes | None,
-        fault: Disturbance | None,
+        self, connection: socket.socket, request: _Request, content: _StoredBytes | None, fault: Disturbance | None
     ) -> bool:
-        def note(status: int, start: int = 0, stop: int = 0) -> None:
-            with self._lock:
-                self._log.append(ServedRequest(method, file, start, stop, status, headers))
-
-        def refuse(status: int, *more: str) -> bool:
-            note(status)
-            connection.sendall(_head(status, 0, *more))
-            return True
-
         match fault:
             case Status(code, retry_after_s):
-                return refuse(code, *(() if retry_after_s is None else (f"Retry-After: {retry_after_s}",)))
+                more = () if retry_after_s is None else (f"Retry-After: {retry_after_s}",)
+                return self._refuse(connection, request, code, *more)
             case Redirect(folder_url):
-                return refuse(302, f"Location: {folder_url}/{file}")
+                return self._refuse(connection, request, 302, f"Location: {folder_url}/{request.file}")
             case Reset(None):
-                note(0)
+                self._note(request, 0)
                 _reset(connection)
                 return False
-        if method not in ("GET", "HEAD"):
-            return refuse(405)
+        if request.method not in ("GET", "HEAD"):
+            return self._refuse(connection, request, 405)
         if content is None:
-            return refuse(404)
+            return self._refuse(connection, request, 404)
+        about = [f"ETag: {content.etag}", "Accept-Ranges: bytes"]
         start, stop, status = 0, content.nbytes, 200
-        more = [f"ETag: {content.etag}", "Accept-Ranges: bytes"]
-        if "range" in headers and not isinstance(fault, IgnoreRange):
-            found = _range_of(headers["range"], content.nbytes)
+        if "range" in request.headers and not isinstance(fault, IgnoreRange):
+            found = _range_of(request.headers["range"], content.nbytes)
             if found is None:
-                return refuse(416, *more, f"Content-Range: bytes */{content.nbytes}")
-            start, stop = found
-            if isinstance(fault, Shift):
-                start, stop = start + fault.nbytes, stop + fault.nbytes
-            status = 206
-            more.append(f"Content-Range: bytes {start}-{stop - 1}/{content.nbytes}")
-        note(status, start, stop)
-        connection.sendall(_head(status, stop - start, *more))
-        if method == "HEAD":
-            return True
+                return self._refuse(connection, request, 416, *about, f"Content-Range: bytes */{content.nbytes}")
+            later = fault.nbytes if isinstance(fault, Shift) else 0
+            start, stop, status = found[0] + later, found[1] + later, 206
+            about.append(f"Content-Range: bytes {start}-{stop - 1}/{content.nbytes}")
+        self._note(request, status, start, stop)
+        connection.sendall(_head(status, stop - start, *about))
+        return request.method == "HEAD" or self._send_body(connection, content, start, stop, fault)
+
+    def _note(self, request: _Request, status: int, start: int = 0, stop: int = 0) -> None:
+        with self._lock:
+            self._log.append(ServedRequest(request.method, request.file, start, stop, status, request.headers))
+
+    def _refuse(self, connection: socket.socket, request: _Request, status: int, *more: str) -> bool:
+        self._note(request, status)
+        connection.sendall(_head(status, 0, *more))
+        return True
+
+    def _send_body(
+        self, connection: socket.socket, content: _StoredBytes, start: int, stop: int, fault: Disturbance | None
+    ) -> bool:
         match fault:
             case Truncate(after_bytes):
                 self._send(connection, content, start, min(stop, start + after_bytes))
@@ -506,8 +508,8 @@ def _in_memory(content: bytes) -> _StoredBytes:
     return _StoredBytes(descriptor, len(content), f'"{zlib.crc32(content):08x}-{len(content):x}"')
 
 
-def _parse(lines: BinaryIO) -> tuple[str, str, dict[str, str]] | None:
-    """Method, file and headers of the next request; None where the connection ends."""
+def _parse(lines: BinaryIO) -> _Request | None:
+    """The next request; None where the connection ends."""
     words = lines.readline().decode("latin-1").split()
     if len(words) != 3:
         return None
@@ -519,7 +521,7 @@ def _parse(lines: BinaryIO) -> tuple[str, str, dict[str, str]] | None:
         headers[name.strip().lower()] = value.strip()
     # What a proxy is asked for begins with the server; a store serves its files for all of them.
     path = unquote(_SERVER.sub("/", words[1]).partition("?")[0])
-    return words[0], path.removeprefix("/"), headers
+    return _Request(words[0], path.removeprefix("/"), headers)
 
 
 def _range_of(header: str, nbytes: int) -> tuple[int, int] | None:

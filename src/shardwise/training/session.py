@@ -29,7 +29,6 @@ from shardwise.training.configuration.config_values import (
     loss_of,
     name_of_evaluation,
     names_of_data,
-    quantization_of,
     reading_of,
     resolved,
     row_layout,
@@ -37,6 +36,7 @@ from shardwise.training.configuration.config_values import (
     sharding_of,
     tuning_of,
 )
+from shardwise.training.configured_model import request_of, tokenizer_of
 from shardwise.training.data.batches import evaluation_batches
 from shardwise.training.data.loader import StepLoader, step_loader
 from shardwise.training.data.read_once import (
@@ -54,15 +54,14 @@ from shardwise.training.evaluation_rows import Evaluating, Evaluation, NoEvaluat
 from shardwise.training.loop import train
 from shardwise.training.metrics import MetricsFile, RunLog, Trackers, available_trackers
 from shardwise.training.optimizing.optimizer_trial import require_optimizer
+from shardwise.training.options import TrainOptions
 from shardwise.training.passes.accumulation import SHARDED_FOR_LACK_OF_MEMORY, Accumulation, ShardedGradients
 from shardwise.training.prepare import (
-    ModelRequest,
     build_model,
     dtype_of_files,
     embedding_rows,
     keep,
     load_model,
-    load_tokenizer,
     require_blind_rows,
     require_embeddings,
     require_place,
@@ -126,29 +125,17 @@ class Session:
         keeper, day = dated(keeper, before)
         require_optimizer(options)
         sharding = sharding_of(config.sharding, options)
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.name,
-            revision=None if config.model.tokenizer else config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        tokenizer = tokenizer_of(config.model)
+        asking = _RowsOf(config, tokenizer, cache_root, day)
         data: TrainData | None = None
         if config.data.streaming:
-            held_out = _looked_at(config, _what_is_read(config, tokenizer, cache_root, day)[1])
+            held_out = asking.looked_at(asking.named()[1])
         else:
-            rows = read_rows(config, tokenizer, cache_root, day)
+            rows = asking.read()
             if before is not None:
                 world.together(lambda: require_same_data(before, config, rows[0]))
             data, held_out = rows
-        request = ModelRequest(
-            config.model.name,
-            options,
-            tuning,
-            sharding,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-            vocab_size=len(tokenizer) if config.model.resize_vocab == "tokenizer" else config.model.resize_vocab,
-            quantization=quantization_of(config.quantization),
-        )
+        request = request_of(config, tokenizer, sharding, tuning)
         # A checkpoint of an adapter does not hold the base; any other one holds all that there is.
         if keeper.source is None or tuning.saves() != Everything():
             model, loaded = load_model(request)
@@ -160,14 +147,7 @@ class Session:
         for found in (data, held_out):
             if found is not None:
                 require_embeddings(model, found)
-        layout = row_layout(config.data, attention_of(model))
-        steps: StepLoader | StreamLoader
-        if data is None:
-            names, how = _what_is_read(config, tokenizer, cache_root, day)
-            steps = stream_loader(names, how, options, layout, buffer_rows=config.data.shuffle_buffer)
-            steps.vocabulary = embedding_rows(model)
-        else:
-            steps = step_loader(data, options, layout)
+        steps = asking.steps(model, data, options)
         place = (world.rank, world.size)
         return cls(config, asked, *place, tokenizer, data, held_out, model, loaded, stored, steps, keeper)
 
@@ -307,30 +287,54 @@ def read_rows(
     ``cache_root`` is where tokens are kept where the configuration does not say; None: nowhere. ``day`` is the one
     that templates are told; None for today's.
     """
-    names, how = _what_is_read(config, tokenizer, cache_root, day)
-    if config.data.validation_fraction is not None:
-        return read_and_hold_out(names, how, HeldOut(config.data.validation_fraction, config.training.seed))
-    return read_names(names, how), _looked_at(config, how)
+    return _RowsOf(config, tokenizer, cache_root, day).read()
 
 
-def _what_is_read(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path | None, day: datetime.date | None
-) -> tuple[list[DataName], RowsAsked]:
-    section = config.data
+@dataclass(frozen=True)
+class _RowsOf:
+    """The rows that a configuration names, as a tokenizer has them."""
 
-    def settle() -> tuple[list[DataName], RowsAsked]:
-        malformed = SkipRows() if section.on_malformed == "skip" else RefuseRows()
-        chats = ChatOptions(section.chat_template, Learn(section.learn), day)
-        reading = reading_of(section, cache_root)
-        return names_of(names_of_data(section)), RowsAsked(tokenizer, section.max_length, malformed, chats, reading)
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    cache_root: Path | None
+    day: datetime.date | None
 
-    return World.current().together(settle)
+    def read(self) -> tuple[TrainData, TrainData | None]:
+        """What is learned, and what is only looked at. Collective: yes."""
+        names, how = self.named()
+        if self.config.data.validation_fraction is not None:
+            held_out = HeldOut(self.config.data.validation_fraction, self.config.training.seed)
+            return read_and_hold_out(names, how, held_out)
+        return read_names(names, how), self.looked_at(how)
 
+    def named(self) -> tuple[list[DataName], RowsAsked]:
+        """Where they are, and how they are read. Collective: yes."""
+        section = self.config.data
 
-def _looked_at(config: TrainConfig, how: RowsAsked) -> TrainData | None:
-    """What is only looked at, where that is data of its own. Collective: yes."""
-    name = World.current().together(lambda: name_of_evaluation(config.evaluation))
-    return None if name is None else read_names([name], how)
+        def settle() -> tuple[list[DataName], RowsAsked]:
+            malformed = SkipRows() if section.on_malformed == "skip" else RefuseRows()
+            chats = ChatOptions(section.chat_template, Learn(section.learn), self.day)
+            reading = reading_of(section, self.cache_root)
+            how = RowsAsked(self.tokenizer, section.max_length, malformed, chats, reading)
+            return names_of(names_of_data(section)), how
+
+        return World.current().together(settle)
+
+    def looked_at(self, how: RowsAsked) -> TrainData | None:
+        """What is only looked at, where that is data of its own. Collective: yes."""
+        name = World.current().together(lambda: name_of_evaluation(self.config.evaluation))
+        return None if name is None else read_names([name], how)
+
+    def steps(
+        self, model: PreTrainedModel, data: TrainData | None, options: TrainOptions
+    ) -> StepLoader | StreamLoader:
+        """What a model is trained on, step by step: rows that were read, or, where there are none, a stream."""
+        layout = row_layout(self.config.data, attention_of(model))
+        if data is not None:
+            return step_loader(data, options, layout)
+        steps = stream_loader(*self.named(), options, layout, buffer_rows=self.config.data.shuffle_buffer)
+        steps.vocabulary = embedding_rows(model)
+        return steps
 
 
 class Written(Protocol):
