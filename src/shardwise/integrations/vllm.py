@@ -82,16 +82,10 @@ def weight_source(
         ConfigError: vLLM is not installed, or its weight updates have another interface than is known.
     """
     weights = _SentWeights(model, only, dtype, to, options)
-    try:
-        vllm: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
-        interface, meta = vars(vllm.WeightSource), vllm.ParamMeta
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"vLLM's interface for weight updates (WeightSource, since 0.29) is not there ({error}); install vllm, "
-            "or load in its process with load_into"
-        ) from error
+    vllm: Any = _weight_transfer()
+    meta = vllm.ParamMeta
 
-    if isinstance(interface.get("metadata"), property):  # as of 0.33
+    if isinstance(vars(vllm.WeightSource).get("metadata"), property):  # as of 0.33
 
         class Source(vllm.WeightSource):  # type: ignore[misc]
             """A model that is sharded here."""
@@ -115,6 +109,19 @@ def weight_source(
             return weights.tensors()
 
     return OlderSource()
+
+
+def _weight_transfer() -> Any:
+    """vLLM's interface for weight updates."""
+    try:
+        vllm: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+        _ = vllm.WeightSource, vllm.ParamMeta
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"vLLM's interface for weight updates (WeightSource, since 0.29) is not there ({error}); install vllm, "
+            "or load in its process with load_into"
+        ) from error
+    return vllm
 
 
 def load_into(

@@ -10,6 +10,8 @@ pass that has been broken off; and the placements' ``_split_tensor`` (to learn w
 bytes that come later); where a chunk lies in a distributed checkpoint; whether gradients were given a dtype; trees
 of Python's containers; modes that see every operation, and what identifies a storage; and the classes that torch's
 two ``replicate()`` put in front.
+
+Longer than other files, since it is one: all that a new torch may break is here.
 """
 
 from __future__ import annotations

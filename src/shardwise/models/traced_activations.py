@@ -15,9 +15,7 @@ then is what keeps its inputs, its output and a sum for each row, as flash atten
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +30,8 @@ from shardwise.models._torch_private import (
     tree_map_only,
     walk,
 )
+from shardwise.models.alike_blocks import kinds_of, lists_of, only, repeated
 from shardwise.models.live_bytes import LiveBytes
-from shardwise.models.wrapping.blocks import Recomputed
 
 
 class TracedModel:
@@ -62,7 +60,7 @@ class TracedModel:
         self.groups = groups
         self.blocks = blocks
         self.mode = FakeTensorMode()
-        self.kinds = _kinds_of(base, blocks)
+        self.kinds = kinds_of(base, blocks)
         self._computed_in = computed_in
         self._whole = whole
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -77,12 +75,12 @@ class TracedModel:
         """
         first_of = {kind: index for index, kind in reversed([*enumerate(self.kinds)])}
         chosen = sorted(first_of.values())
-        lists = _lists_of(self.base, self.blocks)
+        lists = lists_of(self.base, self.blocks)
         if lists and len(chosen) < len(self.blocks):
             # A model that cannot do with some of its blocks is run as a whole.
-            with contextlib.suppress(Exception), _only(self.base, self.blocks, chosen):
+            with contextlib.suppress(Exception), only(self.base, self.blocks, chosen):
                 found = self._run(loss_of, chosen)
-                return _repeated(found, [first_of[kind] for kind in self.kinds], self.groups, self.blocks)
+                return repeated(found, [first_of[kind] for kind in self.kinds], self.groups, self.blocks)
         return self._run(loss_of, range(len(self.blocks)))
 
     def _run(self, loss_of: Callable[[], torch.Tensor], present: Sequence[int]) -> tuple[Stretch, ...]:
@@ -288,123 +286,3 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     kept = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
     empty = torch.empty(tensor.shape, dtype=kept, device="cpu")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-
-
-# ── blocks that are alike ─────────────────────────────────────────────────────────────────────────
-
-
-def _kinds_of(base: nn.Module, blocks: Sequence[str]) -> list[object]:
-    """Of each block what tells it from others."""
-    words = getattr(base, "get_input_embeddings", lambda: None)()
-    is_trained_before = isinstance(words, nn.Module) and any(p.requires_grad for p in words.parameters())
-    kinds: list[object] = []
-    for name in blocks:
-        block = base.get_submodule(name)
-        kinds.append((_look_of(block), is_trained_before))
-        is_trained_before = is_trained_before or any(p.requires_grad for p in block.parameters())
-    return kinds
-
-
-def _look_of(block: nn.Module) -> object:
-    """Modules, what is registered in them, and their plain attributes, but for those that number them."""
-    return (
-        isinstance(vars(block).get("forward"), Recomputed),
-        tuple(
-            (
-                name,
-                type(module),
-                tuple((key, value) for key, value in vars(module).items() if _is_telling(key, value)),
-                tuple(
-                    (key, tuple(value.shape), value.dtype, value.requires_grad)
-                    for registry in (parameters_of(module), buffers_of(module))
-                    for key, value in registry.items()
-                    if value is not None
-                ),
-            )
-            for name, module in walk(block)
-        ),
-    )
-
-
-def _is_telling(key: str, value: object) -> bool:
-    return (
-        isinstance(value, int | float | str)
-        and not key.startswith("_")
-        and not any(word in key for word in ("idx", "index", "layer_id", "layer_number", "name"))
-    )
-
-
-def _lists_of(base: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """The one list that has all blocks and nothing else; none where there is no such."""
-    parents = {name.rpartition(".")[0] for name in blocks}
-    if len(parents) != 1:
-        return []
-    [parent] = parents
-    found = base.get_submodule(parent)
-    return [parent] if isinstance(found, nn.ModuleList) and len(found) == len(blocks) else []
-
-
-@contextlib.contextmanager
-def _only(base: nn.Module, blocks: Sequence[str], chosen: Sequence[int]) -> Iterator[None]:
-    """For a while the list of blocks has some of them, under their own names, and configs tell of these."""
-    [parent] = _lists_of(base, blocks)
-    members = base.get_submodule(parent)._modules
-    before = dict(members)
-    configs = {id(config): config for module in base.modules() if (config := getattr(module, "config", None))}
-    types = {
-        key: list(config.layer_types)
-        for key, config in configs.items()
-        if len(getattr(config, "layer_types", None) or ()) == len(blocks)
-    }
-    kept = [before[str(index)] for index in chosen]
-    members.clear()
-    members.update({str(place): module for place, module in enumerate(kept)})
-    for key, found in types.items():
-        configs[key].layer_types = [found[index] for index in chosen]
-    try:
-        yield
-    finally:
-        members.clear()
-        members.update(before)
-        for key, found in types.items():
-            configs[key].layer_types = found
-
-
-def _repeated(
-    found: Sequence[Stretch], stands_for: Sequence[int], groups: Sequence[tuple[str, ...]], blocks: Sequence[str]
-) -> tuple[Stretch, ...]:
-    """The stretches of all blocks, of which ``found`` has some: block ``i`` is as ``stands_for[i]``."""
-    of_block: dict[tuple[bool, int], list[Stretch]] = {}
-    first: dict[bool, int] = {}
-    others: dict[bool, list[tuple[int, Stretch]]] = {False: [], True: []}
-    for place, stretch in enumerate(found):
-        is_back = stretch.way in (PassPart.BACKWARD, PassPart.LOSS_BACKWARD)
-        if stretch.block < 0:
-            others[is_back].append((place, stretch))
-        else:
-            first.setdefault(is_back, place)
-            of_block.setdefault((is_back, stretch.block), []).append(stretch)
-    number = {names: index for index, names in enumerate(groups)}
-
-    def renamed(stretch: Stretch, block: int) -> Stretch:
-        def other(index: int) -> int:
-            source, target = blocks[stretch.block], blocks[block]
-            names = tuple(
-                target + name[len(source) :] if name == source or name.startswith(f"{source}.") else name
-                for name in groups[index]
-            )
-            return number.get(names, index)
-
-        return replace(
-            stretch, block=block, opens=tuple(map(other, stretch.opens)), closes=tuple(map(other, stretch.closes))
-        )
-
-    made: list[Stretch] = []
-    for is_back in (False, True):
-        begin = first.get(is_back, math.inf)
-        made += [stretch for place, stretch in others[is_back] if place < begin]
-        order = range(len(blocks))
-        for block in reversed(order) if is_back else order:
-            made += [renamed(each, block) for each in of_block.get((is_back, stands_for[block]), ())]
-        made += [stretch for place, stretch in others[is_back] if place >= begin]
-    return tuple(made)

@@ -3,6 +3,8 @@
 [Note: Together or not at all] A phase runs on every rank without communication; each rank catches what it raises.
 At the end of the phase all ranks exchange their outcomes, and if any of them failed, all raise the same error. So
 no rank is left waiting for another that is gone, and what a user reads does not depend on the rank.
+
+Longer than other files: it is one class, whose ways to meet all end in one settlement.
 """
 
 from __future__ import annotations
