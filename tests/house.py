@@ -14,7 +14,8 @@ Definitions:
   to, itself or under another name (``held = model``), with the functions defined inside; each function once.
   What is made of it, and methods of objects, are not followed. A *return* is a step from a room to one above it,
   by the order of the import contract.
-- *long*: functions of more than 50 lines, files of more than 400.
+- *long*: functions of more than 50 lines, and those of them that are so without their docstring; files of more
+  than 400, and those of them that do not say why on their first page ("Longer than other files").
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import itertools
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,13 +47,7 @@ def main() -> None:
     reader = closure(f"{PACKAGE}.verbs.load", trees)
     twice = names_in_two_modules(trees)
     stays = walk(f"{PACKAGE}.verbs.load", "load", "model", trees)
-    long_functions = [
-        f"{name}.{node.name} ({_length(node)})"
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _length(node) > 50
-    ]
-    long_files = [name for name, path in modules.items() if len(path.read_text().splitlines()) > 400]
+    pages = {name: path.read_text() for name, path in modules.items()}
     told = {
         "lines of code, src": sum(lines.values()),
         "lines of code, tests": sum(lines_of_code(path.read_text()) for path in _python(src.parent / "tests")),
@@ -62,8 +57,10 @@ def main() -> None:
         "modules": len(modules),
         "names in two modules": twice,
         "circles": [name for circle in circles(trees) for name in circle],
-        "functions of more than 50 lines": long_functions,
-        "files of more than 400 lines": long_files,
+        "functions of more than 50 lines": long_functions(trees, _length),
+        "- without their docstring": long_functions(trees, length_of_code),
+        "files of more than 400 lines": [name for name, page in pages.items() if _is_long(page)],
+        "- that do not say why": long_without_a_reason(pages),
         "a reader of load: modules": sorted(reader),
         "a reader of load: lines of code": sum(lines[name] for name in reader),
         "the walk: functions": list(dict.fromkeys(stays)),
@@ -85,8 +82,34 @@ def _name_of(path: Path, src: Path) -> str:
     return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def long_functions(trees: dict[str, ast.Module], length: Callable[[Function], int]) -> list[str]:
+    """The functions of more than 50 lines, with their lengths."""
+    return [
+        f"{name}.{node.name} ({length(node)})"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and length(node) > 50
+    ]
+
+
+def length_of_code(node: Function) -> int:
+    """Lines of a function, less those of its docstring."""
+    return _length(node) - (_length(node.body[0]) if ast.get_docstring(node) else 0)
+
+
+def _length(node: Function | ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def long_without_a_reason(pages: dict[str, str]) -> list[str]:
+    """The files of more than 400 lines that do not say why on their first page."""
+    return [
+        name for name, page in pages.items() if _is_long(page) and "\nLonger than other files" not in page[:4000]
+    ]
+
+
+def _is_long(page: str) -> bool:
+    return len(page.splitlines()) > 400
 
 
 def lines_of_code(source: str) -> int:

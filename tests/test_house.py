@@ -6,7 +6,7 @@ import ast
 import re
 from functools import cache
 
-from tests.house import PACKAGE, ROOT, circles, names_in_two_modules
+from tests.house import PACKAGE, ROOT, circles, length_of_code, long_functions, names_in_two_modules
 
 
 @cache
@@ -38,6 +38,26 @@ def test_modules_that_import_each_other_are_found():
     one = ast.parse("def later():\n    from shardwise.two import x")
     two = ast.parse("from shardwise.one import later")
     assert circles({"shardwise.one": one, "shardwise.two": two}) == [["shardwise.one", "shardwise.two"]]
+
+
+LISTS = ("cli.plan.plan_command", "engines.loading.make_report", "pictures.images.write_png")
+"""Functions that are a list of fields, or of options: read from top to bottom, and no shorter in parts."""
+
+
+def test_functions_are_short():
+    """A docstring may be as long as it needs to be, and what follows has 50 lines at most."""
+    found = [each.partition(" ")[0] for each in long_functions(trees(), length_of_code)]
+    assert {name.removeprefix(f"{PACKAGE}.") for name in found} <= set(LISTS)
+
+
+def test_a_function_is_as_long_as_its_code():
+    """Its lines without its docstring; functions inside count with it."""
+    code = "".join(f"    x = {number}\n" for number in range(49))
+    several = {
+        "long": ast.parse(f"def f():\n{code}    return x"),
+        "told": ast.parse(f'def f():\n    """1\n    2"""\n{code}'),
+    }
+    assert long_functions(several, length_of_code) == ["long.f (51)"]
 
 
 def test_a_verb_is_a_page():
