@@ -23,7 +23,9 @@ from shardwise.models.wrapping.policies import (
     NoSplitModules,
     WholeModel,
 )
-from shardwise.training.configuration.config import read_config
+from shardwise.tenants.config import tenants_of
+from shardwise.tenants.foreseeing import plan_tenants
+from shardwise.training.configuration.config import config_of, read_config
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import (
     accumulation_of,
@@ -34,6 +36,7 @@ from shardwise.training.configuration.config_values import (
     tuning_of,
 )
 from shardwise.training.data.batches import Flattened, Packed, Padded
+from shardwise.training.foretelling.foreseeing import plan_training
 from shardwise.training.options import TrainOptions
 from shardwise.training.passes.accumulation import ShardedGradients, WholeGradients
 from shardwise.training.passes.losses import ChunkedLogits, WholeLogits
@@ -167,3 +170,26 @@ def test_replicas_on_four_ranks(worlds: Any, tmp_path: Any) -> None:
     for mesh, trained, error in worlds(4).run(on_four, str(folder)):
         assert (mesh, trained) == ((2, 2), layer)
         assert error.startswith("sharding.replicas=3: 4 ranks cannot be dealt")
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one training", "tenants"])
+def test_a_plan_asks_for_the_tokenizer_that_the_training_will_have(monkeypatch, tmp_path, many: bool) -> None:
+    """As many tokens as it has: of the revision, and with the code, that the configuration says."""
+    folder, asked = str(tiny.write_model(tmp_path)), []
+
+    def found(name: str, **how: Any) -> object:
+        asked.append((name, how))
+        return tiny.tokenizer()
+
+    monkeypatch.setattr("shardwise.training.prepare.AutoTokenizer.from_pretrained", found)
+    values: dict[str, Any] = {
+        "model": {"name": folder, "revision": "abc", "trust_remote_code": True, "resize_vocab": "tokenizer"},
+        "data": {"train": "none.jsonl", "max_length": 8},
+        "output": "none",
+    }
+    if many:
+        tuning = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+        plan_tenants(tenants_of({**values, "tenants": [{"name": "ada", "tuning": tuning}]}), ranks=1, device="cpu")
+    else:
+        plan_training(config_of({**values, "output": {"directory": "none"}}), ranks=1, device="cpu")
+    assert asked == [(folder, {"revision": "abc", "trust_remote_code": True})]

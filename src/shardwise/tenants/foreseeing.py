@@ -9,7 +9,7 @@ from shardwise.report.forecast import Forecast
 from shardwise.storage.hub import HubOptions
 from shardwise.tenants.sections import TenantsConfig
 from shardwise.training.configuration.config_values import decided, sharding_on, tuning_of
-from shardwise.training.prepare import load_tokenizer
+from shardwise.training.configured_model import tokenizer_of
 from shardwise.tuning.modes import Lora
 
 
@@ -48,7 +48,5 @@ def plan_tenants(config: TenantsConfig, *, ranks: int, nodes: int = 1, device: s
         options["dtype"] = first.options().dtype
     if first.model.resize_vocab is not None:
         size = first.model.resize_vocab
-        options["resize_vocab"] = (
-            len(load_tokenizer(first.model.tokenizer or first.model.name)) if isinstance(size, str) else size
-        )
+        options["resize_vocab"] = len(tokenizer_of(first.model)) if isinstance(size, str) else size
     return forecast_of(first.model.name, ranks, options)

@@ -18,8 +18,8 @@ from shardwise.storage.hub import HubOptions
 from shardwise.training.configuration.config import config_of, read_config
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import decided, quantization_of, sharding_on, tuning_of
+from shardwise.training.configured_model import tokenizer_of
 from shardwise.training.foretelling.step_memory import Machines, Measured, StepMemory
-from shardwise.training.prepare import load_tokenizer
 from shardwise.tuning.modes import AnyTuning, Full
 
 _MOST_ROWS = 1 << 16
@@ -140,9 +140,7 @@ def _options_of(config: TrainConfig, sharding: Sharding, tuning: AnyTuning, mach
         options["mesh"] = {"replicate": replicas, "shard": max(machines.ranks // replicas, 1)}
     if section.resize_vocab is not None:
         size = section.resize_vocab
-        options["resize_vocab"] = (
-            len(load_tokenizer(section.tokenizer or section.name)) if isinstance(size, str) else size
-        )
+        options["resize_vocab"] = len(tokenizer_of(section)) if isinstance(size, str) else size
     if (kept := quantization_of(config.quantization)) is not None:
         options["quantization"] = kept
     if section.attn_implementation is not None:
