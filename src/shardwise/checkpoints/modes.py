@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
+from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.ranks.line import Patience
 
 
@@ -77,5 +78,4 @@ class CheckpointerOptions:
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+        require_budget(self.budget_bytes)

@@ -141,9 +141,19 @@ def foreseen(
     options: PlanOptions,
 ) -> Foreseen:
     """The same, with what it was made of."""
-    outlook = _outlook(directory, config, index, mesh, policy, options)
+    built = outline(directory, config, index, options, resizing(options))
+    twice = built.ties_stored_twice()
+    built.equal_ties = frozenset(name for name, _ in twice)
+    sharding = options.get("sharding", Sharding())
+    index, adapters = _with_adapters(index, options)
+    tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
+    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
+    world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
+    outlook = _Outlook(
+        built, tuned, index, twice, world, plan, mesh, policy, sharding, budget_bytes, directory, options
+    )
     made = outlook.forecast(str(config.dtype).removeprefix("torch."))
-    return Foreseen(replace(made, notes=tuple(outlook.notes(made))), outlook.tuned, outlook.world, policy)
+    return Foreseen(replace(made, notes=tuple(outlook.notes(made))), tuned, world, policy)
 
 
 @dataclass(frozen=True)
@@ -234,28 +244,6 @@ class _Outlook:
             None if gathered_as is None else from_torch(gathered_as, "param_dtype"),
             None if summed_in is None else from_torch(summed_in, "reduce_dtype"),
         )
-
-
-def _outlook(
-    directory: Path,
-    config: PreTrainedConfig,
-    index: CheckpointIndex,
-    mesh: MeshShape,
-    policy: ReadPolicy,
-    options: PlanOptions,
-) -> _Outlook:
-    """Plan a load on meta, as all ranks would."""
-    built = outline(directory, config, index, options, resizing(options))
-    twice = built.ties_stored_twice()
-    built.equal_ties = frozenset(name for name, _ in twice)
-    sharding = options.get("sharding", Sharding())
-    index, adapters = _with_adapters(index, options)
-    tuned = made_ready(built, set(), options, adapters=adapters, casts_to=sharding.mp_policy.param_dtype)
-    budget_bytes = options.get("budget_bytes", LoadOptions().budget_bytes)
-    world, plan = _plan(tuned, index, mesh, sharding.wrap, budget_bytes, options)
-    return _Outlook(
-        built, tuned, index, twice, world, plan, mesh, policy, sharding, budget_bytes, directory, options
-    )
 
 
 def _bank(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError
+from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.ranks.line import Patience
 from shardwise.models.initialize import BufferRules
 from shardwise.planning.forecasts.memory_check import MemoryCheck, RequireMemory
@@ -53,8 +53,7 @@ class LoadOptions:
     pages: Pages = field(default_factory=MeasuredPages)
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+        require_budget(self.budget_bytes)
 
 
 def load_words(consent: Consent, buffers: BufferRules, options: LoadOptions) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
+from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.ranks.line import Patience
 
 MAX_SHARD_SIZE = "50GB"
@@ -83,8 +84,7 @@ class SaveOptions:
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+        require_budget(self.budget_bytes)
 
 
 def resolved_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.conversion import Stored, computes
+from shardwise.conversion import computes
 from shardwise.engines.save_options import (
     HubNames,
     InternalNames,
@@ -226,20 +226,14 @@ def outputs_of(request: SaveRequest, layout: ModelLayout, places: Mapping[str, s
     """The tensors of the files, and what they are made of."""
     if not isinstance(request.names, PeftNames):
         return revert(request.model, layout, internal_names=isinstance(request.names, InternalNames))
-    tensors = {key: layout.by_name[name] for key, name in places.items()}
-    return {
-        key: Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
-        for key, tensor in tensors.items()
-    }
+    return {key: Output.of(key, layout.by_name[name]) for key, name in places.items()}
 
 
 def _as_they_are(layout: ModelLayout, places: Mapping[str, str]) -> dict[str, Output]:
     """What is no tensor of an adapter: the state of its training, under its own names and in its own dtypes."""
     adapter = set(places.values())
     return {
-        tensor.fqn: Output(tensor.fqn, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
-        for tensor in layout.tensors
-        if adapter.isdisjoint(tensor.names)
+        tensor.fqn: Output.of(tensor.fqn, tensor) for tensor in layout.tensors if adapter.isdisjoint(tensor.names)
     }
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.engines.clock import Clock
 from shardwise.errors import ConfigError
+from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.moving.distribute import distribute
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.ranks.line import Patience
@@ -50,8 +51,7 @@ class ShardOptions:
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+        require_budget(self.budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from shardwise.execution.ranks.world import World
 from shardwise.execution.states.assemble import assemble, part_of
 from shardwise.execution.states.given_parts import Giver, MergingGiver, PackedRows, agree_on_shares, in_numbers
 from shardwise.execution.states.shared_assembly import CommonRooms, put_together
-from shardwise.layout import ModelLayout, Origin, TensorLayout
+from shardwise.layout import ModelLayout, Origin
 from shardwise.models.conversions.revert import Output, revert
 from shardwise.models.dtypes import saved_dtype, to_torch
 from shardwise.models.four_bits.four_bit_files import (
@@ -216,7 +216,7 @@ def _supply(
     giver = Giver(by_name, shares, world.rank)
     if isinstance(only, AdapterOnly):
         return _StreamSupply(
-            {key: _as_it_is(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
+            {key: Output.of(key, layout.by_name[name]) for key, name in chosen.items()}, shares, giver
         )
     if isinstance(only, MergedAdapter):
         world.together(lambda: refuse_experts(held, _NOT_MERGED))
@@ -225,7 +225,7 @@ def _supply(
             lambda: _outputs(adapted.base, adapted.layout(layout_in_numbers(layout, held)), names)
         )
         needed = [name for item in adapted.factors.values() for name in (item.lora_A, item.lora_B)]
-        matrices = _whole(world, [_as_it_is(name, layout.by_name[name]) for name in needed], shares, giver, options)
+        matrices = _whole(world, [Output.of(name, layout.by_name[name]) for name in needed], shares, giver, options)
         base_held = {name: by_name[fqn] for name, fqn in adapted.inside.items()}
         base_shares = {name: shares[fqn] for name, fqn in adapted.inside.items() if fqn in shares}
         packed = packed_rows(base_held)
@@ -288,10 +288,6 @@ def _refuse_adapters(model: nn.Module, names: WrittenNames) -> None:
 
 def _home(held: Sequence[Held]) -> torch.device:
     return home_of(held, held[0].local.device if held else None)
-
-
-def _as_it_is(key: str, tensor: TensorLayout) -> Output:
-    return Output(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
 
 
 def _whole(

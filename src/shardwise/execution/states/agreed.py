@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, CoverageError, PlacementError
+from shardwise.execution.memory.budget import require_budget
 from shardwise.execution.moving.exchange import Traffic
 from shardwise.execution.moving.reshard import (
     Handover,
@@ -44,8 +45,7 @@ class StateOptions:
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 4096:
-            raise ConfigError(f"budget_bytes={self.budget_bytes} is less than a page (4096)")
+        require_budget(self.budget_bytes)
 
 
 def require_same_call(world: World, *modes: object, options: StateOptions) -> None:

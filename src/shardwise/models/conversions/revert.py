@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,11 @@ class Output:
     key: str
     dtype: DType
     expression: Expression
+
+    @classmethod
+    def of(cls, key: str, tensor: TensorLayout) -> Self:
+        """A tensor of the model as it is."""
+        return cls(key, tensor.dtype, Stored(tensor.fqn, tensor.shape, tensor.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
