@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import runpy
 import subprocess
@@ -341,3 +342,11 @@ def test_a_mode_sees_every_storage_as_long_as_it_lives() -> None:
     del view, other
     gc.collect()
     assert gone == [kept]
+
+
+def test_signals_that_torchrun_hands_on() -> None:
+    """As docs/several_machines.md has it: not SIGUSR1, unless it is told to."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    (handed_on,) = (item.default for item in dataclasses.fields(LaunchConfig) if item.name == "signals_to_handle")
+    assert handed_on == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

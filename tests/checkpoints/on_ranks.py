@@ -334,6 +334,10 @@ def restore_badly(folder: str, fault: str) -> tuple[tuple[str, str], list[str]]:
     elif fault == "other schedule":
         schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 2)
         state = TrainState(training.model, training.optimizer, schedule, training.data)
+    elif fault == "schedule of more groups":
+        groups = [{"params": [parameter]} for parameter in list(training.model.parameters())[:3]]
+        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups, lr=0.1), lambda step: 1.0)
+        state = TrainState(training.model, training.optimizer, schedule, training.data)
     elif fault == "other model":
         other = nn.Sequential(nn.Linear(6, 7))
         if dist.is_initialized():

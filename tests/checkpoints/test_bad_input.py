@@ -115,6 +115,10 @@ MISFITS = {
     "no optimizer": ("CoverageError", "unexpected 1     optimizers"),
     "scaler": ("CoverageError", "missing 1        scaler"),
     "other schedule": ("CoverageError", "schedulers: what is stored is not of a StepLR"),
+    "schedule of more groups": (
+        "CoverageError",
+        "of a LambdaLR (its base_lrs are of 2 groups of parameters, and there",
+    ),
     "other model": ("CoverageError", "missing 2        0.weight"),
     "dtype": ("CoverageError", "embed.weight: stored (11, 6) F32, the model has (11, 6) BF16"),
     "step": ("StorageError", "no complete checkpoint of step 4; there are 3"),

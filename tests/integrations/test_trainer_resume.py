@@ -98,13 +98,17 @@ def test_what_a_checkpoint_is(two: LocalRanks, folder: Path, tmp_path: Path) -> 
     assert (tmp_path / "run" / "last" / "training_args.bin").is_file()
     assert (tmp_path / "run" / "config.json").is_file(), "beside the checkpoints"
 
-    # Another run goes on from there, and has nothing better: what is here is not its to remove.
-    state = tmp_path / "run" / "checkpoint-8" / "trainer_state.json"
+    # Moved, it is gone on from by another run, which has nothing better: what is here is not its to remove.
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    state = moved / "checkpoint-8" / "trainer_state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "best_metric": -1e9}))
-    beside, more = kinds(tmp_path / "run"), {**given, "save_total_limit": 1, "max_steps": 10}
-    two.run(train, saving(folder, tmp_path / "other", **more).but(resume=str(state.parent)))
-    assert kinds(tmp_path / "run") == beside
+    beside, more = kinds(moved), {**given, "save_total_limit": 1, "max_steps": 10}
+    after = two.run(train, saving(folder, tmp_path / "other", **more).but(resume=str(state.parent)))
+    assert kinds(moved) == beside
     assert kinds(tmp_path / "other") == ["checkpoint-10"]
+    assert after[0].best == str(moved / Path(found[0].best).name), "by its name, beside the one gone on from"
+    for name, value in after[0].weights.items():
+        assert torch.equal(value, found[0].weights[name]), "the best one was loaded at the end"
 
     lora = saving(folder, tmp_path / "lora", model="lora", **given | {"save_total_limit": 1})
     adapted = two.run(train, lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -84,3 +85,37 @@ def test_what_does_not_fit_is_refused_by_all(worlds, checkpoints, tmp_path, how)
     for found, text in worlds(2).run(resuming.refused, str(path), how):
         assert found == kind
         assert words in text
+
+
+@pytest.mark.parametrize("kind", resuming.MADE)
+def test_schedules_of_torch_go_on(tmp_path, kind):
+    wanted, found = resuming.schedule_goes_on(tmp_path, resuming.MADE[kind])
+    assert found == wanted
+    assert len(set(map(tuple, wanted))) > 1, "a schedule that changes nothing shows nothing"
+
+
+OTHER_SCHEDULES = {
+    "fewer: functions": r"than LambdaLR \(its base_lrs are of 2 groups of parameters, and there are 1\)",
+    "fewer: milestones": r"than MultiStepLR \(its base_lrs are of 2 groups of parameters, and there are 1\)",
+    "fewer: chained": r"than ChainedScheduler \(its _last_lr are of 2 groups of parameters, and there are 1\)",
+    "fewer: cyclic": r"than CyclicLR \(its base_lrs are of 2 groups",
+    "lambda": r"than LambdaLR \(it was made with a function of another kind\)",
+    "attributes": r"than LambdaLR \(it was made with a function of another kind\)",
+    "function": r"than CyclicLR \(it was made with a function of another kind\)",
+    "inner": r"than SequentialLR \(of scheduler 1 in it, it lacks \['gamma', 'milestones'\]\)",
+    "more": r"than SequentialLR \(its _schedulers are of 1 schedulers, and there are 2\)",
+    "damaged": r"than MultiStepLR \(its last_epoch is a str, and no number\)",
+    "rates": r"than MultiStepLR \(its base_lrs are not numbers\)",
+    "mode": r"ReduceLROnPlateau refuses it \(ValueError: mode mean is unknown!\)",
+    "no state": r"than LambdaLR \(it lacks \['_last_lr', ",
+}
+
+
+def test_other_schedules_are_refused_by_all(worlds, tmp_path):
+    first, second = worlds(2).run(resuming.schedules_refused, str(tmp_path))
+    assert first == second
+    assert first.keys() == OTHER_SCHEDULES.keys()
+    for name, (kind, text) in first.items():
+        assert kind == "CoverageError", (name, kind, text)
+        assert re.search(OTHER_SCHEDULES[name], text), (name, text)
+        assert "make the scheduler as it was made when it was saved" in text

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peft import LoraConfig
 from tests.peers import use_peers
 from tests.quantised.four_bits import answers_of, our_model, stock_model
 from tests.verbs.on_ranks import attempt
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.execution.moving import reshard
-from shardwise.options import CompileBlocks, LoadOptions, NestedScales, Nf4
+from shardwise.options import CompileBlocks, LoadOptions, NestedScales, Nf4, PlainScales
 
 NESTED = NestedScales()
 
@@ -42,6 +43,10 @@ def faults(folder: str) -> dict[str, Any]:
 
     with mock.patch.object(reshard, "landing", fail), mock.patch.object(DTensor, "full_tensor", fail_as_well):
         told["fails alone"] = attempt(our_model, folder, "nf4", torch.float32, "flat", NESTED)
+
+    lora = shardwise.Lora(LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = our_model(folder, "nf4", torch.float32, "flat", PlainScales(), tuning=lora)
+    told["merged"] = attempt(adapted.merge_and_unload)
 
     live = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if rank == 1:

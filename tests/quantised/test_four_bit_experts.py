@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,7 @@ def test_a_stack_alone_may_stay(plain):
     tokens = torch.arange(12).view(1, 12)
     logits = model(tokens).logits
     assert logits.isfinite().all()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens).logits, logits)
     for implementation in ("eager", "grouped_mm", "batched_mm"):
         model.set_experts_implementation(implementation)
         assert torch.equal(model(tokens).logits, logits), implementation

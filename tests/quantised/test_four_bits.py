@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from tests.quantised import four_bits, quantising
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import shardwise
+from shardwise.conversion import four_bit, quantise
+from shardwise.engines import offline
+from shardwise.execution.reading import outgoing
 from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.options import AsNumbers, Fp4, Later, NestedScales, Nf4, PlainScales
 from shardwise.testing.world import run_world
@@ -333,6 +337,28 @@ def test_an_adapter_is_merged_and_packed_again(base, request, tmp_path):
     assert told["quantization_config"] == meant["quantization_config"]
     again = shardwise.from_pretrained(str(tmp_path / "found"))
     assert again.model.layers[0].self_attn.q_proj.weight.dtype is torch.uint8
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 10, 8 << 20])
+def test_what_is_merged_is_packed_once(plain, tmp_path, monkeypatch, block_bytes):
+    """Bytes and scales are of one computation, however they lie in blocks that are written."""
+    adapter = save_adapter(plain, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    packed: list[int] = []
+
+    def quantise_rows(values, *others):
+        packed.append(values.numel())
+        return four_bit.quantise_rows(values, *others)
+
+    monkeypatch.setattr(quantise, "quantise_rows", quantise_rows)
+    monkeypatch.setattr(offline, "stream_out", partial(offline.stream_out, block_bytes=block_bytes))
+    shardwise.merge_adapter(plain, adapter, tmp_path / "found", quantization="nf4")
+    found = load_file(tmp_path / "found" / "model.safetensors")
+    assert sum(packed) == sum(2 * found[key.removesuffix(".absmax")].numel() for key in found if "absmax" in key)
+    monkeypatch.setattr(outgoing, "_TOGETHER_BYTES", 0)  # too large to be there at once
+    shardwise.merge_adapter(plain, adapter, tmp_path / "apart", quantization="nf4")
+    apart = load_file(tmp_path / "apart" / "model.safetensors")
+    assert found.keys() == apart.keys()
+    assert all(torch.equal(found[key], apart[key]) for key in found)
 
 
 def test_what_cannot_be_packed_again_is_refused_before_a_file(plain, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from tests.quantised import four_bits_in_use
 from tests.quantised.four_bits import layers_of
@@ -15,10 +17,11 @@ from tests.quantised.test_four_bits import written
 from transformers import AutoModelForCausalLM
 
 import shardwise
-from shardwise.options import NestedScales, Nf4
+from shardwise.options import LoadOptions, MergedAdapter, NestedScales, Nf4
 from shardwise.testing.world import run_world
 
 NESTED = Nf4(scales=NestedScales())
+QUIET = LoadOptions(progress=False)
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -38,6 +41,9 @@ def test_what_goes_wrong_on_one_rank_is_everybodys(worlds, plain):
     assert first == second
     require(first["other blocks"], "DisagreementError", r"quantization on rank 1 .*block_size=32.* against .*=64")
     require(first["fails alone"], "CheckpointError", "rank 1: MemoryError: no room for the scales")
+    require(
+        first["merged"], "ConfigError", r"is sharded is not merged into in its place; iter_hf_tensors\(.*MergedAd"
+    )
     require(first["not finite"], "ConfigError", r"layers\.1\.mlp\.up_proj\.weight: row 3 has values that are not")
     assert first["unchanged"]
 
@@ -95,12 +101,71 @@ def test_nothing_is_kept_for_the_way_back_but_what_the_model_has(plain):
     assert not {(shape, torch.float32) for shape in codes} & kept
 
 
-def test_a_copy_is_one_in_four_bits(plain):
-    model = shardwise.from_pretrained(str(plain), quantization=NESTED)
-    copied = copy.deepcopy(model)
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_one_in_four_bits(plain, copied_by):
+    model = adapted(plain, NESTED)
+    copied = copied_by(model)
     assert torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
-    for _, layer in layers_of(copied):  # what PEFT asks for
+    for (_, layer), (_, own) in zip(layers_of(copied), layers_of(model), strict=True):
+        assert type(layer) is type(own)
+        assert layer.weight.data_ptr() != own.weight.data_ptr()
+        # what PEFT asks for
         assert (layer.weight.quant_type, layer.weight.compress_statistics) == ("nf4", True)
+    copied.merge_and_unload()
+
+
+def adapted(folder: Path, quantization: Nf4, **options: object) -> torch.nn.Module:
+    """With a LoRA that is not zero."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = shardwise.from_pretrained(
+        str(folder), quantization=quantization, tuning=shardwise.Lora(lora), options=QUIET, **options
+    )
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.2 * (torch.rand(parameter.shape, generator=draw) - 0.5)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantization", [Nf4(), NESTED], ids=["plain", "nested"])
+def test_peft_merges_into_four_bits(plain, quantization, dtype):
+    """The merged numbers are packed again: as of a model that has them, and is put into four bits."""
+    model = adapted(plain, quantization, dtype=dtype)
+    numbers = dict(shardwise.iter_hf_tensors(model, only=MergedAdapter()))
+    wanted = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+    wanted.load_state_dict(numbers)
+    shardwise.shard(wanted, quantization=quantization)
+    before = {name: layer.numbers() for name, layer in layers_of(model)}
+    merged = model.merge_and_unload()
+    found, expected = merged.state_dict(), wanted.state_dict()
+    assert found.keys() == expected.keys()
+    merged_into = [name for name in found if "q_proj" in name or "down_proj" in name]
+    assert [name for name in merged_into if not torch.equal(found[name], expected[name])] == []
+    changed = {name for name, layer in layers_of(merged) if not _is_in(layer.numbers(), before, name)}
+    assert changed == {name.removesuffix(".weight") for name in merged_into if name.endswith(".weight")}
+    if quantization is not NESTED:  # what is not merged into would be other scales there
+        assert torch.equal(merged(TOKENS).logits, wanted(TOKENS).logits)
+
+
+def _is_in(numbers: torch.Tensor, before: dict[str, torch.Tensor], name: str) -> bool:
+    was = next(found for known, found in before.items() if known.replace(".base_layer", "").endswith(name))
+    return torch.equal(numbers, was)
+
+
+def test_what_peft_has_merged_is_taken_off_again(plain):
+    model = adapted(plain, Nf4(), dtype=torch.float32)
+    before = model(TOKENS).logits
+    numbers = {name: layer.numbers() for name, layer in layers_of(model)}
+    model.merge_adapter()
+    assert (model(TOKENS).logits - before).abs().max() < 0.3 * before.abs().max()
+    model.unmerge_adapter()
+    for name, layer in layers_of(model):  # but for what two packings have rounded
+        assert (layer.numbers() - numbers[name]).abs().max() < 0.5 * numbers[name].abs().max()
+    broken = next(parameter for name, parameter in model.named_parameters() if "down_proj.lora_B" in name)
+    broken.data[3] = torch.inf
+    with pytest.raises(shardwise.ConfigError, match="the merged weight: row 3 has values that are not finite"):
+        model.merge_and_unload()
 
 
 def test_transformers_says_who_saves_it(plain, tmp_path):

@@ -9,10 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tests.quiet import quieten
 from tests.training import stepping, tiny
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from shardwise.checkpoints.checkpointer import Checkpointer
@@ -61,6 +63,29 @@ class Hoarding(SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["seen"] = torch.zeros(3)
+
+
+class FailsAlone(SGD):
+    """An optimizer of which one rank fails, or goes without, where the others have a collective of DTensor's."""
+
+    fails = True
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.taken += 1
+        sharded = [p for group in self.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        if not sharded or self.taken == 1:
+            return
+        dist.all_reduce(torch.zeros(1))
+        if dist.get_rank() == 0:
+            sharded[0].full_tensor()
+        elif self.fails:
+            raise OSError("no such kernel here")
+
+
+class GoesWithout(FailsAlone):
+    fails = False
 
 
 NO_OPTIMIZER = nn.Linear
@@ -134,6 +159,9 @@ def on_rank(file: str, folder: str) -> dict[str, Any]:
         "said": {name: said(name) for name in (*SHORT_NAMES, "torch.optim.LBFGS", "torch.optim.SparseAdam")},
         "of transformers": said_of(of_transformers()),
         "blind": said("tests.training.stepped.Blind", may_import=True),
+        "alone": [
+            said(f"tests.training.stepped.{name}", may_import=True) for name in ("FailsAlone", "GoesWithout")
+        ],
         "losses": {name: trained(file, options(name)).losses for name in NAMED},
         "begun": {name: first_step(file, folder, name) for name in ("sgd", "muon", "Adafactor")},
         "ended": ended(file),

@@ -61,6 +61,17 @@ def test_an_optimizer_that_takes_a_shard_for_the_whole_is_found_out(world: list[
 
 
 @pytest.mark.distributed
+def test_nobody_waits_for_a_rank_whose_step_fails(world: list[dict[str, Any]]) -> None:
+    assert world[0]["alone"] == world[1]["alone"]
+    fails, without = world[0]["alone"]
+    assert (
+        "rank 1: optimizer.name='tests.training.stepped.FailsAlone': it cannot take a step with a sharded" in fails
+    )
+    assert "OSError: no such kernel here" in fails
+    assert "rank 1 asks for no collective where rank 0 asks for _c10d_functional.all_gather" in without
+
+
+@pytest.mark.distributed
 def test_adafactor_of_transformers_is_for_one_rank(world: list[dict[str, Any]]) -> None:
     assert "Adafactor': it cannot take a step with a sharded matrix (RuntimeError" in world[0]["of transformers"]
     assert stepped.said_of(stepped.of_transformers()) == ""

@@ -125,6 +125,32 @@ def test_parts_of_a_data_set_are_told_apart(tmp_path: Path, monkeypatch: pytest.
     assert not was_kept(second)
     assert first.examples[0].tokens.tolist() != second.examples[0].tokens.tolist()
     assert was_kept(read(DataName(str(tmp_path / "rows"), "train[1:]"), folder(tmp_path)))
+    several = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    several.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    one = read(tmp_path / "saved", folder(tmp_path))
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    (tmp_path / "saved" / "state.json").write_text(json.dumps({**state, "_data_files": state["_data_files"][::-1]}))
+    turned = read(tmp_path / "saved", folder(tmp_path))
+    assert [each.tokens.tolist() for each in turned.examples] == [each.tokens.tolist() for each in one.examples][
+        ::-1
+    ]
+
+
+@pytest.mark.parametrize("known_by", [ByContent(), ByStat()], ids=["content", "stat"])
+def test_the_same_bytes_read_in_another_way_are_other_rows(tmp_path: Path, known_by: ByContent | ByStat) -> None:
+    """What a file is called says by what its columns are separated, and whether it is an array."""
+    cache = folder(tmp_path, known_by=known_by)
+    (tmp_path / "rows").write_text("text,b\ttext\none,x\ttwo\n")
+    (tmp_path / "array").write_text('[{"text": "one"}]\n')
+    for name in ("rows.csv", "rows.tsv", "array.json", "array.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path / Path(name).stem)
+    commas, tabs = (read(tmp_path / f"rows.{suffix}", cache) for suffix in ("csv", "tsv"))
+    assert [was_kept(data) for data in (commas, tabs)] == [False, False]
+    assert commas.examples[0].tokens.tolist() != tabs.examples[0].tokens.tolist()
+    assert was_kept(read(tmp_path / "rows.tsv", cache))
+    assert len(read(tmp_path / "array.json", cache).examples) == 1
+    with pytest.raises(ConfigError, match="line 1: it is a JSON array, not an object"):
+        read(tmp_path / "array.jsonl", cache)
 
 
 def test_rows_are_named_by_the_files_as_they_are_called_now(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.models.dtypes import in_memory
 from shardwise.models.optimizers.optimizer_kind import by_parameter, unlike
+from shardwise.models.optimizers.schedules import why_unlike
 from shardwise.models.selection import Selection
 from shardwise.planning.states.matching import Tolerance
 from shardwise.planning.states.matching import in_words as faults_in_words
@@ -179,9 +180,6 @@ def _unlike(schedulers: Sequence[Stateful], stored: Any) -> str | None:
     if not isinstance(stored, list) or len(stored) != len(schedulers):
         return f"{len(stored) if isinstance(stored, list) else 'no list'} stored, there are {len(schedulers)}"
     for scheduler, told in zip(schedulers, stored, strict=True):
-        here = scheduler.state_dict()
-        if not isinstance(told, dict) or told.keys() != here.keys():
-            lacking = sorted(here.keys() - told.keys())[:3] if isinstance(told, dict) else []
-            kind = type(scheduler).__name__
-            return f"what is stored is not of a {kind}" + (f" (it lacks {lacking})" if lacking else "")
+        if why := why_unlike(scheduler.state_dict(), told):
+            return f"what is stored is not of a {type(scheduler).__name__} ({why})"
     return None

@@ -10,7 +10,7 @@ from shardwise.conversion import four_bit
 from shardwise.conversion.computed import Computed, ComputedBlock, aligned_blocks
 from shardwise.conversion.expression import Expression, Reshape, Shape, reshape
 from shardwise.conversion.nested_scales import NESTED_BLOCK, dynamic_numbers
-from shardwise.conversion.quantise import quantised
+from shardwise.conversion.quantise import quantised, scales_as_numbers
 from shardwise.tensors import Box, DType, Form4, numel
 
 _OUT = "bytes"
@@ -73,7 +73,11 @@ class FromBytes:
 
 
 def from_bytes(raw: Expression) -> Expression:
-    """See :class:`FromBytes`."""
+    """See :class:`FromBytes`; of what is there as numbers, these."""
+    if isinstance(raw, Computed) and isinstance(raw.operation, AsBytes) and raw.sources[0].dtype is DType.F32:
+        return raw.sources[0]
+    if (made := scales_as_numbers(raw)) is not None:
+        return made
     shape = (*raw.shape[:-1], raw.shape[-1] // DType.F32.itemsize)
     return Computed(FromBytes(shape), _NUMBERS, shape, DType.F32, (raw,))
 

@@ -17,11 +17,12 @@ from shardwise.conversion.four_bit import (
     quantise_rows,
     raw_scales_shape,
     scales_in,
+    scales_shape,
     scratch_bytes,
 )
 from shardwise.tensors import Box, DType, Form4
 
-_PACKED, _SCALES = "packed", "absmax"
+_PACKED, _SCALES, _NUMBERS = "packed", "absmax", "scales"
 
 _MOST_ELEMENTS = 1 << 20
 """Of a block: 4 MiB as float32."""
@@ -34,7 +35,7 @@ class Quantise:
     """Codes and scales of a weight, in whole rows, as bitsandbytes makes them of it on a CPU.
 
     Outputs are ``packed``, uint8 ``[..., width / 2]``, and ``absmax``, the bytes of the float32 scales, uint8
-    ``[..., 4 width / block]``.
+    ``[..., 4 width / block]``; where they are wanted also ``scales``, the same as float32 ``[..., width / block]``.
 
     Attributes:
         shape: of the weight.
@@ -60,6 +61,8 @@ class Quantise:
                 _PACKED: _as_wide(box, packed_shape(self.shape)[-1]),
                 _SCALES: _as_wide(box, raw_scales_shape(self.shape, self.block)[-1]),
             }
+            if _NUMBERS in wanted:
+                gives[_NUMBERS] = _as_wide(box, scales_shape(self.shape, self.block)[-1])
             yield ComputedBlock((box,), gives, self._nbytes(box.numel))
 
     def _nbytes(self, elements: int) -> int:
@@ -83,7 +86,7 @@ class Quantise:
                 f"{_told(bad, block.needs[0])} values that are not finite in {self.dtype.label}, and cannot be put "
                 "into 4 bits; the checkpoint is damaged, or leave this weight as it is"
             )
-        return {_PACKED: packed, _SCALES: raw}
+        return {_PACKED: packed, _SCALES: raw, _NUMBERS: scales_in(raw)}
 
 
 def _as_wide(box: Box, width: int) -> Box:
@@ -131,3 +134,11 @@ def quantised(weight: Expression, block: int, form: Form4, dtype: DType) -> tupl
         Computed(operation, _PACKED, packed_shape(shape), DType.U8, (weight,)),
         Computed(operation, _SCALES, raw_scales_shape(shape, block), DType.U8, (weight,)),
     )
+
+
+def scales_as_numbers(raw: Expression) -> Expression | None:
+    """The scales whose bytes these are, as float32, of the computation that makes them; None of any other bytes."""
+    if not isinstance(raw, Computed) or not isinstance(raw.operation, Quantise) or raw.output != _SCALES:
+        return None
+    shape = scales_shape(raw.operation.shape, raw.operation.block)
+    return Computed(raw.operation, _NUMBERS, shape, DType.F32, raw.sources)

@@ -237,7 +237,13 @@ def write_out(
     )
     with ProgressBar(label, World(0, 1), plan.nbytes, enabled=True) as bar:
         streamed = stream_out(
-            writer, plan, outgoing.values, companions=companions, check=check, advance=bar.advance
+            writer,
+            plan,
+            outgoing.values,
+            companions=companions,
+            check=check,
+            advance=bar.advance,
+            leaders=outgoing.leaders(),
         )
     return streamed, plan.names
 

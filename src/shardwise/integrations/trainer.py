@@ -23,7 +23,7 @@ from shardwise.execution.writing.marked_folder import Marked
 from shardwise.integrations import trainer_commit as committing
 from shardwise.integrations import trainer_compat as compat
 from shardwise.integrations import trainer_runs as folders
-from shardwise.integrations.trainer_events import AgreedEvents
+from shardwise.integrations.trainer_events import AgreedEvents, BestFound
 from shardwise.integrations.trainer_meetings import MeetingPlace
 from shardwise.integrations.trainer_refusals import already_sharded, given_arguments, require_trainable
 from shardwise.integrations.trainer_runs import (
@@ -87,6 +87,8 @@ class ShardwiseTrainer(_Trainer):
             self.callback_handler.call_event, world, self.args.device, lambda: bool(self.is_in_train)
         )
         vars(self.callback_handler)["call_event"] = events
+        self._best = BestFound()
+        self.add_callback(self._best)
         self._saved_step: int | None = None
         self._numbers: dict[str, Any] | None = None
         """States of generators of random numbers, to be set once the data are where they were."""
@@ -132,10 +134,11 @@ class ShardwiseTrainer(_Trainer):
         with World.current(call="Trainer.train") as world:
             world.require_equal((str(run), asked), "resume_from_checkpoint, or output_dir,")
             beginning = world.from_first(lambda: folders.beginning_of(run, asked))
-            source = beginning.source
+            source, self._best.folder = beginning.source, None
             if source is not None:
                 facts = world.from_first(lambda: folders.whole_facts_of(source))
                 world.together(lambda: self._require_same(facts, source))
+                self._best.folder = world.from_first(lambda: folders.best_of(source))
             if beginning.left:
                 world.from_first(lambda: committing.remove_left(run))
         self._saved_step = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerControl
+from transformers import TrainerCallback, TrainerControl
 
 from shardwise.execution.ranks.world import World
 
@@ -91,3 +91,18 @@ class AgreedEvents:
             if failure is not None:
                 raise failure from told
             raise
+
+
+class BestFound(TrainerCallback):
+    """Tells a training that goes on where its best checkpoint is now, once the Trainer has read its own state.
+
+    Attributes:
+        folder: of the best checkpoint; None where there is none.
+    """
+
+    folder: str | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
+        """As the Trainer calls it."""
+        if self.folder is not None:
+            state.best_model_checkpoint = self.folder

@@ -24,7 +24,7 @@ from shardwise.checkpoints.folder import newest_in
 from shardwise.checkpoints.state import in_words
 from shardwise.errors import ConfigError, FormatError, StorageError
 from shardwise.integrations.trainer_compat import PREFIX_CHECKPOINT_DIR
-from shardwise.interchange.trainer_folder import STATE_FILE
+from shardwise.interchange.trainer_folder import STATE_FILE, TrainerFolder
 from shardwise.models.selection import AdapterOnly, Everything, Selection
 
 FACTS_FILE = "shardwise.trainer.json"
@@ -126,6 +126,23 @@ def step_in(run: Path, folder: str | None) -> int | None:
     if folder is None or found is None or Path(folder).parent.resolve() != run.resolve():
         return None
     return int(found[1])
+
+
+def best_of(source: Path) -> str | None:
+    """The best checkpoint so far of a training that goes on from ``source``; None where none is known, or left.
+
+    A run may have been moved since: what has the name that was written down, and lies beside ``source``, is meant.
+
+    Raises:
+        FormatError, StorageError: the Trainer's state in ``source`` cannot be read.
+    """
+    recorded = TrainerFolder.of(source).state.get("best_model_checkpoint")
+    if not isinstance(recorded, str):
+        return None
+    beside = source.parent / Path(recorded).name
+    if _FOLDER.fullmatch(beside.name) and kind_of(beside) is FolderKind.COMPLETE:
+        return str(beside)
+    return recorded if Path(recorded).is_dir() else None
 
 
 def kind_of(folder: Path) -> FolderKind:

@@ -14,6 +14,7 @@ from shardwise.errors import CoverageError, FormatError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.writing.rank_files import load_plain
 from shardwise.interchange.trainer_folder import TrainerFolder
+from shardwise.models.optimizers.schedules import why_unlike
 
 _SCHEDULER_FILE = "scheduler.pt"
 _RANDOM = re.compile(r"rng_state(?:_(\d{1,9}))?\.pth")
@@ -60,14 +61,27 @@ def schedule_in(
     state = load_plain(file)
     if not isinstance(state, dict):
         raise FormatError(f"{file}: holds a {type(state).__name__}, not a scheduler's state")
-    present = scheduler.state_dict()
-    odd = sorted(map(str, state.keys() ^ present.keys()))
-    if odd:
+    if why := why_unlike(scheduler.state_dict(), state):
         raise CoverageError(
-            f"{file}: is of another kind of scheduler than {type(scheduler).__name__}: "
-            f"{', '.join(odd[:8])} are in one of them only; make the scheduler as it was made when it was saved"
+            f"{file}: is of another kind of scheduler than {type(scheduler).__name__} ({why}); make the scheduler "
+            "as it was made when it was saved"
         )
     return state
+
+
+def restore_schedule(folder: TrainerFolder, scheduler: Scheduler, state: dict[str, Any]) -> None:
+    """Put a state that has been looked at into a scheduler.
+
+    Raises:
+        CoverageError: the scheduler refuses it.
+    """
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:  # of whatever kind of scheduler
+        raise CoverageError(
+            f"{folder.path / _SCHEDULER_FILE}: {type(scheduler).__name__} refuses it ({type(error).__name__}: "
+            f"{error}); make the scheduler as it was made when it was saved"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

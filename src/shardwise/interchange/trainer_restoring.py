@@ -24,6 +24,7 @@ from shardwise.interchange.trainer_beside import (
     SavedNumbers,
     Scheduler,
     numbers_in,
+    restore_schedule,
     schedule_in,
 )
 from shardwise.interchange.trainer_folder import TrainerFolder
@@ -124,8 +125,9 @@ def restore(world: World, model: nn.Module, found: FoundTraining, call: TrainerC
         with torch.device("cpu"):
             set_optimizer = read_optimizer(world, model, call.optimizer, source, call.order, Clock())
         restored.append("optimizer")
-    if call.scheduler is not None and found.schedule is not None:
-        call.scheduler.load_state_dict(found.schedule)
+    scheduler, schedule = call.scheduler, found.schedule
+    if scheduler is not None and schedule is not None:
+        world.together(lambda: restore_schedule(folder, scheduler, schedule))
         restored.append("scheduler")
     if found.numbers is not None:
         found.numbers.set()

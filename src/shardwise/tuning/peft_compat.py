@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -153,8 +153,16 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     return model
 
 
+def to_merge(layer: Any, adapters: Sequence[str] | None) -> list[str]:
+    """Of these adapters, or of those that are active, the ones that are not merged into a layer yet."""
+    from peft.tuners.tuners_utils import check_adapters_to_merge
+
+    return list(check_adapters_to_merge(layer, None if adapters is None else list(adapters)))
+
+
 def _require_names() -> None:
     with KnownNames("peft", "0.20 or 0.21"):
+        from peft.tuners import tuners_utils
         from peft.tuners.lora import LoraLayer
         from peft.utils.other import ModulesToSaveWrapper
 
@@ -163,6 +171,7 @@ def _require_names() -> None:
             (LoraLayer, "orthogonal_init"),
             (LoraLayer, "reset_lora_parameters"),
             (ModulesToSaveWrapper, "forward"),
+            (tuners_utils, "check_adapters_to_merge"),
         ):
             getattr(owner, name)
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -34,6 +35,7 @@ def stream_out(
     check: Callable[[WrittenTensors], None],
     advance: Callable[[int], None],
     block_bytes: int = BLOCK_BYTES,
+    leaders: Mapping[str, str] = MappingProxyType({}),
 ) -> WrittenTensors:
     """Write all files of a plan, then commit.
 
@@ -45,6 +47,8 @@ def stream_out(
         check: called when all is written and nothing counts yet; what it raises gives the save up.
         advance: told of bytes as they are handed to the writer.
         block_bytes: of what is asked for, and written, at once.
+        leaders: by key, another one's: tensors with one leader are asked for one right after the other, wherever
+            they lie in a file, if the storage takes bytes in any order.
 
     What was there before counts until the commit ([Note: One commit]); a save that fails removes what it has
     written.
@@ -62,6 +66,8 @@ def stream_out(
             writer.create(file.name, file.nbytes)
             writer.write(file.name, 0, [memoryview(file.header)])
             places = [(entry.start, (entry.key, entry.dtype, entry.shape)) for entry in file.entries]
+            if writer.policy.has_random_writes:
+                places = _led(places, leaders)
             write = partial(write_extents, sink, file.name)
             write_ahead(write, places, values, advance=advance, block_bytes=block_bytes)
             writer.sync(file.name)
@@ -73,6 +79,14 @@ def stream_out(
     return written
 
 
+def _led(places: Sequence[tuple[int, Saved]], leaders: Mapping[str, str]) -> list[tuple[int, Saved]]:
+    """Tensors with one leader where the first of them was."""
+    first: dict[str, int] = {}
+    for number, (_, (key, _, _)) in enumerate(places):
+        first.setdefault(leaders.get(key, key), number)
+    return sorted(places, key=lambda place: first[leaders.get(place[1][0], place[1][0])])
+
+
 def write_ahead(
     write: Callable[[Sequence[Extent], Sequence[torch.Tensor]], None],
     places: Iterable[tuple[int, Saved]],
@@ -81,7 +95,7 @@ def write_ahead(
     advance: Callable[[int], None],
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Write tensors to their places in a file, which are in order; a block is written while the next is made.
+    """Write tensors to their places in a file, in the order of these; a block is written while the next is made.
 
     ``write`` puts boxes into the file. The other arguments are those of :func:`stream_out`, and of
     :func:`~shardwise.planning.saves.save_plan.extents`.

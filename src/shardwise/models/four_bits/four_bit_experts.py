@@ -45,6 +45,13 @@ class ExpertsInFourBits(nn.Module):
     _eager: Callable[..., torch.Tensor]
     """Of the class; computes expert by expert."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made anew where it is read."""
+        _, _, kind, *_ = type(self).__mro__
+        if type(self) is not _class(kind):  # with FSDP2's in front
+            return super().__reduce_ex__(protocol)
+        return _without_values, (kind,), self.__dict__
+
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
         return type(self)._eager(_Lookalike(self), *args, **keywords)
 
@@ -175,6 +182,11 @@ def put_experts_into_four_bits(module: nn.Module, names: Mapping[str, FourBit]) 
 def _class(kind: Any) -> type[nn.Module]:
     eager = staticmethod(pretrained.eager_experts(kind))
     return type(f"{kind.__name__}InFourBits", (ExpertsInFourBits, kind), {"_eager": eager})
+
+
+def _without_values(kind: Any) -> nn.Module:
+    made = _class(kind)
+    return made.__new__(made)
 
 
 def _frozen(*shape: int) -> nn.Parameter:

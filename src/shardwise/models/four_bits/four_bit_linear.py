@@ -103,6 +103,13 @@ class InFourBits:
         super().__setstate__(state)  # type: ignore[misc]
         self.tell_peft()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made anew where it is read: of bitsandbytes there, if that is installed there."""
+        kind: type = type(self)
+        if kind is not _class():  # with FSDP2's in front
+            return super().__reduce_ex__(protocol)
+        return _without_values, (), self.__dict__
+
     def extra_repr(self) -> str:
         form, block = self.packing.form.name.lower(), self.packing.block_size
         return (
@@ -131,6 +138,11 @@ def _class() -> type[nn.Linear]:
 
         return type("Linear4bitInFourBits", (InFourBits, Linear4bit), {})
     return type("LinearInFourBits", (InFourBits, nn.Linear), {})
+
+
+def _without_values() -> nn.Module:
+    kind = _class()
+    return kind.__new__(kind)
 
 
 def is_in_four_bits(module: nn.Module) -> TypeGuard[Any]:

@@ -39,13 +39,17 @@ def choose_to_pack(model: nn.Module, quantization: FourBit, optimizers: Sequence
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     weights = {f"{name}.{WEIGHT}": layer.weight for name, layer in chosen.layers.items()}
     weights |= {fqn: module.get_parameter(local) for fqn, (module, local) in chosen.stacks.items()}
-    faults = [fault for name, weight in weights.items() if (fault := _why_not(weight, id(weight) in trained, name))]
+    faults = [
+        fault
+        for name, weight in weights.items()
+        if (fault := _why_not(weight, is_trained=id(weight) in trained, name=name))
+    ]
     if faults:
         raise ConfigError("the model cannot be put into four bits:\n  " + "\n  ".join(faults[:_SHOWN]))
     return chosen
 
 
-def _why_not(weight: torch.Tensor, is_trained: bool, name: str) -> str | None:  # noqa: FBT001
+def _why_not(weight: torch.Tensor, *, is_trained: bool, name: str) -> str | None:
     if is_trained:
         return (
             f"{name} is in an optimizer, and not trained in four bits; make the optimizer of what is, after shard"
@@ -81,6 +85,17 @@ def pack_model(model: nn.Module, chosen: Chosen, quantization: FourBit) -> tuple
     if isinstance(model, PreTrainedModel):
         mark_in_four_bits(model, to_transformers(quantization, tuple(sorted(chosen.stay)), model.dtype))
     return *notes_of(chosen, quantization), *about_speed()
+
+
+def pack_again(layer: Any, numbers: torch.Tensor) -> None:
+    """Put other numbers (out, in) into a layer in four bits that is not sharded.
+
+    Raises:
+        ConfigError: some are not finite; the layer is as it was.
+    """
+    if why := _why_not(numbers, is_trained=False, name="the merged weight"):
+        raise ConfigError(f"it cannot be put into four bits: {why}")
+    _give_values(layer, numbers, layer.quantization)
 
 
 def _give_values(layer: Any, weight: torch.Tensor, quantization: FourBit) -> None:

@@ -59,9 +59,9 @@ class Extent:
 
 
 def extents(places: Iterable[tuple[int, Saved]], block_bytes: int) -> Iterator[list[Extent]]:
-    """A file's tensors in the order of its bytes, about ``block_bytes`` at a time.
+    """A file's tensors in their order, about ``block_bytes`` at a time.
 
-    ``places`` are the bytes at which tensors begin, in order, with these.
+    ``places`` are the bytes at which tensors begin, with these.
     """
     block: list[Extent] = []
     used = 0

@@ -64,6 +64,11 @@ class RowFile(Protocol):
         """What places in it are numbers of, from 1."""
         ...
 
+    @property
+    def way(self) -> str:
+        """How its bytes are read: of the same bytes, read in another way, other rows are made."""
+        ...
+
     def nbytes(self) -> int:
         """About how many bytes there are to read."""
         ...
@@ -88,6 +93,10 @@ class _LocalFile:
     @property
     def name(self) -> str:
         return self.path
+
+    @property
+    def way(self) -> str:
+        return type(self).__name__
 
     def nbytes(self) -> int:
         try:
@@ -180,8 +189,16 @@ class Csv(_LocalFile):
 
     unit: PlaceUnit = "row"
 
+    @property
+    def way(self) -> str:
+        return f"separated by {self._delimiter!r}"
+
+    @property
+    def _delimiter(self) -> str:
+        return "\t" if self.path.lower().endswith(".tsv") else ","
+
     def blocks(self, nbytes: int, words: RowWords) -> Iterator[RowBlock]:
-        delimiter = "\t" if self.path.lower().endswith(".tsv") else ","
+        delimiter = self._delimiter
         header: tuple[str, ...] = ()
         start = stop = quotes = 0
         try:
@@ -272,12 +289,13 @@ class DataSetRows:
     part: tuple[str, str | None] = ("train", None)
     """The split, which may be a slice of one, and the configuration: of other parts the files may be the same."""
     unit: PlaceUnit = "row"
+    way: str = "a data set"
 
     def nbytes(self) -> int:
         return int(self.opened.data.nbytes)
 
     def facts(self, known_by: KnownBy) -> object:
-        files = sorted(entry["filename"] for entry in self.opened.cache_files)
+        files = [entry["filename"] for entry in self.opened.cache_files]  # in the order of their rows
         # Of what is in memory alone nobody can say whether it is the same.
         return (
             [*self.part, len(self.opened), [_LocalFile(file).facts(known_by) for file in files]] if files else None
@@ -301,6 +319,7 @@ class StreamedDataSet:
     name: str
     opened: Any
     unit: PlaceUnit = "row"
+    way: str = "a data set"
 
     def nbytes(self) -> int:
         return 0  # nobody knows

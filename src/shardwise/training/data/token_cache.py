@@ -1,11 +1,11 @@
 """Data sets as tokens, kept on disk from one training to the next.
 
 [Note: Token cache] An entry is a folder with one safetensors file, called by a digest of all that decides what is
-in it: the files (path, size, time of change, inode; or their content), the layout, the tokenizer and its template,
-what is learned, the length, the versions of the libraries that tokenise, and of this format. It is written and
-comes to count as everything that is saved does ([Note: Asked again] in ``execution/writing/committing.py``). Before
-it is used it is looked at as a stranger's: header, sizes, order, a checksum of all its bytes. What is not sound is
-made again.
+in it: the files (path, size, time of change, inode; or their content) and how each is read, the layout, the
+tokenizer and its template, what is learned, the length, the versions of the libraries that tokenise, and of this
+format. It is written and comes to count as everything that is saved does ([Note: Asked again] in
+``execution/writing/committing.py``). Before it is used it is looked at as a stranger's: header, sizes, order, a
+checksum of all its bytes. What is not sound is made again.
 
 Whoever cannot write there, for a full disk or since another training is at the same entry, trains without.
 """
@@ -96,7 +96,8 @@ def key_of(files: Sequence[RowFile], known_by: KnownBy, decides: object) -> str 
     if any(facts is None for facts in each):
         return None
     versions = {name: metadata.version(name) for name in ("tokenizers", "transformers")}
-    whole = {"format": VERSION, "files": each, "versions": versions, "decides": decides}
+    ways = [file.way for file in files]
+    whole = {"format": VERSION, "files": each, "ways": ways, "versions": versions, "decides": decides}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,10 +2,13 @@
 
 An optimizer that treats each element for itself does the same to shards as to the whole, one that looks at a whole
 matrix may do so by DTensor's operations, or take a shard for the whole, or fail. Which, depends on torch's version
-and on code of others. So it is tried.
+and on code of others. So it is tried; and since that code may fail on one rank alone, ranks meet before each of its
+collectives.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.execution.processes.launched import this_device
+from shardwise.execution.ranks.agreed_collectives import in_agreed_collectives
 from shardwise.execution.ranks.world import World
 from shardwise.layout import TensorKind
 from shardwise.models.optimizers.blockwise import blockwise
@@ -41,14 +45,17 @@ def require_optimizer(options: TrainOptions) -> None:
     Collective: yes, over the default process group; two steps of a matrix of two rows for each rank.
 
     Raises:
-        ConfigError: naming the optimizer; the same on every rank.
+        ConfigError: naming the optimizer.
+        DisagreementError: it asks for other collectives on some ranks than on the others.
+
+    Every error is the same on every rank, and none waits for one that has failed.
     """
     world = World.current()
     device = this_device()
     recipes = world.together(lambda: optimizers_of(options))
     mesh = init_device_mesh(device.type, (world.size,)) if world.size > 1 else None
     for recipe in recipes.values():
-        world.together(lambda recipe=recipe: _try(recipe, world, mesh, device))  # type: ignore[misc]
+        in_agreed_collectives(world, partial(_try, recipe, world, mesh, device))
 
 
 def _try(recipe: OptimizerRecipe, world: World, mesh: DeviceMesh | None, device: torch.device) -> None:
