@@ -2,8 +2,8 @@
 
 Processes of one thread, one after the other; in each, all arms take turns for some rounds. Told are the medians of
 processor time: nanoseconds for an element, and GB/s of as many elements in bfloat16. Arms of a kind must give the
-same bits. "shardwise" looks codes up by "places". Of ways to find codes: "places" adds a number, looks up what is in
-the lower bits of the sum, and compares where these do not tell; "compares" are fifteen with the bounds; "table"
+same bits. "shardwise" looks codes up by "places". Of ways to find codes: "places" adds a number, looks up what is
+in the lower bits of the sum, and compares where these do not tell; "compares" are fifteen with the bounds; "table"
 looks up by the upper 16 bits of a float32, and compares once; "search" is torch's ``bucketize``.
 
     python -m benchmarks.four_bit
