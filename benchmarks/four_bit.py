@@ -84,7 +84,7 @@ def arms(rows: int, form: str) -> dict[tuple[str, str], Callable[[], Sequence[An
         found[f"dequantise {name}", "bitsandbytes"] = partial(dequantise_theirs, dtype)
     ranks = {"places": by_places, "compares": by_compares, "table": by_table, "search": by_search}
     for name, way in ranks.items():
-        found["ranks", name] = partial(in_chunks, way(known.bounds), normal.mul(20).flatten())
+        found["ranks", name] = partial(in_chunks, way(known.bounds), normal.mul(20).clamp_(-1, 1).flatten())
     found["nest", "shardwise"] = partial(nest_about, flat, offset)
     found["nest", "bitsandbytes"] = nest_theirs
     found["unnest", "shardwise"] = lambda: [unnest(codes, 0, nested, offset)]
