@@ -66,7 +66,7 @@ def prepared(rank: int, digest: str = "d" * 64, host_bytes: int | None = 10**12)
 def test_ranks_agree_on_a_load_in_one_meeting_of_a_conclusion(size):
     def agree(rank: int) -> int:
         with World.current(patience=CALM, call="load") as world:
-            return agree_on(world, **prepared(rank))
+            return agree_on(world, **prepared(rank)).total_bytes
 
     with counted_ranks(size) as ranks:
         assert ranks.each(agree) == [sum(10 + rank for rank in range(size))] * size

@@ -45,10 +45,13 @@ def carry_out(
     with clock.phase("plan"):
         ready = world.together(lambda: prepare(world, model, source, ask))
         plan, held, options = ready.plan, ready.held, ready.request.options
-        total_bytes = agree_on(world, plan, ready.settings, ready.forecast, ready.available, options.memory_check)
+        agreed = agree_on(world, plan, ready.settings, ready.forecast, ready.available, options.memory_check)
     by_name = {item.fqn: item for item in held}
-    with ProgressBar("Loading weights", world, total_bytes, enabled=options.progress) as bar:
-        placer = Placer(source.reader, source.index, options.budget_bytes, bar, world, source.identities)
+    with ProgressBar("Loading weights", world, agreed.total_bytes, enabled=options.progress) as bar:
+        processors = agreed.processors.on(world.rank)
+        placer = Placer(
+            source.reader, source.index, options.budget_bytes, bar, world, source.identities, processors=processors
+        )
         with clock.phase("read"):
             require_equal_twins(world, plan, placer)
         with clock.phase("plan"):

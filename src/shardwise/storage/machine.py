@@ -25,6 +25,14 @@ def boot() -> str:
         return f"host {socket.gethostname()}"
 
 
+def processors() -> frozenset[int]:
+    """The numbers of the processors that this process may run on."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return frozenset(range(os.cpu_count() or 1))
+
+
 def process_space() -> str:
     """The processes whose numbers mean the same here: one kernel, one namespace (containers have their own)."""
     return _space(_PROCESS_NAMESPACE)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import DisagreementError
 from shardwise.execution.ranks.messages import OddRanks, digest_of
+from shardwise.execution.ranks.processors import ProcessorSet, ProcessorShares
 from shardwise.execution.ranks.world import World
 from shardwise.planning.forecasts.memory_check import Available, MemoryCheck, require_fits
 from shardwise.planning.loads.load_plan import LoadPlan
 from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.names import collapse
-from shardwise.storage.machine import boot, group_space
+from shardwise.storage.machine import group_space
 
 _TOLD_NAMES = 1000
 """The most names that a rank tells of when plans differ."""
@@ -26,8 +27,8 @@ def agree_on(
     forecast: RankForecast,
     available: Available,
     memory_check: MemoryCheck,
-) -> int:
-    """All ranks have the same plan, but for the boxes, and the same config, and it fits; the bytes all will hold.
+) -> AgreedLoad:
+    """All ranks have the same plan, but for the boxes, and the same config, and it fits.
 
     One meeting, of which each rank reads a conclusion; details are told by ranks that differ.
 
@@ -38,13 +39,19 @@ def agree_on(
         PlacementError: naming a rank that has too little memory, what it needs and what there is.
     """
     mine = _LoadWords(
-        plan.digest, digest_of(settings), plan.layout.local_nbytes, boot(), group_space(), forecast, available
+        plan.digest,
+        digest_of(settings),
+        plan.layout.local_nbytes,
+        ProcessorSet.here(),
+        group_space(),
+        forecast,
+        available,
     )
     agreed = world.all_reduce(lambda: mine, lambda told: _agreed(told, memory_check))
     if agreed.has_differing_plans:
         raise DisagreementError(_disagreement(world, plan))
     _require_settings(world, settings, agreed.odd_settings)
-    return agreed.total_bytes
+    return agreed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +61,32 @@ class _LoadWords:
     plan: str
     settings: bytes
     nbytes: int
-    machine: str
+    processors: ProcessorSet
     groups: str
     forecast: RankForecast
     available: Available
 
 
 @dataclass(frozen=True, slots=True)
-class _AgreedLoad:
-    """What the ranks' loads have in common; ``odd_settings`` are ranks with another config."""
+class AgreedLoad:
+    """What the ranks' loads have in common; ``odd_settings`` are ranks with another config.
+
+    ``total_bytes`` are what all ranks will hold.
+    """
 
     has_differing_plans: bool
     odd_settings: OddRanks | None
     total_bytes: int
+    processors: ProcessorShares
 
 
-def _agreed(told: Sequence[_LoadWords], memory_check: MemoryCheck) -> _AgreedLoad:
+def _agreed(told: Sequence[_LoadWords], memory_check: MemoryCheck) -> AgreedLoad:
     """Raises PlacementError where there is too little memory."""
-    agreed = _AgreedLoad(
+    agreed = AgreedLoad(
         len({item.plan for item in told}) > 1,
         OddRanks.among([item.settings for item in told]),
         sum(item.nbytes for item in told),
+        ProcessorShares.of([item.processors for item in told]),
     )
     if agreed.has_differing_plans or agreed.odd_settings:
         return agreed
@@ -83,10 +95,12 @@ def _agreed(told: Sequence[_LoadWords], memory_check: MemoryCheck) -> _AgreedLoa
     needed: Counter[tuple[str, str]] = Counter()
     for item in told:
         for pool in item.available.by_pool():
-            needed[item.groups if pool else item.machine, pool] += item.forecast.host_bytes
+            needed[item.groups if pool else item.processors.machine, pool] += item.forecast.host_bytes
     for item in told:
         for pool, free in item.available.by_pool().items():
-            together = replace(item.forecast, host_bytes=needed[item.groups if pool else item.machine, pool])
+            together = replace(
+                item.forecast, host_bytes=needed[item.groups if pool else item.processors.machine, pool]
+            )
             require_fits(together, Available(item.available.device_bytes, free), memory_check)
     return agreed
 

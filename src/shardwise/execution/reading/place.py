@@ -22,11 +22,12 @@ from shardwise.conversion import (
 from shardwise.errors import StorageError
 from shardwise.execution.memory.copy_in import Landing, as_stored, landings
 from shardwise.execution.memory.host_memory import HostMemory
+from shardwise.execution.ranks.processors import ProcessorSet
 from shardwise.execution.ranks.progress import Progress
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.evaluating import evaluate, evaluate_into_places, move
 from shardwise.execution.reading.filled import FilledTensors
-from shardwise.execution.reading.workers import Workers
+from shardwise.execution.reading.workers import Workers, computing
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox
 from shardwise.models.dtypes import to_torch
@@ -122,7 +123,7 @@ class Placer:
     """Carries out copies, and counts the elements written by FQN.
 
     ``budget_bytes`` bounds the staging of all workers together. ``identities`` are those that the files of a remote
-    storage had when their headers were read.
+    storage had when their headers were read. ``processors`` are those that this rank has to compute with.
     """
 
     reader: StorageReader
@@ -131,6 +132,7 @@ class Placer:
     progress: Progress
     world: World
     identities: Mapping[str, str] = field(default_factory=dict)
+    processors: int = field(default_factory=lambda: ProcessorSet.here().count)
     written: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0
     _last: tuple[object, Mapping[str, torch.Tensor]] | None = None
@@ -280,6 +282,7 @@ class Placer:
         alone = [item for item in made if item.block.nbytes > share.most_bytes]
         if len(small) > 1:
             tools = landings(share.staging_bytes, policy.concurrency, torch.device("cpu"))
+            tools = tools[: computing(policy, self.processors)]
             Workers(partial(self._make, filling, share.staging_bytes), tools, self.world.check).run(small)
         else:
             alone += small

@@ -6,11 +6,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from shardwise.storage.contract import ReadPolicy
+
 Task = TypeVar("Task")
 Tool = TypeVar("Tool")
 
 _LOOK_S = 0.1
 """How often the waiting thread looks whether there is a reason to leave."""
+
+
+def computing(policy: ReadPolicy, processors: int) -> int:
+    """How many workers of a rank read and compute at once: see [Note: Processors of a rank].
+
+    Where each read crosses a network most of them wait for it, and they are as many as read.
+    """
+    return policy.concurrency if policy.is_remote else max(1, min(policy.concurrency, processors))
 
 
 class Workers(Generic[Task, Tool]):

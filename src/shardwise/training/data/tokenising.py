@@ -9,7 +9,6 @@ closes, however this process has ended, they end.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Final, Self
 
 from shardwise.errors import ConfigError
+from shardwise.storage import machine
 from shardwise.training.data.encoding import EncodedBlock, Encoding, encode_block
 from shardwise.training.data.row_blocks import RowBlock
 from shardwise.training.data.row_files import RowFile
@@ -48,10 +48,7 @@ class Effort:
 
 def usable_processors() -> int:
     """Processors that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
+    return len(machine.processors())
 
 
 @dataclass(frozen=True, slots=True)
