@@ -86,17 +86,19 @@ def test_the_phases_of_a_load_and_what_was_foreseen_are_written_down(tmp_path: P
         with phase("mine"):
             pass
     rank = only_rank(tmp_path / "run")
-    paths = {span.path for span in rank.phases}
+    paths = {times.path for times in rank.phases()}
     inside = {path[1] for path in paths if path[0] == "from_pretrained" and len(path) > 1}
     assert {"index", "plan", "read", "audit"} <= inside
     assert ("from_pretrained", "read", "materialize") in paths
     assert ("mine",) in paths
-    assert all(span.stop is not None for span in rank.phases)
+    assert not rank.stacks
     assert rank.now_in() == ()
-    [load] = [facts for facts in rank.facts if facts["tell"] == "load"]
+    [(load, around)] = [(told.facts, told.around) for told in rank.told if told.facts["tell"] == "load"]
+    assert around is not None
+    assert around.path == ("from_pretrained",)
     assert load["read_bytes"] == report.read_bytes
     assert load["forecast"]["host_bytes"] == report.forecast.host_bytes
-    assert len(rank.shares) >= 1
+    assert len(rank.divided()["t"]) >= 1
     assert RunReader(tmp_path / "run").read().label == "run (model)"
 
 
@@ -108,8 +110,8 @@ def test_a_phase_that_fails_is_left(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     rank = only_rank(tmp_path)
-    assert all(span.stop is not None for span in rank.phases)
-    assert {span.lane for span in rank.phases if span.path == ("beside",)} == {1}
+    assert not rank.stacks
+    assert {times.lane for times in rank.phases() if times.path == ("beside",)} == {1}
     assert not is_listened_to()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.observing.made_runs import make_rank, make_run
 
 import shardwise
-from shardwise.observing.rank_record import RankReader
+from shardwise.observing.rank_reader import RankReader
 from shardwise.observing.run_record import RunReader
 
 
@@ -55,7 +55,8 @@ def test_every_cut_of_a_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         reader = RankReader(path)
         reader.read_on()
         assert reader.odd_lines == 0
-        count = sum(record.count + len(record.phases) for record in reader.records)
+        record = reader.record
+        count = record.count + sum(times.times for times in record.phases()) if record else 0
         assert count >= before
         before = count
 
@@ -71,7 +72,7 @@ def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
         reader.read_on()
     once = RankReader(path)
     once.read_on()
-    assert reader.records == once.records
+    assert reader.record == once.record
     assert reader.odd_lines == 0
 
 
@@ -103,7 +104,7 @@ def test_a_line_of_another_kind_is_passed_over(tmp_path: Path, line: str) -> Non
     path.write_text(f"{head}\n{line}\n{rest}")
     reader = RankReader(path)
     reader.read_on()
-    assert (reader.odd_lines, reader.records) == (1, sound.records)
+    assert (reader.odd_lines, reader.record) == (1, sound.record)
 
 
 def test_metrics_of_tenants_are_told_apart(tmp_path: Path) -> None:
@@ -181,14 +182,14 @@ def test_a_file_that_another_has_taken_the_place_of_is_read_anew(tmp_path: Path)
     reader.read_on()
     path.unlink()
     reader.read_on()
-    assert reader.records[-1].run == "first"
+    assert reader.record.run == "first"
     make_rank(tmp_path, 0, 1, seconds=1, run_name="second")
     reader.read_on()
-    assert [record.run for record in reader.records] == ["second"]
-    assert (reader.records[0].count, reader.odd_lines) == (20, 0)
+    assert (reader.record.run, *reader.earlier) == ("second",)
+    assert (reader.record.count, reader.odd_lines) == (20, 0)
     path.write_text(_header(run="third"))
     reader.read_on()
-    assert [record.run for record in reader.records] == ["third"]
+    assert (reader.record.run, *reader.earlier) == ("third",)
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_words_of_a_stranger_obey_nobody(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1, seconds=1, model=f"m/{evil}", machine=evil)
     path.write_text(path.read_text().replace('"audit"', json.dumps(evil)))
     run = RunReader(tmp_path).read()
-    for words in (run.label, run.ranks[0].host, *(span.name for span in run.ranks[0].phases)):
+    for words in (run.label, run.ranks[0].host, *(times.name for times in run.ranks[0].phases())):
         assert words.isprintable()
         assert len(words) < 200
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from tests.observing.made_runs import make_metrics, make_rank, make_run
 
 from shardwise.cli.report import report_command
+from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures import installed
-from shardwise.pictures.thinning import extremes, merged
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters
 RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))

@@ -99,11 +99,12 @@ def made_run(run: Path, own: list[list[tuple[float, int, int]]]) -> Path:
     for rank, samples in enumerate(own):
         header = {"observed": 1, "run": "one", "began": 1000.0 + rank * 0.5, "samples_per_second": 10, "rank": rank}
         place = {"world_size": len(own), "machine": "m", "host": "h", "pid": 1, "device": ""}
-        lines: list[Any] = [header | place]
+        rows: list[list[Any]] = []
         for number, name in enumerate(kinds.PHASES):
-            lines += [[2, number, 0, name], [3, number + 1, 0]]
-        lines += [[0, t, kib // 2, kib - kib // 2, mapped, 0, 0, 0, 0, 0, 0, 0, 0] for t, kib, mapped in samples]
-        lines.append({"t": 3.0, "end": True, "peak_kib": 0})
+            rows += [[2, number, 0, name], [3, number + 1, 0]]
+        rows += [[0, t, kib // 2, kib - kib // 2, mapped, 0, 0, 0, 0, 0, 0, 0, 0] for t, kib, mapped in samples]
+        end = {"t": 3.0, "end": True, "peak_kib": 0}
+        lines = [header | place, *sorted(rows, key=lambda row: row[1]), end]
         path = run / "observed" / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -290,7 +291,7 @@ def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: py
     for arm in told["arms"]:
         record = RunReader(out / arm).read()
         assert [rank.rank for rank in record.ranks] == [0, 1]
-        assert [span.name for span in record.ranks[0].phases if len(span.path) == 1] == [
+        assert [times.name for times in record.ranks[0].phases() if len(times.path) == 1] == [
             "load",
             "wrap",
             "optimizer",
