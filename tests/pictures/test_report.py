@@ -378,7 +378,7 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = report(make_run(tmp_path / "out", seconds=2), "--output", tmp_path / "file")
     assert result.exit_code == 2
-    assert "cannot be written (File exists); name another folder by --output" in result.stderr
+    assert "cannot be written (File exists); make room, or name another folder" in result.stderr
 
 
 @pytest.mark.slow
