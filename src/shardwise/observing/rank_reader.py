@@ -22,6 +22,7 @@ _MOST_SECONDS = 1e11
 _MOST_RANKS = 1 << 20
 _MOST_RATE = 1000.0
 _MOST_EARLIER = 1 << 12
+_DECODER = json.JSONDecoder()
 
 
 class RankReader:
@@ -51,7 +52,9 @@ class RankReader:
         if not line:
             return
         try:
-            is_taken = len(line) <= MOST_LINE and self._is_taken(json.loads(line))
+            text = str(line, "utf-8")
+            found, end = _DECODER.raw_decode(text) if len(line) <= MOST_LINE else (None, -1)
+            is_taken = end == len(text) and self._is_taken(found)
         except (TypeError, ValueError, KeyError, IndexError, OverflowError, RecursionError):
             is_taken = False
         self.odd_lines += not is_taken

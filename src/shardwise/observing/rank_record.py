@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
+from shardwise.observing.phase_times import NO_SAMPLE, PhaseSpan, PhaseTimes
 from shardwise.observing.rank_file import SAMPLED, SHARED
 from shardwise.observing.thinning import Floats, standing_out
 
@@ -37,11 +37,12 @@ _OTHERS = (-1, ("other phases",))
 """Of whichever threads, where there are too many by name."""
 
 _ANONYMOUS, _SHARED_MEMORY, _FILE = (SAMPLED.index(name) for name in ("anonymous", "shared", "file"))
+_WIDTH = len(SAMPLED)
 _ALLOCATED, _RESERVED = (SAMPLED.index(name) for name in ("allocated", "reserved"))
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldFacts:
     """Facts, and the outermost phase of the first thread that they were told in; None where it was in none."""
 
     facts: Mapping[str, Any]
@@ -69,7 +70,7 @@ class RankRecord:
     """Samples that there were, also those that are kept no more."""
     shares: array[float] = field(default_factory=lambda: array("d"))
     """One after the other, each as of ``SHARED``."""
-    told: list[Told] = field(default_factory=list)
+    told: list[ToldFacts] = field(default_factory=list)
     is_ended: bool = False
     """Whether it came to its end; one that was killed did not."""
     last: float = 0.0
@@ -146,7 +147,7 @@ class RankRecord:
         for stack in self.stacks.values():
             for span in stack:
                 span.take(host_kib, allocated_kib)
-        if len(self.rows) >= self.most_samples * len(SAMPLED):
+        if len(self.rows) >= self.most_samples * _WIDTH:
             table = _table(self.rows, SAMPLED)
             columns = [table[:, column] for column in (_SHARED_MEMORY, _FILE, _ALLOCATED, _RESERVED)]
             columns.append(table[:, _ANONYMOUS] + table[:, _SHARED_MEMORY])
@@ -166,15 +167,23 @@ class RankRecord:
         Raises:
             ValueError: it is in too many, or too many threads are.
         """
-        stack = self.stacks.get(lane, [])
+        stack = self.stacks.get(lane, ())
         if len(stack) >= _MOST_DEEP or (not stack and len(self.stacks) >= _MOST_LANES):
             raise ValueError("too many phases at a time")
         path = (*(stack[-1].path if stack else ()), name)
-        key = (lane, path) if (lane, path) in self.times or len(self.times) < _MOST_PHASES else _OTHERS
-        times = self.times.setdefault(key, PhaseTimes(key[1], key[0]))
-        last = self.newest()
-        before = {"before_kib": last["anonymous"] + last["shared"]} if last else {}
-        self.stacks.setdefault(lane, stack).append(PhaseSpan(times.path, times.lane, self.hear(t), **before))
+        times = self.times.get((lane, path)) or self._times_of((lane, path))
+        rows = self.rows
+        before = rows[_ANONYMOUS - _WIDTH] + rows[_SHARED_MEMORY - _WIDTH] if rows else NO_SAMPLE
+        span = PhaseSpan(times.path, times.lane, self.hear(t), None, before)
+        if stack:
+            stack.append(span)
+        else:
+            self.stacks[lane] = [span]
+
+    def _times_of(self, key: tuple[int, tuple[str, ...]]) -> PhaseTimes:
+        """Where a phase is counted that is entered for the first time."""
+        key = key if len(self.times) < _MOST_PHASES else _OTHERS
+        return self.times.setdefault(key, PhaseTimes(key[1], key[0]))
 
     def end(self, t: float, lane: int) -> None:
         """A thread leaves the phase that it has entered last.
@@ -194,7 +203,7 @@ class RankRecord:
         self.hear(t)
         if len(self.told) >= _MOST_TOLD:
             del self.told[_MOST_TOLD // 2]
-        self.told.append(Told(facts, self.stacks[0][0] if 0 in self.stacks else None))
+        self.told.append(ToldFacts(facts, self.stacks[0][0] if 0 in self.stacks else None))
 
 
 def _table(rows: array[float], names: Sequence[str]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
 from shardwise.observing.plain import number_in
-from shardwise.observing.rank_record import RankRecord, Told
+from shardwise.observing.rank_record import RankRecord, ToldFacts
 from shardwise.observing.run_record import RunRecord
 from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
@@ -297,11 +297,11 @@ def _rates(time: Floats, counted: Floats, least_s: float) -> tuple[Floats, Float
     return (time[1:] + time[:-1]) / 2, np.maximum(np.diff(counted), 0.0) / passed
 
 
-def _loads_of(rank: RankRecord) -> list[Told]:
+def _loads_of(rank: RankRecord) -> list[ToldFacts]:
     return [told for told in rank.told if told.facts.get("tell") == "load"]
 
 
-def _around(load: Told) -> PhaseSpan:
+def _around(load: ToldFacts) -> PhaseSpan:
     """The outermost phase that a load was told in, or that moment."""
     t = float(load.facts["t"])
     return load.around or PhaseSpan((), 0, t, t)

@@ -59,7 +59,7 @@ class Starter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _ArmDone:
     """An arm that came to its end."""
 
     run: ArmRun
@@ -80,7 +80,7 @@ def measure_startup(options: StartupOptions, start: Starter, tell: Callable[[str
     _warm(place)
     reasons = {name: lacking(name) or no_room(name, index, options.ranks, options.dtype) for name in names}
     not_run = {name: reason for name, reason in reasons.items() if reason}
-    done: list[_Done] = []
+    done: list[_ArmDone] = []
     for repeat in range(options.repeats):
         for name in names:
             if name in not_run:
@@ -102,7 +102,7 @@ def measure_startup(options: StartupOptions, start: Starter, tell: Callable[[str
     return replace(result, files=_pictures(options.out, done, tell))
 
 
-def _run_arm(name: str, place: Path, folder: Path, options: StartupOptions, start: Starter) -> _Done:
+def _run_arm(name: str, place: Path, folder: Path, options: StartupOptions, start: Starter) -> _ArmDone:
     """One run of an arm, on fresh ranks.
 
     Raises:
@@ -119,10 +119,10 @@ def _run_arm(name: str, place: Path, folder: Path, options: StartupOptions, star
     record = RunReader(folder).read()
     figures = figures_of(record)
     run = arm_run(name, str(folder), figures, held)
-    return _Done(run, chart_of(name, record, figures), max(rank.budget_bytes for rank in held))
+    return _ArmDone(run, chart_of(name, record, figures), max(rank.budget_bytes for rank in held))
 
 
-def _concluded(options: StartupOptions, done: Sequence[_Done], not_run: Mapping[str, str]) -> StartupResult:
+def _concluded(options: StartupOptions, done: Sequence[_ArmDone], not_run: Mapping[str, str]) -> StartupResult:
     """All runs, with the limit of that of ours that grew most."""
     ours = [each for each in done if each.run.arm == OURS]
     worst = max(ours, key=lambda each: each.run.figures.growth_bytes, default=None)
@@ -166,7 +166,7 @@ def _warm(place: Path) -> None:
                     pass
 
 
-def _pictures(out: Path, done: Sequence[_Done], tell: Callable[[str], None]) -> list[str]:
+def _pictures(out: Path, done: Sequence[_ArmDone], tell: Callable[[str], None]) -> list[str]:
     """Draw all arms beside each other, each by its run of median length, and the report; the files.
 
     Nothing where what draws is not installed, or there is no room: what was measured is not lost by that.
@@ -185,5 +185,5 @@ def _pictures(out: Path, done: Sequence[_Done], tell: Callable[[str], None]) -> 
     return [str(out / PICTURE), str(out / "report" / "report.html")]
 
 
-def _seconds_of(done: _Done) -> float:
+def _seconds_of(done: _ArmDone) -> float:
     return done.run.figures.seconds
