@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -49,14 +50,15 @@ def test_a_run_is_shown_once_where_the_output_is_piped(tmp_path: Path) -> None:
     assert " silent for 0:0" in lines[5]
 
 
-@pytest.mark.parametrize("width", [40, 60, 200])
+@pytest.mark.parametrize("width", [0, 40, 60, 200])
 def test_every_line_fits(tmp_path: Path, width: int) -> None:
     make_run(tmp_path / "a_long_name_of_a_folder_of_a_run", ranks=2, seconds=2, model="m/" + "Name" * 9)
     done = top(tmp_path / "a_long_name_of_a_folder_of_a_run", "--once", COLUMNS=str(width))
     assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= width
+    columns = width or 80  # a terminal whose size nobody has set
+    assert max(map(len, done.stdout.splitlines())) <= columns
     assert "memory" in done.stdout
-    assert ("MB/s" in done.stdout) == (width > 70)
+    assert ("MB/s" in done.stdout) == (columns > 70)
 
 
 def test_phases_of_a_run_on_its_way(tmp_path: Path) -> None:
@@ -122,7 +124,8 @@ def test_a_run_that_begins_while_it_watches_and_one_by_another_clock(tmp_path: P
     with path.open("a") as more:
         more.write('[2,2.5,0,"first"]\n')
     terminal.until(r"0:02 first ")
-    path.unlink()  # the same folder, another run
+    shutil.rmtree(tmp_path / "out")  # and another run, into a folder of the same name
+    terminal.until(r"waiting\sfor\s+a\s+run")
     path = make_rank(tmp_path / "out", 0, 1, seconds=3, began=time.time() + 7200, is_ended=False, run_name="next")
     terminal.until(r"0:02 between phases ")
     terminal.resize(10, 40)

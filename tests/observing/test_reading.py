@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,20 @@ def test_metrics_that_were_replaced_are_read_anew(tmp_path: Path) -> None:
     assert [told["step"] for told in reader.read().metrics[""]] == [1, 2]
 
 
+def test_metrics_that_were_written_over_are_read_anew(tmp_path: Path) -> None:
+    """As a number of an inode is given again; and more has been written than before."""
+
+    def line(step: int, loss: float) -> str:
+        return json.dumps({"kind": "step", "step": step, "loss": loss}) + "\n"
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step, 2.5) for step in range(1, 4)))
+    reader = RunReader(tmp_path)
+    assert len(reader.read().metrics[""]) == 3
+    file.write_text("".join(line(step, 1.25) for step in range(1, 6)))
+    assert [told["loss"] for told in reader.read().metrics[""]] == [1.25] * 5
+
+
 def _header(**others: object) -> str:
     told = {"observed": 1, "run": "a", "began": 5.0, "samples_per_second": 20, "rank": 0, "world_size": 1}
     told |= {"machine": "m", "host": "h", "pid": 1, "device": ""} | others
@@ -174,6 +189,64 @@ def test_clocks_hours_apart_make_one_run(tmp_path: Path) -> None:
         "the clock of host-m2, host-m3 is not that of host-m0; ranks there are shown as if all had begun at once",
         "earlier runs into this folder, not shown: 1",
     )
+
+
+def test_the_later_run_by_one_clock_is_the_newest_wherever_its_first_rank_is(tmp_path: Path) -> None:
+    """Folders that machines do not share: this one had ranks 0 and 1 once, and has 2 and 3 by now."""
+    for rank in range(4):
+        name, began = ("then", 1000.0) if rank < 2 else ("now", 9000.0)
+        make_rank(tmp_path, rank, 4, began=began, run_name=name)
+    run = RunReader(tmp_path).read()
+    assert [rank.rank for rank in run.ranks] == [2, 3]
+    assert run.notes == ("of 4 ranks nothing is there of rank 0, 1", "earlier runs into this folder, not shown: 1")
+
+
+def test_a_run_that_another_one_followed_is_older_whatever_the_clock_said(tmp_path: Path) -> None:
+    for rank in range(4):
+        make_rank(tmp_path, rank, 4, began=9000.0, run_name="then")
+    for rank in range(2):  # the clock was set back
+        path = tmp_path / "observed" / f"rank-{rank:05d}.jsonl"
+        before = path.read_text()
+        make_rank(tmp_path, rank, 2, began=5000.0, run_name="now")
+        path.write_text(before + path.read_text())
+    run = RunReader(tmp_path).read()
+    assert ([rank.rank for rank in run.ranks], run.ranks[0].run) == ([0, 1], "now")
+    assert run.notes == ("earlier runs into this folder, not shown: 1",)
+
+
+def test_a_rank_that_is_late_on_the_same_machine_is_late(tmp_path: Path) -> None:
+    for rank in range(3):
+        make_rank(tmp_path, rank, 3, began=1000.0 + 60 * (rank > 0), machine="b" if rank == 2 else "a")
+    run = RunReader(tmp_path).read()
+    assert [run.shift_of(rank) for rank in run.ranks] == pytest.approx([0, 60.01, 0])
+    assert run.notes == (
+        "the clock of host-b is not that of host-a; ranks there are shown as if all had begun at once",
+    )
+
+
+def test_a_run_that_is_removed_and_made_anew_while_it_is_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "out", ranks=3, seconds=1)
+    reader = RunReader(tmp_path / "out")
+    assert len(reader.read().ranks) == 3
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(shardwise.FormatError, match="neither observed/"):
+        reader.read()
+    make_run(tmp_path / "out", ranks=1, seconds=1, run_name="next")
+    run = reader.read()
+    assert ([rank.run for rank in run.ranks], run.notes) == (["next"], ())
+
+
+def test_more_names_of_phases_than_anybody_reads_are_one(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, seconds=0.5)
+    with path.open("a") as more:
+        for number in range(6000):
+            more.write(f'[2,1,{number % 40},"p{number}"]\n[3,2,{number % 40}]\n')
+    reader = RankReader(path)
+    reader.read_on()
+    assert reader.record is not None
+    phases = reader.record.phases()
+    assert (reader.odd_lines, len(phases)) == (0, 4097)
+    assert sum(times.times for times in phases) >= 6000
 
 
 def test_a_file_that_another_has_taken_the_place_of_is_read_anew(tmp_path: Path) -> None:

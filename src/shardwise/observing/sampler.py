@@ -162,8 +162,10 @@ class RankObserver:
 
     def _divide(self) -> None:
         """Look at how pages are shared, unless that has been done too much of late."""
+        if self.fault or self._is_left or self._is_closed:
+            return
         start = time.perf_counter()
-        if self.fault or self._is_left or start - self._shares_at < self._shares_cost_s / self._share_of_time:
+        if start - self._shares_at < self._shares_cost_s / self._share_of_time:
             return
         if found := self._memory.shares():
             self._write(lambda t: [SHARES, t, *(found[kind] for kind in SHARED[1:])])
