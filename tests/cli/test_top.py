@@ -167,6 +167,14 @@ def test_words_of_others_are_no_markup_and_numbers_may_be_any(tmp_path: Path) ->
     assert done.stdout.splitlines()[1].strip() == "step 2  loss nan"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_in_a_script_that_a_terminal_lacks(tmp_path: Path, encoding: str) -> None:
+    make_rank(tmp_path / "\u6a21\u578b", 0, 1, seconds=1, model="m/\u6a21")
+    done = top(tmp_path / "\u6a21\u578b", "--once", COLUMNS="80", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("?? (?)")
+
+
 def test_a_terminal_has_a_board_that_ends_with_the_run(tmp_path: Path) -> None:
     make_run(tmp_path, seconds=2)
     assert "\x1b[1m" in on_a_terminal(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 import time
@@ -90,9 +91,14 @@ def _watch(run: Path, every: float) -> None:
 
 
 def _console() -> Console:
-    """Where it is shown; as wide as usual where the environment says that there are no columns."""
+    """Where it is shown; as wide as usual where the environment says that there are no columns.
+
+    Names of folders may be in any script, and a terminal that has no letters for them shows something else.
+    """
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
     return console if console.width > 0 else Console(highlight=False, width=_WIDTH)
 
