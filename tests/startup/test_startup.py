@@ -227,6 +227,7 @@ def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
     monkeypatch.setattr(measuring, "lacking", lambda _: "")
     monkeypatch.setattr(installed, "lacking", lambda *names: ["plotly"])
     model, out = write(TINY, tmp_path), tmp_path / "out"
+    (model / "odd.bin").symlink_to("/proc/self/mem")  # a file beside, that cannot be read
     arms = ("--arms", "transformers,native,shardwise,accelerate", "--repeats", 2, "--dtype", "auto", "--limit", 9.5)
     result = startup(model, "--ranks", 2, "--out", out, *arms)
     assert result.exit_code == 0, result.stderr

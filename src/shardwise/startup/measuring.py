@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -157,13 +158,14 @@ def _take(out: Path) -> None:
 
 
 def _warm(place: Path) -> None:
-    """Read the files once, so that the first arm finds them where the others do."""
+    """Read the files once, so that the first arm finds them where the others do; not those that cannot be read."""
     block = bytearray(_BLOCK)
     for path in [place] if place.is_file() else sorted(place.iterdir()):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(block):
-                    pass
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                with path.open("rb", buffering=0) as file:
+                    while file.readinto(block):
+                        pass
 
 
 def _pictures(out: Path, done: Sequence[_ArmDone], tell: Callable[[str], None]) -> list[str]:
