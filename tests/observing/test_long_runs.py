@@ -19,6 +19,7 @@ from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunReader
 from shardwise.observing.thinning import extremes, merged, standing_out
+from shardwise.pictures.rank_charts import RankCharts
 
 PEAK = 9 * GIB
 
@@ -82,6 +83,9 @@ def test_many_short_steps_are_counted_and_not_kept(tmp_path: Path) -> None:
     [told] = rank.told
     assert told.around is not None
     assert (told.around.before_kib, told.around.most_kib, told.around.stop) == (GIB, 3 * GIB, 1)
+    charts = RankCharts(RunReader(run).read())
+    assert charts.notes()[0].startswith(f"of 10002 samples of rank 0 {rank.count} are kept, the least and the most")
+    assert max(charts.memory().series[0].y) == 9
 
 
 @given(
