@@ -83,6 +83,7 @@ class Terminal:
             stdin=theirs,
             env=environment,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else not where pytest is run by `&`
         )
         os.close(theirs)
         self.text = ""
