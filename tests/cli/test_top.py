@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -49,14 +50,15 @@ def test_a_run_is_shown_once_where_the_output_is_piped(tmp_path: Path) -> None:
     assert " silent for 0:0" in lines[5]
 
 
-@pytest.mark.parametrize("width", [40, 60, 200])
+@pytest.mark.parametrize("width", [0, 40, 60, 200])
 def test_every_line_fits(tmp_path: Path, width: int) -> None:
     make_run(tmp_path / "a_long_name_of_a_folder_of_a_run", ranks=2, seconds=2, model="m/" + "Name" * 9)
     done = top(tmp_path / "a_long_name_of_a_folder_of_a_run", "--once", COLUMNS=str(width))
     assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= width
+    columns = width or 80  # a terminal whose size nobody has set
+    assert max(map(len, done.stdout.splitlines())) <= columns
     assert "memory" in done.stdout
-    assert ("MB/s" in done.stdout) == (width > 70)
+    assert ("MB/s" in done.stdout) == (columns > 70)
 
 
 def test_phases_of_a_run_on_its_way(tmp_path: Path) -> None:
@@ -81,6 +83,7 @@ class Terminal:
             stdin=theirs,
             env=environment,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else not where pytest is run by `&`
         )
         os.close(theirs)
         self.text = ""
@@ -122,7 +125,8 @@ def test_a_run_that_begins_while_it_watches_and_one_by_another_clock(tmp_path: P
     with path.open("a") as more:
         more.write('[2,2.5,0,"first"]\n')
     terminal.until(r"0:02 first ")
-    path.unlink()  # the same folder, another run
+    shutil.rmtree(tmp_path / "out")  # and another run, into a folder of the same name
+    terminal.until(r"waiting\sfor\s+a\s+run")
     path = make_rank(tmp_path / "out", 0, 1, seconds=3, began=time.time() + 7200, is_ended=False, run_name="next")
     terminal.until(r"0:02 between phases ")
     terminal.resize(10, 40)
@@ -162,6 +166,14 @@ def test_words_of_others_are_no_markup_and_numbers_may_be_any(tmp_path: Path) ->
     assert " [/nope]\ufffd[2J\ufffd " in done.stdout
     assert "([red]x[bold])" in done.stdout.splitlines()[0]
     assert done.stdout.splitlines()[1].strip() == "step 2  loss nan"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_in_a_script_that_a_terminal_lacks(tmp_path: Path, encoding: str) -> None:
+    make_rank(tmp_path / "\u6a21\u578b", 0, 1, seconds=1, model="m/\u6a21")
+    done = top(tmp_path / "\u6a21\u578b", "--once", COLUMNS="80", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("?? (?)")
 
 
 def test_a_terminal_has_a_board_that_ends_with_the_run(tmp_path: Path) -> None:

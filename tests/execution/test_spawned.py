@@ -20,7 +20,7 @@ from tests.execution import faults
 
 from shardwise.errors import PlacementError, RankLostError, StorageError
 from shardwise.execution.processes.launched import this_device
-from shardwise.execution.processes.local_ranks import ProcessEnded, RankError
+from shardwise.execution.processes.local_ranks import ProcessEnded, RankError, RanksLateError
 from shardwise.execution.processes.spawned import _meant, at_own_gpu, run_spawned
 
 T = TypeVar("T")
@@ -31,6 +31,9 @@ def test_values_come_by_rank_and_errors_as_they_are():
     assert run_spawned(2, faults.add, 3, 4) == [7, 8]
     with pytest.raises(StorageError, match="^gone$"):
         run_spawned(2, faults.gone_on, 1)
+    with pytest.raises(RanksLateError, match="did not finish in time") as late:
+        run_spawned(2, time.sleep, 600, timeout_s=0.5)
+    assert sorted(late.value.failures) == [0, 1]
 
 
 def test_what_is_meant_for_the_process_that_forks_changes_no_other():

@@ -97,7 +97,7 @@ def make_rank(
             0,
         ]
         rows.append((t, sample))
-    rows += [(loaded, facts), (loaded, [1, loaded, 3 * GIB, 2 * GIB, GIB // 2, GIB // 10])]
+    rows += [(loaded - 1e-6, facts), (loaded, [1, loaded, 3 * GIB, 2 * GIB, GIB // 2, GIB // 10])]
     if foreseen is not None and rank == 0:
         phases = {name: {"device_bytes": 0, "host_bytes": int(gib * 2**30)} for name, gib in foreseen.items()}
         if device_gib:

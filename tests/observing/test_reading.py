@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from tests.observing.made_runs import make_rank, make_run
 
 import shardwise
-from shardwise.observing.rank_record import RankReader
+from shardwise.observing.rank_reader import RankReader
 from shardwise.observing.run_record import RunReader
 
 
@@ -55,7 +56,8 @@ def test_every_cut_of_a_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         reader = RankReader(path)
         reader.read_on()
         assert reader.odd_lines == 0
-        count = sum(record.count + len(record.phases) for record in reader.records)
+        record = reader.record
+        count = record.count + sum(times.times for times in record.phases()) if record else 0
         assert count >= before
         before = count
 
@@ -71,7 +73,7 @@ def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
         reader.read_on()
     once = RankReader(path)
     once.read_on()
-    assert reader.records == once.records
+    assert reader.record == once.record
     assert reader.odd_lines == 0
 
 
@@ -103,7 +105,7 @@ def test_a_line_of_another_kind_is_passed_over(tmp_path: Path, line: str) -> Non
     path.write_text(f"{head}\n{line}\n{rest}")
     reader = RankReader(path)
     reader.read_on()
-    assert (reader.odd_lines, reader.records) == (1, sound.records)
+    assert (reader.odd_lines, reader.record) == (1, sound.record)
 
 
 def test_metrics_of_tenants_are_told_apart(tmp_path: Path) -> None:
@@ -131,6 +133,20 @@ def test_metrics_that_were_replaced_are_read_anew(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write(line(2)[5:])
     assert [told["step"] for told in reader.read().metrics[""]] == [1, 2]
+
+
+def test_metrics_that_were_written_over_are_read_anew(tmp_path: Path) -> None:
+    """As a number of an inode is given again; and more has been written than before."""
+
+    def line(step: int, loss: float) -> str:
+        return json.dumps({"kind": "step", "step": step, "loss": loss}) + "\n"
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step, 2.5) for step in range(1, 4)))
+    reader = RunReader(tmp_path)
+    assert len(reader.read().metrics[""]) == 3
+    file.write_text("".join(line(step, 1.25) for step in range(1, 6)))
+    assert [told["loss"] for told in reader.read().metrics[""]] == [1.25] * 5
 
 
 def _header(**others: object) -> str:
@@ -175,20 +191,78 @@ def test_clocks_hours_apart_make_one_run(tmp_path: Path) -> None:
     )
 
 
+def test_the_later_run_by_one_clock_is_the_newest_wherever_its_first_rank_is(tmp_path: Path) -> None:
+    """Folders that machines do not share: this one had ranks 0 and 1 once, and has 2 and 3 by now."""
+    for rank in range(4):
+        name, began = ("then", 1000.0) if rank < 2 else ("now", 9000.0)
+        make_rank(tmp_path, rank, 4, began=began, run_name=name)
+    run = RunReader(tmp_path).read()
+    assert [rank.rank for rank in run.ranks] == [2, 3]
+    assert run.notes == ("of 4 ranks nothing is there of rank 0, 1", "earlier runs into this folder, not shown: 1")
+
+
+def test_a_run_that_another_one_followed_is_older_whatever_the_clock_said(tmp_path: Path) -> None:
+    for rank in range(4):
+        make_rank(tmp_path, rank, 4, began=9000.0, run_name="then")
+    for rank in range(2):  # the clock was set back
+        path = tmp_path / "observed" / f"rank-{rank:05d}.jsonl"
+        before = path.read_text()
+        make_rank(tmp_path, rank, 2, began=5000.0, run_name="now")
+        path.write_text(before + path.read_text())
+    run = RunReader(tmp_path).read()
+    assert ([rank.rank for rank in run.ranks], run.ranks[0].run) == ([0, 1], "now")
+    assert run.notes == ("earlier runs into this folder, not shown: 1",)
+
+
+def test_a_rank_that_is_late_on_the_same_machine_is_late(tmp_path: Path) -> None:
+    for rank in range(3):
+        make_rank(tmp_path, rank, 3, began=1000.0 + 60 * (rank > 0), machine="b" if rank == 2 else "a")
+    run = RunReader(tmp_path).read()
+    assert [run.shift_of(rank) for rank in run.ranks] == pytest.approx([0, 60.01, 0])
+    assert run.notes == (
+        "the clock of host-b is not that of host-a; ranks there are shown as if all had begun at once",
+    )
+
+
+def test_a_run_that_is_removed_and_made_anew_while_it_is_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "out", ranks=3, seconds=1)
+    reader = RunReader(tmp_path / "out")
+    assert len(reader.read().ranks) == 3
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(shardwise.FormatError, match="neither observed/"):
+        reader.read()
+    make_run(tmp_path / "out", ranks=1, seconds=1, run_name="next")
+    run = reader.read()
+    assert ([rank.run for rank in run.ranks], run.notes) == (["next"], ())
+
+
+def test_more_names_of_phases_than_anybody_reads_are_one(tmp_path: Path) -> None:
+    path = make_rank(tmp_path, 0, 1, seconds=0.5)
+    with path.open("a") as more:
+        for number in range(6000):
+            more.write(f'[2,1,{number % 40},"p{number}"]\n[3,2,{number % 40}]\n')
+    reader = RankReader(path)
+    reader.read_on()
+    assert reader.record is not None
+    phases = reader.record.phases()
+    assert (reader.odd_lines, len(phases)) == (0, 4097)
+    assert sum(times.times for times in phases) >= 6000
+
+
 def test_a_file_that_another_has_taken_the_place_of_is_read_anew(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1, seconds=2, run_name="first")
     reader = RankReader(path)
     reader.read_on()
     path.unlink()
     reader.read_on()
-    assert reader.records[-1].run == "first"
+    assert reader.record.run == "first"
     make_rank(tmp_path, 0, 1, seconds=1, run_name="second")
     reader.read_on()
-    assert [record.run for record in reader.records] == ["second"]
-    assert (reader.records[0].count, reader.odd_lines) == (20, 0)
+    assert (reader.record.run, *reader.earlier) == ("second",)
+    assert (reader.record.count, reader.odd_lines) == (20, 0)
     path.write_text(_header(run="third"))
     reader.read_on()
-    assert [record.run for record in reader.records] == ["third"]
+    assert (reader.record.run, *reader.earlier) == ("third",)
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -218,7 +292,7 @@ def test_words_of_a_stranger_obey_nobody(tmp_path: Path) -> None:
     path = make_rank(tmp_path, 0, 1, seconds=1, model=f"m/{evil}", machine=evil)
     path.write_text(path.read_text().replace('"audit"', json.dumps(evil)))
     run = RunReader(tmp_path).read()
-    for words in (run.label, run.ranks[0].host, *(span.name for span in run.ranks[0].phases)):
+    for words in (run.label, run.ranks[0].host, *(times.name for times in run.ranks[0].phases())):
         assert words.isprintable()
         assert len(words) < 200
 

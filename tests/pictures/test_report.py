@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from tests.observing.made_runs import make_metrics, make_rank, make_run
 
 from shardwise.cli.report import report_command
+from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures import installed
-from shardwise.pictures.thinning import extremes, merged
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters
 RUNNER = CliRunner(**({"mix_stderr": False} if MIXES else {}))
@@ -326,6 +326,28 @@ def test_there_is_no_need_of_a_display(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+FULL = """
+import resource, sys
+from shardwise.cli.report import report_command
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop()), -1))
+report_command()
+"""
+
+
+@drawing
+@pytest.mark.parametrize("most", [1000, 5_000_000])  # of the page, of which there is most; of a picture
+def test_a_disk_that_is_full_is_one_error_and_nothing_half(tmp_path: Path, most: int) -> None:
+    run = make_run(tmp_path / "out", ranks=1, seconds=1)
+    if most > 1000:
+        (run / "report" / ".loss.png.new").mkdir(parents=True)  # as a file that cannot be written
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(run), str(most)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert re.search(r"error: .*: it cannot be written \(.*\); make room, or name another folder", done.stderr)
+    assert [path.name for path in (run / "report").glob(".*.new") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("name", ["plotly", "matplotlib"])
 def test_a_library_that_is_not_installed_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -378,7 +400,7 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = report(make_run(tmp_path / "out", seconds=2), "--output", tmp_path / "file")
     assert result.exit_code == 2
-    assert "cannot be written (File exists); name another folder by --output" in result.stderr
+    assert "cannot be written (File exists); make room, or name another folder" in result.stderr
 
 
 @pytest.mark.slow

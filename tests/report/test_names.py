@@ -14,6 +14,12 @@ def test_two_varying_numbers_become_stars():
     assert collapse(["a.0.b.0", "a.1.b.1", "a.1.b.0"]) == [("a.*.b.*", 3)]
 
 
+def test_a_number_of_thousands_of_digits_is_a_name_like_any():
+    long = "a." + "1" * 5000
+    assert collapse([long]) == [(long, 1)]
+    assert collapse(["a.1", "a.2", long]) == [("a.{1..2}", 2), (long, 1)]
+
+
 def test_a_name_alone_stays_to_the_letter():
     assert collapse(["model-00005-of-00005.safetensors"]) == [("model-00005-of-00005.safetensors", 1)]
 

@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import bench, main
-from shardwise.execution.processes.local_ranks import RankError
+from shardwise.errors import FormatError, StorageError
+from shardwise.execution.processes.local_ranks import RankError, RanksLateError
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures import installed
-from shardwise.startup import figures, kinds, room
+from shardwise.startup import figures, kinds, measuring, room
 from shardwise.startup.figures import ArmFigures, ArmRun, GrowthLimit
+from shardwise.startup.result import StartupResult
 from shardwise.startup.values import BroughtUp, compared, run_starts, values_of
 from shardwise.tensors.box import Box
 from shardwise.tensors.fingerprint import MODULUS, fingerprint
@@ -99,11 +101,12 @@ def made_run(run: Path, own: list[list[tuple[float, int, int]]]) -> Path:
     for rank, samples in enumerate(own):
         header = {"observed": 1, "run": "one", "began": 1000.0 + rank * 0.5, "samples_per_second": 10, "rank": rank}
         place = {"world_size": len(own), "machine": "m", "host": "h", "pid": 1, "device": ""}
-        lines: list[Any] = [header | place]
+        rows: list[list[Any]] = []
         for number, name in enumerate(kinds.PHASES):
-            lines += [[2, number, 0, name], [3, number + 1, 0]]
-        lines += [[0, t, kib // 2, kib - kib // 2, mapped, 0, 0, 0, 0, 0, 0, 0, 0] for t, kib, mapped in samples]
-        lines.append({"t": 3.0, "end": True, "peak_kib": 0})
+            rows += [[2, number, 0, name], [3, number + 1, 0]]
+        rows += [[0, t, kib // 2, kib - kib // 2, mapped, 0, 0, 0, 0, 0, 0, 0, 0] for t, kib, mapped in samples]
+        end = {"t": 3.0, "end": True, "peak_kib": 0}
+        lines = [header | place, *sorted(rows, key=lambda row: row[1]), end]
         path = run / "observed" / f"rank-{rank:05d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -130,6 +133,18 @@ def test_growth_is_that_of_one_moment_over_the_level_of_each_rank(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("inner", ["from_pretrained", "wrap"])
+def test_a_rank_whose_disk_was_full_before_its_end_is_an_error(tmp_path: Path, inner: str) -> None:
+    """With phases of its own within what there is: the optimizer was never written down."""
+    run = made_run(tmp_path, [[(0.0, 0, 0), (2.0, MIB, 0)]])
+    file = run / "observed" / "rank-00000.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    cut = next(number for number, line in enumerate(lines) if '"wrap"' in line)
+    file.write_text("".join([*lines[:2], f'[2, 0, 0, "{inner}"]\n[3, 0.5, 0]\n', *lines[2:cut]]))
+    with pytest.raises(FormatError, match="rank 0 has not been observed to its end"):
+        figures.figures_of(RunReader(run).read())
+
+
 def test_the_limit_is_the_shards_and_a_budget_and_32_mib_for_each_rank() -> None:
     def limit(growth_mib: int) -> GrowthLimit:
         taken = ArmFigures(1.0, {}, growth_mib << 20, 0, 0, 0)
@@ -140,15 +155,17 @@ def test_the_limit_is_the_shards_and_a_budget_and_32_mib_for_each_rank() -> None
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_growth_over_the_limit_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+def test_growth_over_the_limit_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
     run = ArmRun("shardwise", "out/shardwise", ArmFigures(1.5, {}, 3 << 30, 2 << 30, 0, 0), 1 << 30, 0, {"a": "1"})
     other = ArmRun(
         "native", "out/native", ArmFigures(2.5, {}, 9 << 30, 4 << 30, 0, 5 << 30), 1 << 30, 0, {"a": "2"}
     )
     not_run = {"accelerate": "accelerate is not installed"}
-    made = bench.StartupResult("m", 2, "auto", [run, other], not_run, GrowthLimit(2 << 30, 3 << 30))
+    made = StartupResult("m", 2, "auto", [run, other], not_run, GrowthLimit(2 << 30, 3 << 30))
     monkeypatch.setattr(bench, "measure_startup", lambda *_: made)
-    result = startup("m", "--ranks", 2, *(["--json"] if as_json else []))
+    result = startup(write(TINY, tmp_path), "--ranks", 2, *(["--json"] if as_json else []))
     assert result.exit_code == 1
     if as_json:
         told = json.loads(result.stdout)
@@ -187,25 +204,39 @@ def test_fingerprints_of_any_cut_add_up_to_that_of_the_whole(data: st.DataObject
     assert total % MODULUS == fingerprint(memoryview(whole.reshape(-1).view(np.uint8)))
 
 
-def test_a_peer_that_fails_is_told_and_ours_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = {"native"}
-    started: list[str] = []
+def test_a_peer_that_fails_or_hangs_is_told_and_ours_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, late = {"native"}, {"accelerate"}
+    started: list[tuple[str, object]] = []
 
-    def in_place_of_ranks(size: int, _: object, arm: str, *others: str, **__: object) -> list[BroughtUp]:
-        started.append(arm)
+    def in_place_of_ranks(size: int, _: object, arm: str, *others: str, **told: object) -> list[BroughtUp]:
+        started.append((arm, told["timeout_s"]))
         if arm in failing:
             raise RankError({1: "Traceback ...\nRuntimeError: it is broken"}, {})
+        if arm in late:
+            raise RanksLateError({1: "late", 3: "late"}, {})
         made_run(Path(others[-1]), [[(0.0, 0, 0), (3.0, 50 * MIB, 0)]] * size)
         return [BroughtUp(20 << 20, 0, 256 << 20, {"a": 1}, {"b": 2})] * size
 
+    def full(*_: object) -> None:
+        raise StorageError("startup.png: it cannot be written (No space left on device)")
+
     monkeypatch.setattr(bench, "run_fresh", in_place_of_ranks)
+    monkeypatch.setattr(kinds, "lacking", lambda _: "")
+    monkeypatch.setattr(measuring, "lacking", lambda _: "")
     monkeypatch.setattr(installed, "lacking", lambda *names: ["plotly"])
     model, out = write(TINY, tmp_path), tmp_path / "out"
-    arms = ("--arms", "transformers,native,shardwise", "--repeats", 2, "--dtype", "auto")
+    (model / "odd.bin").symlink_to("/proc/self/mem")  # a file beside, that cannot be read
+    arms = ("--arms", "transformers,native,shardwise,accelerate", "--repeats", 2, "--dtype", "auto", "--limit", 9.5)
     result = startup(model, "--ranks", 2, "--out", out, *arms)
     assert result.exit_code == 0, result.stderr
-    assert started == ["shardwise", "native", "transformers", "shardwise", "transformers"]
+    names = ["shardwise", "native", "accelerate", "transformers", "shardwise", "transformers"]
+    assert started == [(name, 9.5) for name in names]
     assert "native did not run: [rank 1] RuntimeError: it is broken" in result.stdout
+    told = "accelerate was ended: after 9.5 s rank 1, 3 had not come to its end; --limit gives more"
+    assert f"accelerate did not run: {told}" in result.stdout.splitlines()
+    assert f"accelerate-1: {told}" in result.stderr.splitlines()
     assert "limit of shardwise: 100.00 MiB of at most 616.00 MiB" in result.stdout
     assert "there is no picture, and no report: plotly, which draws, is not installed" in result.stderr
     assert sorted(path.name for path in out.iterdir()) == [
@@ -217,6 +248,14 @@ def test_a_peer_that_fails_is_told_and_ours_is_an_error(tmp_path: Path, monkeypa
     ]
     result = startup(model, "--ranks", 2, "--out", tmp_path / "one", "--arms", "native")
     assert (result.exit_code, "no arm could run" in result.stderr) == (2, True)
+    monkeypatch.setattr(installed, "lacking", lambda *names: [])
+    monkeypatch.setattr(measuring, "write_side_by_side", full)
+    result = startup(model, "--ranks", 2, "--out", tmp_path / "full", "--arms", "shardwise")
+    assert "no report: startup.png: it cannot be written (No space" in result.stderr
+    assert (result.exit_code, "limit of shardwise: 100.00 MiB" in result.stdout) == (0, True)
+    late.add("shardwise")
+    result = startup(model, "--ranks", 2, "--out", tmp_path / "late", *arms)
+    assert (result.exit_code, "error: shardwise was ended: after 9.5 s" in result.stderr) == (2, True)
     failing.add("shardwise")
     result = startup(model, "--ranks", 2, "--out", tmp_path / "other", *arms)
     assert (result.exit_code, "RuntimeError: it is broken" in result.stderr) == (2, True)
@@ -290,7 +329,7 @@ def test_two_arms_and_why_the_others_did_not_run(tmp_path: Path, monkeypatch: py
     for arm in told["arms"]:
         record = RunReader(out / arm).read()
         assert [rank.rank for rank in record.ranks] == [0, 1]
-        assert [span.name for span in record.ranks[0].phases if len(span.path) == 1] == [
+        assert [times.name for times in record.ranks[0].phases() if len(times.path) == 1] == [
             "load",
             "wrap",
             "optimizer",

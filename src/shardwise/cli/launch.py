@@ -141,7 +141,11 @@ def run_ranks(
 
 
 def run_fresh(
-    size: int, function: Callable[..., Any], *args: Any, preloaded: Sequence[str] = ("torch", "transformers")
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    preloaded: Sequence[str] = ("torch", "transformers"),
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``size`` new processes, also where that is one; its values by rank.
 
@@ -149,14 +153,14 @@ def run_fresh(
 
     Raises:
         ConfigError: this process is itself one that a launcher started.
-        ShardwiseError: as raised by the function, or by a rank that ended.
+        ShardwiseError: as raised by the function, or by a rank that ended; RanksLateError after ``timeout_s``.
     """
     if isinstance(read_launch(os.environ), Launched):
         raise ConfigError("this command starts its ranks itself (RANK is set): call it without torchrun")
     from shardwise.execution.processes.spawned import run_spawned
 
     with _defaults(_CUDA_FROM_AFAR):
-        return run_spawned(size, function, *args, preloaded=preloaded)
+        return run_spawned(size, function, *args, preloaded=preloaded, timeout_s=timeout_s)
 
 
 def _huge_pages(environment: Mapping[str, str]) -> Mapping[str, str]:

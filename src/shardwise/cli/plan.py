@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,33 +63,7 @@ if TYPE_CHECKING:
 @click.option("--revision", help="Of a repository of the Hugging Face hub: branch, tag or commit.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that the checkpoint brings along.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def plan_command(
-    model: str,
-    overrides: Sequence[str],
-    *,
-    ranks: int,
-    nodes: int,
-    dtype: str,
-    param_dtype: str | None,
-    mesh: str | None,
-    wrap: str,
-    device: str,
-    offload: bool,
-    tuning: str | None,
-    tenants: int | None,
-    rank: int | None,
-    tokens_per_pass: int | None,
-    batch: int | None,
-    seq: int | None,
-    memory: str | None,
-    tflops: float | None,
-    read_rate: str | None,
-    resize_vocab: int | None,
-    budget_bytes: int | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def plan_command(*, as_json: bool, **said: Any) -> None:
     """Tell what loading MODEL on N ranks takes: memory, bytes, files, groups, experts.
 
     MODEL is a folder, the name of a repository that is in the cache of the Hugging Face hub, or a URL. Only its
@@ -100,49 +75,9 @@ def plan_command(
     into --memory.
     """
     from shardwise.cli.launch import fail
-    from shardwise.engines.sharding_named import sharding_named
-    from shardwise.engines.tenant_forecasts import tenants_named
-    from shardwise.engines.tuning_arguments import tuning_named
-    from shardwise.verbs.plan import plan
 
-    made: Forecast | TrainingPlan
     try:
-        place: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "device": device}
-        about = _about_training(memory, tflops, read_rate)
-        options: PlanOptions = {
-            "dtype": dtype,
-            "nodes": nodes,
-            "device": device,
-            "sharding": sharding_named(wrap, param_dtype=param_dtype, offload=offload),
-            "hub": HubOptions(revision=revision),
-            "trust_remote_code": trust_remote_code,
-        }
-        if mesh is not None:
-            options["mesh"] = parse_mesh(mesh)
-        if tenants is not None:
-            options["tenants"] = tenants_named(tenants, rank=rank, tuning=tuning)
-        elif rank is not None:
-            raise ConfigError("--rank is of tenants; give --tenants N, or --tuning lora=R for one LoRA")
-        elif tuning is not None:
-            options["tuning"] = tuning_named(tuning)
-        if tokens_per_pass is not None:
-            options["tokens_per_pass"] = tokens_per_pass
-        if resize_vocab is not None:
-            options["resize_vocab"] = resize_vocab
-        if budget_bytes is not None:
-            options["budget_bytes"] = budget_bytes
-        if model.endswith((".yaml", ".yml")):
-            _require_unsaid({"--batch": batch, "--seq": seq, "--tuning": tuning, "--tenants": tenants})
-            made = _of_config(model, overrides, place, about)
-        elif overrides:
-            raise ConfigError(f"{overrides[0]!r}: overrides are of a training's configuration; give its .yaml file")
-        elif batch is not None or seq is not None:
-            _require_unsaid({"--tenants": tenants})
-            made = _of_step(model, batch or 1, seq, options, place, about)
-        elif about:
-            raise ConfigError("--memory, --tflops and --read-rate are of a training; give --seq (and --batch), too")
-        else:
-            made = plan(model, ranks=ranks, **options)
+        made = _planned(PlanAsked(**said))
     except ShardwiseError as error:
         fail(error)
     click.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
@@ -151,14 +86,103 @@ def plan_command(
         fail(ConfigError(refusal))
 
 
-def _about_training(memory: str | None, tflops: float | None, read_rate: str | None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    """What the command line says; None where it says nothing."""
+
+    model: str
+    overrides: Sequence[str]
+    ranks: int
+    nodes: int
+    dtype: str
+    param_dtype: str | None
+    mesh: str | None
+    wrap: str
+    device: str
+    offload: bool
+    tuning: str | None
+    tenants: int | None
+    rank: int | None
+    tokens_per_pass: int | None
+    batch: int | None
+    seq: int | None
+    memory: str | None
+    tflops: float | None
+    read_rate: str | None
+    resize_vocab: int | None
+    budget_bytes: int | None
+    revision: str | None
+    trust_remote_code: bool
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "nodes": self.nodes, "device": self.device}
+
+
+def _planned(said: PlanAsked) -> Forecast | TrainingPlan:
+    """The plan that is asked for: of a file, of a training by options, or of a load.
+
+    Raises:
+        ShardwiseError: the model cannot be loaded so, or options contradict each other.
+    """
+    from shardwise.verbs.plan import plan
+
+    about = _about_training(said)
+    options = _load_options(said)
+    if said.model.endswith((".yaml", ".yml")):
+        others = {"--batch": said.batch, "--seq": said.seq, "--tuning": said.tuning, "--tenants": said.tenants}
+        _require_unsaid(others)
+        return _of_config(said, about)
+    if said.overrides:
+        first = said.overrides[0]
+        raise ConfigError(f"{first!r}: overrides are of a training's configuration; give its .yaml file")
+    if said.batch is not None or said.seq is not None:
+        _require_unsaid({"--tenants": said.tenants})
+        return _of_step(said, options, about)
+    if about:
+        raise ConfigError("--memory, --tflops and --read-rate are of a training; give --seq (and --batch), too")
+    return plan(said.model, ranks=said.ranks, **options)
+
+
+def _load_options(said: PlanAsked) -> PlanOptions:
+    """What is said of the load, and of what is tuned."""
+    from shardwise.engines.sharding_named import sharding_named
+    from shardwise.engines.tenant_forecasts import tenants_named
+    from shardwise.engines.tuning_arguments import tuning_named
+
+    options: PlanOptions = {
+        "dtype": said.dtype,
+        "nodes": said.nodes,
+        "device": said.device,
+        "sharding": sharding_named(said.wrap, param_dtype=said.param_dtype, offload=said.offload),
+        "hub": HubOptions(revision=said.revision),
+        "trust_remote_code": said.trust_remote_code,
+    }
+    if said.mesh is not None:
+        options["mesh"] = parse_mesh(said.mesh)
+    if said.tenants is not None:
+        options["tenants"] = tenants_named(said.tenants, rank=said.rank, tuning=said.tuning)
+    elif said.rank is not None:
+        raise ConfigError("--rank is of tenants; give --tenants N, or --tuning lora=R for one LoRA")
+    elif said.tuning is not None:
+        options["tuning"] = tuning_named(said.tuning)
+    if said.tokens_per_pass is not None:
+        options["tokens_per_pass"] = said.tokens_per_pass
+    if said.resize_vocab is not None:
+        options["resize_vocab"] = said.resize_vocab
+    if said.budget_bytes is not None:
+        options["budget_bytes"] = said.budget_bytes
+    return options
+
+
+def _about_training(machines: PlanAsked) -> dict[str, Any]:
     """What has been said of the machines that a training is to run on."""
     from shardwise.engines.save_options import in_bytes_of
 
     said: dict[str, Any] = {}
     for option, name, text in (
-        ("--memory", "memory_bytes", memory),
-        ("--read-rate", "read_bytes_per_s", read_rate),
+        ("--memory", "memory_bytes", machines.memory),
+        ("--read-rate", "read_bytes_per_s", machines.read_rate),
     ):
         if text == "measured" and name == "read_bytes_per_s":
             from shardwise.training.foretelling.step_memory import Measured
@@ -169,8 +193,8 @@ def _about_training(memory: str | None, tflops: float | None, read_rate: str | N
                 said[name] = in_bytes_of(text)
             except ConfigError as error:
                 raise ConfigError(f"{option}: {error}") from error
-    if tflops is not None:
-        said["flops_per_s"] = tflops * 1e12
+    if machines.tflops is not None:
+        said["flops_per_s"] = machines.tflops * 1e12
     return said
 
 
@@ -180,9 +204,7 @@ def _require_unsaid(options: Mapping[str, object]) -> None:
             raise ConfigError(f"{name} is not for this plan: the configuration or the other options say it")
 
 
-def _of_config(
-    file: str, overrides: Sequence[str], place: Mapping[str, Any], about: Mapping[str, Any]
-) -> Forecast | TrainingPlan:
+def _of_config(said: PlanAsked, about: Mapping[str, Any]) -> Forecast | TrainingPlan:
     """The plan of a training, or of the tenants, that a file describes."""
     try:
         from shardwise.tenants.config import is_of_many, tenants_of
@@ -194,29 +216,23 @@ def _of_config(
     from shardwise.tenants.foreseeing import plan_tenants
     from shardwise.training.foretelling.foreseeing import plan_training
 
-    values, told = read_values(file, overrides)
+    values, told = read_values(said.model, said.overrides)
     if not is_of_many(values):
-        return plan_training(config_of(values, told), **place, **about)
+        return plan_training(config_of(values, told), **said.place, **about)
     if about:
         raise ConfigError(f"{told}: --memory, --tflops and --read-rate are of one training, not of tenants")
-    return plan_tenants(tenants_of(values, told), **place)
+    return plan_tenants(tenants_of(values, told), **said.place)
 
 
-def _of_step(
-    model: str,
-    rows: int,
-    tokens: int | None,
-    options: PlanOptions,
-    place: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> TrainingPlan:
+def _of_step(said: PlanAsked, options: PlanOptions, about: Mapping[str, Any]) -> TrainingPlan:
     """The plan of a training that options describe."""
     from shardwise.training.foretelling.foreseeing import StepAsked, foresee_step
     from shardwise.training.foretelling.step_memory import Machines
 
-    if tokens is None:
+    if said.seq is None:
         raise ConfigError("--batch is of a training; give --seq, the tokens of a row, too")
-    return foresee_step(model, StepAsked(rows, tokens), options, Machines(**place, **about))
+    asked = StepAsked(said.batch or 1, said.seq)
+    return foresee_step(said.model, asked, options, Machines(**said.place, **about))
 
 
 def parse_mesh(text: str) -> dict[str, int]:

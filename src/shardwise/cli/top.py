@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 import time
@@ -16,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.observing.plain import number_in
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.table import Table
 
     from shardwise.observing.rank_record import RankRecord
@@ -26,6 +27,7 @@ _SILENT_S = 3.0
 """After which a rank that writes nothing is told of."""
 
 _NARROW = 70
+_WIDTH = 80
 _MOST_TRAININGS = 12
 _LEAST_RANKS = 4
 """Lines of ranks, however low the screen."""
@@ -46,12 +48,10 @@ def top_command(run: Path, *, once: bool, every: float) -> None:
     It reads files alone, so that the run may be on its way, on other machines, ended, or killed. Where there is
     nothing yet, it waits for the run. Ends with the run, or with Ctrl-C.
     """
-    from rich.console import Console
-
     from shardwise.cli.launch import fail
     from shardwise.observing.run_record import RunReader
 
-    console = Console(highlight=False)
+    console = _console()
     try:
         if once or not sys.stdout.isatty() or console.is_dumb_terminal:
             found = RunReader(run).read()
@@ -66,11 +66,10 @@ def top_command(run: Path, *, once: bool, every: float) -> None:
 
 def _watch(run: Path, every: float) -> None:
     """Show it until it ends, on a screen of its own, which leaves what was there; the end of it stays."""
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = _console()
     hearing = Hearing()
     reader: RunReader | None = None
     found: RunRecord | None = None
@@ -83,10 +82,25 @@ def _watch(run: Path, every: float) -> None:
                     live.update(board(found, hearing.silence(found), console.width, console.height), refresh=True)
                     if is_over(found):
                         break
+                else:
+                    live.update(waiting, refresh=True)
                 time.sleep(every)
     finally:
         if found is not None:
             console.print(board(found, hearing.silence(found), console.width))
+
+
+def _console() -> Console:
+    """Where it is shown; as wide as usual where the environment says that there are no columns.
+
+    Names of folders may be in any script, and a terminal that has no letters for them shows something else.
+    """
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(highlight=False)
+    return console if console.width > 0 else Console(highlight=False, width=_WIDTH)
 
 
 def _look(run: Path, reader: RunReader | None) -> tuple[RunReader | None, RunRecord | None]:

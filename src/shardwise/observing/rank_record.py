@@ -1,52 +1,57 @@
-"""Reads a rank's file back, as far as it is there. See [Note: A rank's file].
+"""What is known of one rank that was observed, kept in bounded memory however long it ran.
 
-Lines that are not whole, and what is not as it should be, are passed over and counted: a file may have been cut by
-a kill, or be another program's.
+[Note: Thinned samples] Of more samples than a rank's share of what all ranks may keep, the least and the most of
+each part stay, of each kind of memory, with the first one and the newest: a peak of one sample is never lost. What
+must be exact, the most within each phase and how often it was entered, is counted while the file is read.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.observing import rank_file
-from shardwise.observing.plain import words_of
-from shardwise.observing.rank_file import SAMPLED, SHARED, VERSION
+from shardwise.observing.phase_times import NO_SAMPLE, PhaseSpan, PhaseTimes
+from shardwise.observing.rank_file import SAMPLED, SHARED
+from shardwise.observing.thinning import Floats, standing_out
 
-_MOST_DEEP = 64
-_MOST_NUMBER = 1e18
-_MOST_SECONDS = 1e11
-_MOST_RANKS = 1 << 20
-_MOST_RATE = 1000.0
-_CHUNK = 1 << 22
-_HEAD = 512
+_SAMPLES_OF_ALL = 1 << 21
+_LEAST_SAMPLES = 1 << 12
+_MOST_SAMPLES = 1 << 17
+"""Of a rank; two hours at 20 a second."""
+
+_NEWEST = 256
+"""Samples that stay as they are: what was read of late is told by them."""
+
+_MOST_SHARES = 1 << 12
+_MOST_TOLD = 256
+_MOST_DEEP = 16
+_MOST_LANES = 32
+"""Threads that are in a phase at a time."""
+
+_MOST_PHASES = 1 << 12
+_OTHERS = (-1, ("other phases",))
+"""Of whichever threads, where there are too many by name."""
+
+_ANONYMOUS, _SHARED_MEMORY, _FILE = (SAMPLED.index(name) for name in ("anonymous", "shared", "file"))
+_WIDTH = len(SAMPLED)
+_ALLOCATED, _RESERVED = (SAMPLED.index(name) for name in ("allocated", "reserved"))
 
 
-@dataclass(slots=True)
-class PhaseSpan:
-    """A phase of one thread. ``stop`` is None while nobody has left it; ``path`` has the phases around it first."""
+@dataclass(frozen=True, slots=True)
+class ToldFacts:
+    """Facts, and the outermost phase of the first thread that they were told in; None where it was in none."""
 
-    path: tuple[str, ...]
-    lane: int
-    start: float
-    stop: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.path[-1]
+    facts: Mapping[str, Any]
+    around: PhaseSpan | None
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """One time that a rank was observed; times in seconds since ``began``."""
+    """One time that a rank was observed; times in seconds since ``began``, none before the one before it."""
 
     run: str
     """The same of all ranks that began together."""
@@ -60,16 +65,24 @@ class RankRecord:
     """In seconds since 1970, by the clock of its host."""
     samples_per_second: float
     rows: array[float] = field(default_factory=lambda: array("d"))
-    """Samples one after the other, each as of ``SAMPLED``: 96 bytes, a day of one rank is hundreds of megabytes."""
-    shares: list[list[float]] = field(default_factory=list)
-    phases: list[PhaseSpan] = field(default_factory=list)
-    """In the order of their beginnings."""
-    facts: list[Mapping[str, Any]] = field(default_factory=list)
+    """Samples one after the other, each as of ``SAMPLED``. See [Note: Thinned samples]."""
+    taken: int = 0
+    """Samples that there were, also those that are kept no more."""
+    shares: array[float] = field(default_factory=lambda: array("d"))
+    """One after the other, each as of ``SHARED``."""
+    told: list[ToldFacts] = field(default_factory=list)
     is_ended: bool = False
     """Whether it came to its end; one that was killed did not."""
     last: float = 0.0
     """When it was last heard of."""
     stacks: dict[int, list[PhaseSpan]] = field(default_factory=dict)
+    """The phases that each thread is in, if it is in any."""
+    times: dict[tuple[int, tuple[str, ...]], PhaseTimes] = field(default_factory=dict)
+    """By lane and path, in the order of their first beginnings; without those that have not ended."""
+    most_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most_samples = min(max(_SAMPLES_OF_ALL // self.world_size, _LEAST_SAMPLES), _MOST_SAMPLES)
 
     @property
     def until(self) -> float:
@@ -83,13 +96,20 @@ class RankRecord:
 
     @property
     def count(self) -> int:
-        """Samples that there are."""
+        """Samples that are kept."""
         return len(self.rows) // len(SAMPLED)
 
-    def samples(self) -> Mapping[str, npt.NDArray[np.float64]]:
+    @property
+    def facts(self) -> list[Mapping[str, Any]]:
+        return [told.facts for told in self.told]
+
+    def samples(self) -> Mapping[str, Floats]:
         """By name, as of ``SAMPLED``: seconds, and KiB."""
-        table = np.array(self.rows, np.float64).reshape(-1, len(SAMPLED))
-        return {name: table[:, column] for column, name in enumerate(SAMPLED)}
+        return _by_name(_table(self.rows, SAMPLED), SAMPLED)
+
+    def divided(self) -> Mapping[str, Floats]:
+        """Memory with each page divided by those who have it: by name, as of ``SHARED``; seconds, and KiB."""
+        return _by_name(_table(self.shares, SHARED), SHARED)
 
     def newest(self, back: int = 0) -> Mapping[str, float]:
         """The last sample, or one so many before it, by name; empty where there is none."""
@@ -100,139 +120,102 @@ class RankRecord:
 
     def now_in(self) -> tuple[str, ...]:
         """The phases that its first thread is in; of another one where the first is in none."""
-        return next((stack[-1].path for _, stack in sorted(self.stacks.items()) if stack), ())
+        return min(self.stacks.items())[1][-1].path if self.stacks else ()
 
+    def phases(self) -> Sequence[PhaseTimes]:
+        """In the order of their first beginnings; what has not ended lasts until it was last heard of."""
+        found = dict(self.times)
+        for stack in self.stacks.values():
+            for span in stack:
+                key = span.lane, span.path
+                found[key] = found[key].with_open(span, self.last)
+        return [*found.values()]
 
-class RankReader:
-    """Reads a file, and on each further call what has been added to it; anew where another has taken its place."""
+    # ── what is read ──────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._begin_anew(b"")
+    def hear(self, t: float) -> float:
+        """It was heard of then; the time, which is not before what came before it."""
+        self.last = max(self.last, t)
+        return self.last
 
-    def _begin_anew(self, head: bytes) -> None:
-        self.records: list[RankRecord] = []
-        self.odd_lines = 0
-        """That could not be understood."""
-        self._head = head
-        self._place = 0
-        self._rest = b""
-        self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}
+    def take_sample(self, values: Sequence[float]) -> None:
+        """As of ``SAMPLED``."""
+        self.taken += 1
+        self.rows.append(self.hear(values[0]))
+        self.rows.extend(values[1:])
+        host_kib, allocated_kib = values[_ANONYMOUS] + values[_SHARED_MEMORY], values[_ALLOCATED]
+        for stack in self.stacks.values():
+            for span in stack:
+                span.take(host_kib, allocated_kib)
+        if len(self.rows) >= self.most_samples * _WIDTH:
+            table = _table(self.rows, SAMPLED)
+            columns = [table[:, column] for column in (_SHARED_MEMORY, _FILE, _ALLOCATED, _RESERVED)]
+            columns.append(table[:, _ANONYMOUS] + table[:, _SHARED_MEMORY])
+            self.rows = _thinned(table, columns, self.most_samples // 2, _NEWEST)
 
-    def read_on(self) -> None:
-        """Take in what is there now.
+    def take_shares(self, values: Sequence[float]) -> None:
+        """As of ``SHARED``."""
+        self.shares.append(self.hear(values[0]))
+        self.shares.extend(values[1:])
+        if len(self.shares) >= _MOST_SHARES * len(SHARED):
+            table = _table(self.shares, SHARED)
+            self.shares = _thinned(table, [table[:, 2] + table[:, 3]], _MOST_SHARES // 2, 0)
+
+    def begin(self, t: float, lane: int, name: str) -> None:
+        """A thread enters a phase.
 
         Raises:
-            OSError: it cannot be read.
+            ValueError: it is in too many, or too many threads are.
         """
-        if not self.path.is_file():  # a pipe would be waited for
-            return
-        with self.path.open("rb") as file:
-            head = file.read(_HEAD)  # which has the name of the run: an inode's number is given again
-            if not head.startswith(self._head) or os.fstat(file.fileno()).st_size < self._place:
-                self._begin_anew(head)
-            self._head = head
-            file.seek(self._place)
-            while chunk := file.read(_CHUNK):
-                self._place += len(chunk)
-                self._take_in(self._rest + chunk)
-
-    def _take_in(self, text: bytes) -> None:
-        *whole, rest = text.split(b"\n")
-        self._rest = rest[: _MOST_LINE + 1]
-        for line in whole:
-            if line and not self._is_taken(line):
-                self.odd_lines += 1
-
-    def _is_taken(self, line: bytes) -> bool:
-        if len(line) > _MOST_LINE:
-            return False
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            return False
-        try:
-            if isinstance(found, list):
-                return bool(self.records) and _take(self.records[-1], found, self._paths)
-            if isinstance(found, dict):
-                return self._take_object(found)
-        except (TypeError, ValueError, KeyError, IndexError, OverflowError):
-            pass
-        return False
-
-    def _take_object(self, found: dict[str, Any]) -> bool:
-        if "observed" in found:
-            if found["observed"] != VERSION:
-                return False
-            record = _header(found)
-            if rank_file.name_of(record.rank) != self.path.name:
-                return False
-            self.records.append(record)
-            return True
-        if not self.records:
-            return False
-        record = self.records[-1]
-        t = _seconds(found["t"])
-        if found.get("end") is True:
-            record.is_ended = True
-        elif isinstance(found.get("tell"), str):
-            record.facts.append(found)
+        stack = self.stacks.get(lane, ())
+        if len(stack) >= _MOST_DEEP or (not stack and len(self.stacks) >= _MOST_LANES):
+            raise ValueError("too many phases at a time")
+        path = (*(stack[-1].path if stack else ()), name)
+        times = self.times.get((lane, path)) or self._times_of((lane, path))
+        rows = self.rows
+        before = rows[_ANONYMOUS - _WIDTH] + rows[_SHARED_MEMORY - _WIDTH] if rows else NO_SAMPLE
+        span = PhaseSpan(times.path, times.lane, self.hear(t), None, before)
+        if stack:
+            stack.append(span)
         else:
-            return False
-        record.last = max(record.last, t)
-        return True
+            self.stacks[lane] = [span]
+
+    def _times_of(self, key: tuple[int, tuple[str, ...]]) -> PhaseTimes:
+        """Where a phase is counted that is entered for the first time."""
+        key = key if len(self.times) < _MOST_PHASES else _OTHERS
+        return self.times.setdefault(key, PhaseTimes(key[1], key[0]))
+
+    def end(self, t: float, lane: int) -> None:
+        """A thread leaves the phase that it has entered last.
+
+        Raises:
+            KeyError: it is in none.
+        """
+        stack = self.stacks[lane]
+        span = stack.pop()
+        span.stop = self.hear(t)
+        self.times[span.lane, span.path].add(span, span.stop)
+        if not stack:
+            del self.stacks[lane]
+
+    def tell(self, t: float, facts: Mapping[str, Any]) -> None:
+        """Facts; of very many the first and the newest are kept."""
+        self.hear(t)
+        if len(self.told) >= _MOST_TOLD:
+            del self.told[_MOST_TOLD // 2]
+        self.told.append(ToldFacts(facts, self.stacks[0][0] if 0 in self.stacks else None))
 
 
-_MOST_LINE = 1 << 20
-"""Bytes; ours are shorter."""
+def _table(rows: array[float], names: Sequence[str]) -> Any:
+    return np.array(rows, np.float64).reshape(-1, len(names))
 
 
-def _header(found: Mapping[str, Any]) -> RankRecord:
-    rank, size, pid = found["rank"], found["world_size"], found["pid"]
-    if not (
-        type(rank) is type(size) is type(pid) is int and 0 <= rank < size <= _MOST_RANKS and pid < _MOST_NUMBER
-    ):
-        raise ValueError("no such rank")
-    run, machine, host, device = (words_of(str(found[name])) for name in ("run", "machine", "host", "device"))
-    began, rate = _seconds(found["began"]), _seconds(found["samples_per_second"])
-    if not 0 < rate <= _MOST_RATE:
-        raise ValueError("no such rate")
-    return RankRecord(run, rank, size, machine, host, device, pid, began, rate)
+def _by_name(table: Any, names: Sequence[str]) -> dict[str, Floats]:
+    return {name: table[:, column] for column, name in enumerate(names)}
 
 
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:  # type: ignore[operator]
-        raise ValueError("no time")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _numbers(values: list[Any]) -> list[float]:
-    """The same, where all are numbers that may be: hundreds of thousands of them are looked at."""
-    if not set(map(type, values)) <= {int, float} or not (min(values) >= 0 and sum(values) < _MOST_NUMBER):
-        raise ValueError("no numbers")
-    return values
-
-
-def _take(record: RankRecord, line: list[Any], paths: dict[tuple[str, ...], tuple[str, ...]]) -> bool:
-    """``paths`` has each once: a run has as many phases as steps."""
-    kind, *rest = line
-    t = _seconds(rest[0])
-    match kind:
-        case rank_file.SAMPLE if len(rest) == len(SAMPLED):
-            record.rows.extend(_numbers(rest))
-        case rank_file.SHARES if len(rest) == len(SHARED):
-            record.shares.append(_numbers(rest))
-        case rank_file.BEGIN:
-            _, lane, name = rest
-            stack = record.stacks.setdefault(int(lane), [])
-            if len(stack) >= _MOST_DEEP or not isinstance(name, str):
-                return False
-            path = (*(stack[-1].path if stack else ()), words_of(name))
-            stack.append(PhaseSpan(paths.setdefault(path, path), int(lane), t))
-            record.phases.append(stack[-1])
-        case rank_file.END:
-            record.stacks[int(rest[1])].pop().stop = t
-        case _:
-            return False
-    record.last = max(record.last, t)
-    return True
+def _thinned(table: Any, columns: Sequence[Floats], most: int, newest: int) -> array[float]:
+    """At most so many rows, of which any of the columns stands out, and so many of the newest."""
+    older = len(table) - newest
+    places = standing_out([column[:older] for column in columns], most - newest)
+    return array("d", np.concatenate([table[places], table[older:]]).tobytes())

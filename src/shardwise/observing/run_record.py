@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,11 @@ from typing import Any
 import yaml
 
 from shardwise.errors import FormatError, StorageError
+from shardwise.observing.metrics_lines import MetricsLines
 from shardwise.observing.plain import words_of
 from shardwise.observing.rank_file import FOLDER
-from shardwise.observing.rank_record import RankReader, RankRecord
+from shardwise.observing.rank_reader import RankReader
+from shardwise.observing.rank_record import RankRecord
 from shardwise.report.names import shown_ranks
 
 METRICS = "metrics.jsonl"
@@ -25,8 +25,10 @@ _APART_S = 5.0
 
 _MOST_TENANTS = 1024
 _MOST_HOSTS = 4
-_MOST_STEP = 1 << 50
-_MOST_LINE = 1 << 20
+_LINES_OF_ALL = 1 << 16
+_LEAST_LINES = 1 << 11
+"""Of a training, of its metrics."""
+
 _MOST_CONFIG = 1 << 16
 """Bytes; ours are shorter."""
 
@@ -55,8 +57,7 @@ class RunRecord:
         return rank.began - self.began if self._is_in_time(rank) else 0.0
 
     def _is_in_time(self, rank: RankRecord) -> bool:
-        """Whether its clock agrees with that of the first."""
-        return abs(rank.began - self.ranks[0].began) <= _APART_S
+        return _have_one_clock(rank, self.ranks[0])
 
     @property
     def label(self) -> str:
@@ -103,19 +104,27 @@ class RunReader:
 
     def _read_ranks(self) -> None:
         folder = self.path / FOLDER
-        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        for name in filter(_RANK_FILE.fullmatch, names):
-            self._readers.setdefault(name, RankReader(folder / name)).read_on()
+        names = [name for name in _names_in(folder) if _RANK_FILE.fullmatch(name)]
+        self._readers = {name: self._readers.get(name) or RankReader(folder / name) for name in names}
+        for reader in self._readers.values():
+            reader.read_on()
 
     def _read_metrics(self) -> None:
-        below = [entry for entry in sorted(self.path.iterdir()) if _is_file(entry / METRICS)]
-        places = {
-            "": self.path / METRICS,
-            **{words_of(entry.name): entry / METRICS for entry in below[:_MOST_TENANTS]},
-        }
-        for name, place in places.items():
-            if place.is_file():
-                self._metrics.setdefault(name, MetricsLines(place)).read_on()
+        below = {words_of(name): self.path / name / METRICS for name in _names_in(self.path)}
+        places = {"": self.path / METRICS, **below}
+        found = [(name, place) for name, place in places.items() if _is_file(place)][: 1 + _MOST_TENANTS]
+        most = max(_LINES_OF_ALL // max(len(found), 1), _LEAST_LINES)
+        self._metrics = {name: self._metrics.get(name) or MetricsLines(place, most) for name, place in found}
+        for metrics in self._metrics.values():
+            metrics.read_on()
+
+
+def _names_in(folder: Path) -> list[str]:
+    """In order; none where there is no such folder, as where a run is removed meanwhile."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _is_file(path: Path) -> bool:
@@ -126,65 +135,50 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-class MetricsLines:
-    """The lines of a file of metrics, which grows, or is replaced where a training goes on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: list[Mapping[str, Any]] = []
-        self._place = 0
-        self._file = (0, 0)
-
-    def read_on(self) -> None:
-        """Take in what is there now; raises OSError."""
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._place:
-                self._file, self._place, self.lines = (status.st_dev, status.st_ino), 0, []
-            file.seek(self._place)
-            text = file.read()
-        whole, newline, _ = text.rpartition(b"\n")
-        self._place += len(whole) + len(newline)
-        for line in whole.splitlines():
-            try:
-                found = json.loads(line) if len(line) <= _MOST_LINE else None
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict) and isinstance(found.get("kind"), str) and _is_step(found.get("step")):
-                self.lines.append(found)
-
-
-def _is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_STEP
-
-
 def _newest(readers: Mapping[str, RankReader]) -> tuple[tuple[RankRecord, ...], tuple[str, ...]]:
     """The ranks of the newest run, and what is to be said of the others, and of those that lack."""
     notes = []
     for name, reader in readers.items():
-        if not reader.records:
+        if reader.record is None:
             notes.append(f"{FOLDER}/{name} is not of an observed rank, or empty")
         elif reader.odd_lines:
             notes.append(f"{FOLDER}/{name}: lines that cannot be understood were passed over: {reader.odd_lines}")
-    lasts = [reader.records[-1] for reader in readers.values() if reader.records]
+    lasts = [reader.record for reader in readers.values() if reader.record is not None]
     if not lasts:
         return (), tuple(notes)
-    # Every run has a first rank; where its file lacks, clocks are all there is.
-    newest = min(lasts, key=lambda record: (record.rank != 0, -record.began))
+    newest = _newest_of(lasts, {run for reader in readers.values() for run in reader.earlier})
     ranks = sorted((record for record in lasts if record.run == newest.run), key=lambda record: record.rank)
     lacking = sorted(set(range(newest.world_size)) - {record.rank for record in ranks})
     if lacking:
         notes.append(f"of {newest.world_size} ranks nothing is there of rank {shown_ranks(lacking)}")
-    away = sorted({record.host for record in ranks if abs(record.began - ranks[0].began) > _APART_S})
+    away = sorted({record.host for record in ranks if not _have_one_clock(record, ranks[0])})
     if away:
         notes.append(
             f"the clock of {_shown(away)} is not that of {ranks[0].host}; ranks there are shown as if all had "
             "begun at once"
         )
-    earlier = len({record.run for reader in readers.values() for record in reader.records}) - 1
+    earlier = (
+        len({*(run for reader in readers.values() for run in reader.earlier), *(one.run for one in lasts)}) - 1
+    )
     if earlier:
         notes.append(f"earlier runs into this folder, not shown: {earlier}")
     return tuple(ranks), tuple(notes)
+
+
+def _newest_of(lasts: Sequence[RankRecord], followed: Container[str]) -> RankRecord:
+    """A rank of the newest run; ``followed`` are runs that another one came after in some rank's file.
+
+    Every run has a first rank; where its file lacks, clocks are all there is. It may be elsewhere by now, too: what
+    is later by the same clock is newer than what it has left here.
+    """
+    left = [record for record in lasts if record.run not in followed] or lasts
+    first = min(left, key=lambda record: (record.rank != 0, -record.began))
+    return max((record for record in left if record.machine == first.machine), key=lambda record: record.began)
+
+
+def _have_one_clock(rank: RankRecord, other: RankRecord) -> bool:
+    """Whether times of the one are times of the other: they are of one machine, or agree."""
+    return rank.machine == other.machine or abs(rank.began - other.began) <= _APART_S
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from shardwise.observing.run_record import METRICS, MetricsLines
+from shardwise.observing.metrics_lines import MetricsLines
+from shardwise.observing.run_record import METRICS
 from shardwise.pictures.installed import note_on_curves
 
 _PATIENCE_S = 60.0

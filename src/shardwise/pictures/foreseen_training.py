@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.observing.phase_times import NO_SAMPLE, PhaseTimes
 from shardwise.observing.rank_record import RankRecord
-from shardwise.pictures.chart import Floats, Look, Series, Table
+from shardwise.pictures.chart import Look, Series, Table
 from shardwise.report.sizes import in_bytes
 
 _GIB = 2**30
@@ -90,23 +91,21 @@ class TrainingForeseen:
         """Of each phase that of the rank that had most."""
         found: dict[str, _Fact] = {}
         for rank, shift in zip(self.ranks, self.shifts, strict=True):
-            samples = rank.samples()
-            time = samples["t"]
-            if not len(time):
-                continue
-            names = ("anonymous", "shared") if self.is_on_host else ("allocated",)
-            total = sum((samples[name] for name in names), np.zeros(len(time))) * 1024.0
-            before = float(np.interp(_first_of(rank), time, total)) if self.is_on_host else 0.0
+            phases = [times for times in rank.phases() if times.lane == 0]
+            before = _before(phases) if self.is_on_host and phases else 0.0
             for row, paths in _SPANS.items():
-                spans = _spans(rank, paths)
-                inside = _within(time, spans)
-                if not inside.any():
+                inside = [times for times in phases if times.path in paths]
+                most_kib = max((self._most_of(times) for times in inside), default=NO_SAMPLE)
+                if most_kib < 0:
                     continue
-                grown = max(float(total[inside].max()) - before, 0.0)
+                grown = max(most_kib * 1024 - before, 0.0)
                 if row not in found or grown > found[row].nbytes:
-                    start, stop = float(spans[0].min()) + shift, float(spans[1].max()) + shift
-                    found[row] = _Fact(rank.rank, grown, before, start, stop)
+                    start, stop = min(times.starts[0] for times in inside), max(times.stops[-1] for times in inside)
+                    found[row] = _Fact(rank.rank, grown, before, start + shift, stop + shift)
         return found
+
+    def _most_of(self, times: PhaseTimes) -> float:
+        return times.most_kib if self.is_on_host else times.most_allocated_kib
 
 
 def _by_row(told: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -121,28 +120,7 @@ def _by_row(told: Mapping[str, Any], name: str) -> dict[str, float]:
     return found
 
 
-def _spans(rank: RankRecord, paths: Sequence[tuple[str, ...]]) -> tuple[Floats, Floats]:
-    """(beginnings, ends) of these phases of the rank's first thread."""
-    found = [
-        (span.start, rank.last if span.stop is None else span.stop)
-        for span in rank.phases
-        if span.lane == 0 and span.path in paths
-    ]
-    table = np.array(found, np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
-
-
-def _within(time: Floats, spans: tuple[Floats, Floats]) -> Any:
-    """Which of these moments are in one of the spans, which are in order and do not overlap."""
-    starts, stops = spans
-    if not len(starts):
-        return np.zeros(len(time), bool)
-    place = np.searchsorted(starts, time, side="right") - 1
-    return (place >= 0) & (time <= stops[place])
-
-
-def _first_of(rank: RankRecord) -> float:
-    """When the model began to be brought up; else when the first phase began."""
-    paths = _SPANS[_LOAD]
-    starts = [span.start for span in rank.phases if span.path in paths] or [span.start for span in rank.phases]
-    return min(starts, default=0.0)
+def _before(phases: Sequence[PhaseTimes]) -> float:
+    """What the host had when the model began to be brought up; else when the first phase began; in bytes."""
+    loads = [times for times in phases if times.path in _SPANS[_LOAD]]
+    return max((loads or phases)[0].before_kib, 0.0) * 1024

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.observing.phase_times import PhaseSpan, PhaseTimes
 from shardwise.observing.plain import number_in
-from shardwise.observing.rank_record import PhaseSpan, RankRecord
+from shardwise.observing.rank_record import RankRecord, ToldFacts
 from shardwise.observing.run_record import RunRecord
+from shardwise.observing.thinning import extremes, merged
 from shardwise.pictures.chart import Band, Bars, Chart, Floats, Look, Series, Table
 from shardwise.pictures.foreseen_training import TrainingForeseen
-from shardwise.pictures.thinning import extremes, merged
 from shardwise.report.sizes import in_bytes
 
 _POINTS = 60_000
@@ -53,6 +54,12 @@ class RankCharts:
                 f"of {len(self.run.ranks)} ranks {len(self.ranks)} have lines and rows, among them the fullest, "
                 f"rank {_fullest(self.run.ranks).rank}; all of them are in what is stacked by machine"
             )
+        if thinned := [rank for rank in self.run.ranks if rank.count < rank.taken]:
+            most = max(thinned, key=lambda rank: rank.taken)
+            found.append(
+                f"of {most.taken} samples of rank {most.rank} {most.count} are kept, the least and the most of "
+                "each part; bytes a second are means from each of these to the next"
+            )
         if len(machines := self._machines()) > _MOST_MACHINES:
             found.append(f"of {len(machines)} machines {_MOST_MACHINES} are drawn")
         return found
@@ -71,14 +78,11 @@ class RankCharts:
         series += self._foreseen()
         if self.training.is_on_host:
             series += self.training.lines()
-        shares = [np.array(rank.shares, np.float64).reshape(-1, 5) for rank in self.ranks]
-        series += [
-            self._line(
-                f"rank {rank.rank}, PSS", table[:, 0] + shift, (table[:, 2] + table[:, 3]) / _GIB, Look.POINTS
-            )
-            for rank, table, shift in zip(self.ranks, shares, self.shifts, strict=True)
-            if len(table)
-        ]
+        for rank, shift in zip(self.ranks, self.shifts, strict=True):
+            shares = rank.divided()
+            if len(shares["t"]):
+                own = (shares["anonymous"] + shares["shared"]) / _GIB
+                series.append(self._line(f"rank {rank.rank}, PSS", shares["t"] + shift, own, Look.POINTS))
         return Chart(
             "memory", "Host memory by rank, anonymous and shared; points: PSS", _TIME, "GiB", series, self.bands
         )
@@ -115,24 +119,19 @@ class RankCharts:
     def phases(self) -> Chart:
         """When each rank was in which phase; short ones that follow each other are one."""
         shown = _shown(self.ranks, _MOST_RANKS_OF_BARS)
-        rows = [*dict.fromkeys(_row(span) for rank in shown for span in rank.phases)][:_MOST_ROWS]
-        known = set(rows)
+        phases = {rank.rank: rank.phases() for rank in shown}
+        rows = [*dict.fromkeys(_row(times) for found in phases.values() for times in found)][:_MOST_ROWS]
         bars = []
         for rank in shown:
             shift = self.run.shift_of(rank)
-            spans: dict[str, list[tuple[float, float]]] = {}
-            for span in rank.phases:
-                if (row := _row(span)) in known:
-                    stop = rank.last if span.stop is None else span.stop
-                    spans.setdefault(row, []).append((span.start + shift, stop + shift))
             names: list[str] = []
             starts, stops = [np.zeros(0)], [np.zeros(0)]
-            for row, pairs in spans.items():
-                table = np.array(pairs, np.float64)
-                start, ends = merged(table[:, 0], table[:, 1], self.seconds / 600)
-                names += [row] * len(start)
-                starts.append(start)
-                stops.append(ends)
+            for times in phases[rank.rank]:
+                if (row := _row(times)) in rows:
+                    start, ends = merged(*times.spans(), self.seconds / 600)
+                    names += [row] * len(start)
+                    starts.append(start + shift)
+                    stops.append(ends + shift)
             start = np.concatenate(starts)
             bars.append(Bars(f"rank {rank.rank}", names, start, np.concatenate(stops) - start))
         some = f" of {len(shown)} of {len(self.run.ranks)} ranks" if len(shown) < len(self.run.ranks) else ""
@@ -210,46 +209,46 @@ class RankCharts:
     def _foreseen(self) -> list[Series]:
         """The peak that was foreseen for a load, on top of what there was before, of the rank that needs most."""
         found = []
-        for rank, time, samples in self._each():
-            total = (samples["anonymous"] + samples["shared"]) / _GIB
+        for rank, _, _ in self._each():
             for load in _loads_of(rank):
-                start, stop = _around(rank, load)
-                before = float(np.interp(start + self.run.shift_of(rank), time, total))
-                place = np.array([start, stop]) + self.run.shift_of(rank)
-                height = before + _forecast(load, "host_bytes") / 2**30
+                around = _around(load)
+                if around.before_kib < 0:
+                    continue
+                before = around.before_kib / _GIB
+                stop = rank.last if around.stop is None else around.stop
+                place = np.array([around.start, stop]) + self.run.shift_of(rank)
+                height = before + _forecast(load.facts, "host_bytes") / 2**30
                 found.append(Series(f"foreseen for rank {rank.rank}", place, np.full(2, height), Look.DASHED))
         return [max(found, key=lambda item: float(item.y[0]))] if found else []
 
     def _loads(self) -> Table:
         head = ("rank", "read, foreseen", "read", "held, foreseen", "held", "host peak, foreseen", "host, grown by")
         rows = []
-        for rank, _, samples in self._each():
-            total = samples["anonymous"] + samples["shared"]
+        for rank, _, _ in self._each():
             for load in _loads_of(rank):
-                start, stop = _around(rank, load)
-                inside = total[(samples["t"] >= start) & (samples["t"] <= stop)]
-                grown = (inside.max() - inside[0]) * 1024 if len(inside) else 0.0
-                held = ("read_bytes", _number(load, "read_bytes")), ("shard_bytes", _number(load, "placed_bytes"))
-                pairs = [in_bytes(int(value)) for name, was in held for value in (_forecast(load, name), was)]
+                around = _around(load)
+                grown = max(around.most_kib - around.before_kib, 0.0) * 1024 if around.before_kib >= 0 else 0.0
+                facts = load.facts
+                held = ("read_bytes", _number(facts, "read_bytes")), ("shard_bytes", _number(facts, "placed_bytes"))
+                pairs = [in_bytes(int(value)) for name, was in held for value in (_forecast(facts, name), was)]
                 rows.append(
-                    (str(rank.rank), *pairs, in_bytes(int(_forecast(load, "host_bytes"))), in_bytes(int(grown)))
+                    (str(rank.rank), *pairs, in_bytes(int(_forecast(facts, "host_bytes"))), in_bytes(int(grown)))
                 )
         return Table("Loading: foreseen, and done", head, rows[:_MOST_RANKS])
 
     def _seconds(self) -> Table:
-        taken: dict[tuple[str, ...], dict[int, list[float]]] = {}
+        taken: dict[tuple[str, ...], dict[int, list[PhaseTimes]]] = {}
         for rank in self.ranks:
-            for span in rank.phases:
-                stop = rank.last if span.stop is None else span.stop
-                taken.setdefault(span.path, {}).setdefault(rank.rank, []).append(stop - span.start)
+            for times in rank.phases():
+                taken.setdefault(times.path, {}).setdefault(rank.rank, []).append(times)
         rows = []
         for path, by_rank in list(taken.items())[:_MOST_ROWS]:
-            sums = {rank: sum(each) for rank, each in by_rank.items()}
+            sums = {rank: sum(times.seconds for times in each) for rank, each in by_rank.items()}
             slowest = max(sums, key=lambda rank: sums[rank])
-            times = max(len(each) for each in by_rank.values())
+            most_times = max(sum(times.times for times in each) for each in by_rank.values())
             mean = sum(sums.values()) / len(sums)
             most = f"{sums[slowest]:.2f} s on rank {slowest}"
-            rows.append((": ".join(path), str(times), f"{mean:.2f} s", most))
+            rows.append((": ".join(path), str(most_times), f"{mean:.2f} s", most))
         return Table("Phases: seconds", ("phase", "times", "mean of ranks", "most"), rows)
 
     def _bands(self) -> list[Band]:
@@ -257,16 +256,13 @@ class RankCharts:
         if not self.ranks:
             return []
         first, shift = self.ranks[0], self.shifts[0]
-        by_name: dict[str, list[tuple[float, float]]] = {}
-        for span in first.phases:
-            if len(span.path) == 1 and span.lane == 0:
-                stop = first.last if span.stop is None else span.stop
-                by_name.setdefault(span.name, []).append((span.start + shift, stop + shift))
         bands = []
-        for name, pairs in by_name.items():
-            table = np.array(pairs, np.float64)
-            starts, stops = merged(table[:, 0], table[:, 1], self.seconds / 100)
-            bands += [Band(name, float(a), float(b)) for a, b in zip(starts, stops, strict=True)]
+        for times in first.phases():
+            if len(times.path) > 1 or times.lane:
+                continue
+            name = times.name
+            starts, stops = merged(*times.spans(), self.seconds / 100)
+            bands += [Band(name, float(a) + shift, float(b) + shift) for a, b in zip(starts, stops, strict=True)]
         longest = sorted(bands, key=lambda band: band.start - band.stop)[:_MOST_BANDS]
         return sorted(longest, key=lambda band: band.start)
 
@@ -289,8 +285,8 @@ def _with_fullest(shown: list[RankRecord], ranks: Sequence[RankRecord]) -> list[
     return [by_rank[number] for number in sorted(by_rank)]
 
 
-def _row(span: PhaseSpan) -> str:
-    return ": ".join(span.path) + (f" (thread {span.lane})" if span.lane else "")
+def _row(times: PhaseTimes) -> str:
+    return ": ".join(times.path) + (f" (thread {times.lane})" if times.lane > 0 else "")
 
 
 def _rates(time: Floats, counted: Floats, least_s: float) -> tuple[Floats, Floats]:
@@ -301,18 +297,14 @@ def _rates(time: Floats, counted: Floats, least_s: float) -> tuple[Floats, Float
     return (time[1:] + time[:-1]) / 2, np.maximum(np.diff(counted), 0.0) / passed
 
 
-def _loads_of(rank: RankRecord) -> list[Mapping[str, Any]]:
-    return [facts for facts in rank.facts if facts.get("tell") == "load"]
+def _loads_of(rank: RankRecord) -> list[ToldFacts]:
+    return [told for told in rank.told if told.facts.get("tell") == "load"]
 
 
-def _around(rank: RankRecord, load: Mapping[str, Any]) -> tuple[float, float]:
-    """When the outermost phase that a load was told in began and ended, in the rank's own time."""
-    t = float(load["t"])
-    for span in rank.phases:
-        stop = rank.last if span.stop is None else span.stop
-        if len(span.path) == 1 and span.lane == 0 and span.start <= t <= stop:
-            return span.start, stop
-    return t, t
+def _around(load: ToldFacts) -> PhaseSpan:
+    """The outermost phase that a load was told in, or that moment."""
+    t = float(load.facts["t"])
+    return load.around or PhaseSpan((), 0, t, t)
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float:

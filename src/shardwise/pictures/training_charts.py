@@ -9,8 +9,8 @@ import numpy as np
 
 from shardwise.observing.plain import number_in
 from shardwise.observing.run_record import RunRecord
+from shardwise.observing.thinning import extremes
 from shardwise.pictures.chart import Chart, Floats, Look, Series
-from shardwise.pictures.thinning import extremes
 
 _MOST_SERIES = 60
 _POINTS = 60_000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"(\d{1,18})")
+"""Names are of strangers: a number of thousands of digits is many, as Python makes none of it."""
 
 _SHOWN = 6
 """Patterns that a listing shows."""

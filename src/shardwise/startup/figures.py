@@ -16,8 +16,8 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.observing.rank_record import RankRecord
 from shardwise.observing.run_record import RunRecord
+from shardwise.observing.thinning import extremes
 from shardwise.pictures.chart import Band, Chart, Floats, Look, Series
-from shardwise.pictures.thinning import extremes
 from shardwise.startup.kinds import PHASES
 from shardwise.startup.values import BroughtUp, values_of
 
@@ -95,7 +95,8 @@ def figures_of(record: RunRecord) -> ArmFigures:
         FormatError: a rank has left no samples, or not all phases.
     """
     for rank in record.ranks:
-        if not rank.rows or {span.name for span in rank.phases if span.lane == 0} < {*PHASES}:
+        found = {times.name for times in rank.phases() if len(times.path) == 1 and times.lane == 0}
+        if not rank.count or not found.issuperset(PHASES):
             raise FormatError(f"{record.path}: rank {rank.rank} has not been observed to its end")
     begins = [rank.began + _span(rank, "load")[0] for rank in record.ranks]
     ends = [rank.began + _span(rank, "wrap")[1] for rank in record.ranks]
@@ -134,8 +135,8 @@ def chart_of(arm: str, record: RunRecord, figures: ArmFigures) -> Chart:
 
 def _span(rank: RankRecord, name: str) -> tuple[float, float]:
     """The outermost phase of this name, in the rank's own time."""
-    [span, *_] = [span for span in rank.phases if span.path == (name,) and span.lane == 0]
-    return span.start, rank.last if span.stop is None else span.stop
+    [times] = [times for times in rank.phases() if times.path == (name,) and times.lane == 0]
+    return times.starts[0], times.stops[0]
 
 
 def _moments(record: RunRecord) -> Floats:

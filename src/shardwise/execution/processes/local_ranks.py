@@ -54,6 +54,10 @@ class RankError(ShardwiseError):
         super().__init__("\n".join(lines))
 
 
+class RanksLateError(RankError):
+    """No rank failed, and some did not come to their end in time; ``failures`` has these."""
+
+
 class LocalRanks:
     """``size`` fresh processes with a process group, kept for any number of calls.
 
@@ -117,7 +121,8 @@ class LocalRanks:
         """Call ``function(*args)`` on every rank; the values by rank.
 
         Raises:
-            RankError: a rank raised, ended, or did not finish in time.
+            RankError: a rank raised, or ended.
+            RanksLateError: ranks did not finish in time, of which it is the only fault.
         """
         self.start(function, *args)
         return self.finish()
@@ -161,7 +166,7 @@ class LocalRanks:
                     deadline = limit if deadline is None else min(deadline, limit)
         if failures:
             self.kill()
-            raise RankError(failures, errors)
+            raise (RankError if errors else RanksLateError)(failures, errors)
         return [values[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> tuple[str, Any]:

@@ -34,6 +34,7 @@ def run_spawned(
     *args: Any,
     ending: Ending = EndAtOnce(),
     preloaded: Sequence[str] = ("torch",),
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """Call the function on ``size`` new processes of this machine; its values by rank.
 
@@ -43,12 +44,14 @@ def run_spawned(
 
     Raises:
         ShardwiseError: as raised by the function, on the lowest rank where it was.
+        RanksLateError: after ``timeout_s`` (None: never), what they import included, ranks had not come to their
+            end, and were ended; none of them had failed.
         RankError: when a rank failed otherwise.
     """
     with _terminated_like_interrupted():
         with _deaf_to_interrupts():
             start_server(preloaded)
-        ranks = LocalRanks(size, seat=at_own_gpu, preloaded=preloaded)
+        ranks = LocalRanks(size, timeout_s=timeout_s, seat=at_own_gpu, preloaded=preloaded)
         try:
             with _passing_on(ranks) if isinstance(ending, AskFirst) else nullcontext():
                 values = ranks.run(function, *args)

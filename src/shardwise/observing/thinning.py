@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.pictures.chart import Floats
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
 
 
-def extremes(values: Floats, parts: int) -> npt.NDArray[np.intp]:
+def extremes(values: Floats, parts: int) -> Places:
     """The places of the first value, the last one, and of the least and the most of each of as many equal parts.
 
-    In order, at most ``2 * parts + 2``; all places where there are no more than that.
+    In order, at most ``2 * parts + 2``; all places where there are no more than that. NaN stands out nowhere.
     """
     count = len(values)
     if count <= 2 * parts + 2:
@@ -20,11 +23,17 @@ def extremes(values: Floats, parts: int) -> npt.NDArray[np.intp]:
     padded = np.full(each * parts, np.nan)
     padded[:count] = values
     table = padded.reshape(parts, each)
-    table = table[~np.isnan(table).all(axis=1)]
-    starts = np.arange(len(table)) * each
+    has_any = ~np.isnan(table).all(axis=1)
+    starts, table = np.flatnonzero(has_any) * each, table[has_any]
     least = starts + np.nanargmin(table, axis=1)
     most = starts + np.nanargmax(table, axis=1)
     return np.unique(np.concatenate([[0], least, most, [count - 1]]))
+
+
+def standing_out(columns: Sequence[Floats], most: int) -> Places:
+    """The places of :func:`extremes` of any of these columns, in order, at most ``most`` of them."""
+    parts = max(most // (2 * len(columns)) - 1, 1)
+    return np.unique(np.concatenate([extremes(column, parts) for column in columns]))
 
 
 def merged(start: Floats, stop: Floats, gap: float) -> tuple[Floats, Floats]:
