@@ -153,7 +153,7 @@ def plan_command(
 
 def _about_training(memory: str | None, tflops: float | None, read_rate: str | None) -> dict[str, Any]:
     """What has been said of the machines that a training is to run on."""
-    from shardwise.engines.save_options import in_bytes_of
+    from shardwise.tensors.byte_sizes import in_bytes_of
 
     said: dict[str, Any] = {}
     for option, name, text in (
