@@ -111,6 +111,35 @@ FURTHER = {
     "rounds left out": template("{%- if m.role == 'user' and loop.last %}{% continue %}{%- endif %}"),
     "no more than": template("{%- if loop.index0 > 5 %}{% break %}{%- endif %}"),
     "twice": LAST_QUESTION + HEAD + TURN + "{%- endfor %}" + template("{{- 'a' if loop.index0 > ns.last }}"),
+    "another space within": template(
+        "{%- if loop.first %}{%- set ns.own = namespace(n=0) %}{%- endif %}"
+        "{%- set own = ns.own %}{{- own.n }}{%- set own.n = own.n + 1 %}{{- 'z' if loop.last }}",
+        LAST_QUESTION,
+    ),
+    "used up in rounds": template(
+        "{%- if loop.first %}{%- set ns.signs = ['a', 'b', 'c', 'd'] | map('upper') %}{%- endif %}"
+        "{{- ns.signs | first }}{{- 'z' if loop.last }}",
+        LAST_QUESTION,
+    ),
+    "a number in a list": template(
+        "{%- if loop.first %}{%- set ns.places = [{'last': ns.last}] %}{%- endif %}"
+        "{{- 'a' if loop.index0 > ns.places[0].last }}",
+        LAST_QUESTION,
+    ),
+    "messages kept": template(
+        "{%- if loop.first %}{%- set ns.all = messages %}{%- endif %}"
+        "{{- 'a' if loop.index0 > 2 and ns.all | length > 4 }}{{- 'z' if loop.last }}",
+        LAST_QUESTION,
+    ),
+    "a macro kept": template(
+        "{%- if loop.first %}{%- set ns.count = counted %}{%- endif %}"
+        "{{- ns.count() if loop.index0 > 2 }}{{- 'z' if loop.last }}",
+        LAST_QUESTION + "{%- macro counted() %}{{- messages | length }}{%- endmacro %}",
+    ),
+    "a loop kept": template(
+        "{%- if loop.first %}{%- set ns.loop = loop %}{%- endif %}{{- ns.loop.index0 }}{{- 'z' if loop.last }}",
+        LAST_QUESTION,
+    ),
     "a name like ours": template("{{- shardwise_round_begun }}"),
     "refused": template("{%- if loop.last and m.content == 'Ho' %}{{- raise_exception('Ho') }}{%- endif %}"),
 }

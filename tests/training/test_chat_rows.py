@@ -319,6 +319,13 @@ MALFORMED = {
     "messages[1].reasoning_content is a JSON number": [HI, {**HO, "reasoning_content": 3}],
     "messages[1].content is no text: character 0 is half of a surrogate pair": [HI, message("assistant", "\ud800")],
     "messages[1] has half of a surrogate pair in it": [HI, call({"a": "\udfff"})],
+    "messages[1] has a value that is not JSON": [HI, call({"a": float("nan")})],
+    "messages[1].tool_calls[0].function.arguments has a value that is not JSON": [HI, call('{"a": [Infinity]}')],
+    "messages[1].tool_calls[0].function.arguments has half of a surrogate pair": [HI, call('{"a": "\\ud800"}')],
+    "messages[1].tool_calls[0].function.arguments is a string, but not valid JSON (an object in it has 'a' twice": [
+        HI,
+        call('{"a": 1, "a": 2}'),
+    ],
     "messages[0].role is a JSON number": [message(3, "a"), HO],  # type: ignore[arg-type]
 }
 
@@ -338,6 +345,8 @@ def test_a_message_that_cannot_be_is_named(cause: str) -> None:
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' is a JSON array, not an object"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools would take the place"),
         ({"tools": [{"name": b"f"}]}, "tools has a value that is not JSON"),
+        ({"tools": '[{"name": "f", "default": NaN}]'}, "tools has a value that is not JSON"),
+        ({"chat_template_kwargs": {"share": float("inf")}}, "chat_template_kwargs has a value that is not JSON"),
     ],
 )
 def test_what_goes_with_messages_is_looked_at(further: dict[str, Any], cause: str) -> None:

@@ -107,6 +107,11 @@ def test_every_fault_at_once() -> None:
         (("model.name=",), "model.name=None: it must be a valid string"),
         (("num_train_epochs=3",), "num_train_epochs: no such key; did you mean training.epochs?"),
         (("bananas=1",), "bananas: no such key"),
+        ((".bananas=1",), "'': no such key"),
+        (("data.columns.prompt=",), "data.columns.prompt=None: it must be a valid string"),
+        (("data.columns={1: question}",), "data.columns.1=1: it must be a valid string"),
+        (("data.cache_size=5 apples",), "data.cache_size: '5 apples' is not a size of at least one byte"),
+        (("output.max_shard_size=0GB",), "output.max_shard_size: '0GB' is not a size of at least one byte"),
     ],
 )  # fmt: skip
 def test_a_fault_names_the_key_and_what_is_wanted(overrides: tuple[str, ...], expected: str) -> None:
@@ -122,6 +127,8 @@ def test_a_fault_names_the_key_and_what_is_wanted(overrides: tuple[str, ...], ex
         ("- a\n- b\n", "it is a list, not keys with values"),
         ("just words", "just words: no such key"),
         ("model: ${nowhere}", "the configuration cannot be read (Interpolation key 'nowhere' not found"),
+        ("model: ???", "the configuration cannot be read (Missing mandatory value: name\n    full_key: model.name"),
+        ("1.5: 3", "1.5: no such key"),
         ("output: !!int abc", "the configuration cannot be read (invalid literal for int()"),
         (b"\xff\xfe\x00", "the configuration cannot be read ("),
     ],
@@ -144,6 +151,22 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_an_override_is_a_key_and_a_value(override: str) -> None:
     with pytest.raises(ConfigError, match="overrides are written key=value"):
         read_config(None, [*NEEDED, override])
+
+
+@pytest.mark.parametrize("override", ["data.train.0.weight=2", "data.train[0].weight=2", "data.train.a=b"])
+def test_an_override_of_a_part_of_a_list_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="an override replaces a list as a whole"):
+        read_config(None, [*NEEDED, "data.train=[{path: a, weight: 1}]", override])
+
+
+@pytest.mark.parametrize("name", ["${HOME}", r"\${a}", r"\\${a.b}c", "a\\", "${"])
+def test_what_looks_like_an_interpolation_is_written_as_what_it_is(tmp_path: Path, name: str) -> None:
+    config = config_of(
+        {"model": {"name": name}, "data": {"train": "a"}, "output": {"directory": "o"}}
+        | {"log": {"tracker_options": {"wandb": {"tags": [name]}}}}
+    )
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert read_config(str(tmp_path / "config.yaml")) == config
 
 
 def test_a_configuration_that_is_written_is_read_again(tmp_path: Path) -> None:
@@ -227,14 +250,16 @@ def test_other_ways_to_write_a_value(tmp_path: Path) -> None:
     """A reader of YAML 1.1 takes ``1e-4`` for text, and so it is in quotes."""
     file = tmp_path / "config.yaml"
     file.write_text(
-        "model: org/name\ndata: a.jsonl\noutput: {directory: out, dtype: fp16}\n"
+        "model: org/name\noutput: {directory: out, dtype: fp16}\n"
         "optimizer: {learning_rate: '1e-4', weight_decay: '.1', beta2: '0.95'}\n"
+        "data: {train: a.jsonl, validation_fraction: '1e-2'}\n"
         "tuning: {method: lora, target_modules: q_proj, modules_to_save: 'norm, lm_head'}\n"
         "log: {trackers: wandb}\nsharding: {precision: bf16, reduce_dtype: fp32}\n"
     )
     config = read_config(str(file))
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-4, 0.1)
     assert config.optimizer.betas == (0.9, 0.95)
+    assert config.data.validation_fraction == 0.01
     assert isinstance(config.tuning, LoraTuning)
     assert (config.tuning.target_modules, config.tuning.modules_to_save) == (["q_proj"], ["norm", "lm_head"])
     assert config.log.trackers == ["wandb"]

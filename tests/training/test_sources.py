@@ -166,6 +166,48 @@ def test_any_csv_is_cut_where_records_end(
     assert values_of(Csv(str(file)), nbytes) == list(enumerate(expected, start=1))
 
 
+@given(
+    rows=st.lists(
+        st.tuples(st.text('a", \n\r', max_size=6), st.text('é"', min_size=1, max_size=2), st.booleans()), max_size=8
+    ),
+    nbytes=st.integers(1, 40),
+)
+def test_a_quote_within_a_field_opens_nothing(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str, bool]], nbytes: int
+) -> None:
+    """Only the one that a field begins with does, as for whoever else reads such files."""
+    file = tmp_path_factory.getbasetemp() / "inches.csv"
+    quoted = ['"{}",{}"{}\n'.format(text.replace('"', '""'), "é", inches) for text, inches, _ in rows]
+    plain = ['é{},"{}"\n'.format(inches, text.replace('"', '""')) for text, inches, _ in rows]
+    lines = [one if first else other for (_, _, first), one, other in zip(rows, quoted, plain, strict=True)]
+    file.write_text('"text","prompt"\n' + "".join(lines), "utf-8-sig", newline="")
+    with file.open(newline="", encoding="utf-8-sig") as opened:
+        expected = [{name: text for name, text in row.items() if text} for row in csv.DictReader(opened)]
+    assert values_of(Csv(str(file)), nbytes) == list(enumerate(expected, start=1))
+
+
+def test_columns_that_are_not_read_may_have_one_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,,,completion\na,1,2,b\n")
+    [example] = read(tmp_path / "rows.csv").examples
+    assert tiny.tokenizer().decode(example.tokens, skip_special_tokens=True) == "ab"
+
+
+def test_what_a_row_says_twice_is_not_the_last_of_both(tmp_path: Path) -> None:
+    twice, fine = '{"text": "a", "text": "b"}', '{"text": "c"}'
+    (tmp_path / "rows.jsonl").write_text("\n".join([fine, twice, fine]))
+    (tmp_path / "rows.json").write_text(f"[{fine}, {twice}, {fine}]")
+    (tmp_path / "rows.csv").write_text('messages\n"[{""role"": ""user"", ""role"": ""assistant""}]"\n')
+    for name, told in (
+        ("rows.jsonl", "line 2: an object in it has 'text' twice"),
+        ("rows.json", "row 2: an object in it has 'text' twice"),
+        ("rows.csv", r"row 1: 'messages' is a string that is not valid JSON \(an object in it has 'role' twice"),
+    ):
+        with pytest.raises(ConfigError, match=rf"1 row cannot be used\n  {told}"):
+            read(tmp_path / name)
+    for name in ("rows.jsonl", "rows.json"):
+        assert len(read(tmp_path / name, malformed=SkipRows()).examples) == 2
+
+
 def test_empty_lines_count_as_places(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n \n{"text": "b"}')
@@ -315,6 +357,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"plain: there is no file of rows in it"):
         read(tmp_path / "plain")
     tiny.write_rows(tmp_path / "plain" / "chats.jsonl", *ROWS)
+    (tmp_path / "plain" / "dataset_infos.json").write_text('{"default": {"features": {}}}')
     assert tokens(read(tmp_path / "plain")) == tokens(lines)
 
 

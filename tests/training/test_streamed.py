@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import pytest
 from tests.training import tiny
 from tests.training.test_sources import same_rows
 
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.execution.ranks.world import World
 from shardwise.testing.world import run_world
 from shardwise.training.configuration.config import config_of
+from shardwise.training.data import streamed
 from shardwise.training.data.batches import Packed, Padded
 from shardwise.training.data.read_once import ReadOptions, RowsAsked, SkipRows
 from shardwise.training.data.sources import DataName
 from shardwise.training.data.streamed import StreamLoader, stream_loader
-from shardwise.training.data.tokenising import Effort
+from shardwise.training.data.tokenising import Effort, encoded_blocks
 from shardwise.training.options import Epochs, Steps, TrainOptions
 from shardwise.training.session import Session
 from shardwise.training.stopping import StopRequest
@@ -146,6 +150,34 @@ def test_data_sets_are_mixed_by_weight(file: Path, tmp_path: Path) -> None:
         loader(file, DataName(str(few), words=RowWords("text")))
 
 
+class Stopped(Exception):
+    pass
+
+
+def test_who_is_stopped_while_the_first_rows_are_read_is_told_so(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read = threading.Event()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        for each in encoded_blocks(*args, **options):
+            is_read.set()
+            time.sleep(0.2)
+            yield each
+
+    def check(_: World) -> None:
+        if is_read.is_set():
+            raise Stopped
+
+    monkeypatch.setattr(streamed, "encoded_blocks", slowly)
+    stream = loader(file)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(World, "check", check)
+        with pytest.raises(CheckpointError, match="Stopped"):
+            texts(stream)
+    assert texts(stream, 1) == texts(loader(file), 1)
+
+
 def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
     rows: list[Any] = [{"text": f"row {n}"} for n in range(30)]
     rows[20], rows[22] = "{", {"prompt": "a" * 99, "completion": "b"}
@@ -178,6 +210,7 @@ def test_rows_that_cannot_be_used(tmp_path: Path) -> None:
     [
         {"positions": [[0, 0, 9, 0, 0, 0]]},
         {"positions": [[0, 0, 0, 0, 0]]},
+        {"taken": [float("inf")]},
         {"taken": []},
         {"step": -1},
         {"step": "a"},

@@ -383,7 +383,7 @@ def test_where_tokens_are_kept(file: Path, tmp_path: Path) -> None:
     assert found(tmp_path / "root", cache_dir=own) == [False, "own", "root"]
     assert found(None, cache_dir=own) == [True, "own", "root"]
     assert found(None, cache_dir=own, cache="content") == [False, "own", "root"]
-    with pytest.raises(ConfigError, match=r"data.cache_size='much': 'much' is not a size"):
+    with pytest.raises(ConfigError, match="data.cache_size: 'much' is not a size"):
         found(None, cache_dir=own, cache_size="much")
 
 

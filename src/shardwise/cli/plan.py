@@ -177,7 +177,7 @@ def _load_options(said: PlanAsked) -> PlanOptions:
 
 def _about_training(machines: PlanAsked) -> dict[str, Any]:
     """What has been said of the machines that a training is to run on."""
-    from shardwise.engines.save_options import in_bytes_of
+    from shardwise.tensors.byte_sizes import in_bytes_of
 
     said: dict[str, Any] = {}
     for option, name, text in (

@@ -17,7 +17,6 @@ from shardwise.engines.save_options import (
     InternalNames,
     PeftNames,
     WrittenNames,
-    in_bytes_of,
     resolved_dtype,
 )
 from shardwise.errors import ConfigError, CoverageError
@@ -40,6 +39,7 @@ from shardwise.planning.loads.staging import Staging, staging_within
 from shardwise.planning.saves.save_plan import ADAPTER, MODEL, SavedTraining, SavePlan, arrange_writes, plan_save
 from shardwise.storage.contract import WritePolicy
 from shardwise.tensors import DType
+from shardwise.tensors.byte_sizes import in_bytes_of
 
 
 @dataclass(frozen=True, slots=True)

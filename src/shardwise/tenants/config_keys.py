@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from shardwise.tenants.sections import ManySection
+from shardwise.training.configuration.config import sections_of, tag_of
 from shardwise.training.configuration.config_sections import Section, TrainConfig
 
 _KINDS = {int: "integer", float: "number", str: "text", bool: "true | false"}
@@ -38,28 +39,15 @@ def config_keys() -> tuple[ConfigKey, ...]:
 def _keys(section: type[Section], prefix: str) -> Iterator[ConfigKey]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
-        inner = _sections(field.annotation)
+        inner = list(sections_of(field.annotation))
         if (told := _in_words(field.annotation, field.metadata)) != "keys":
             yield ConfigKey(path, told, _default(field))
-        choices = [_tag(each) for each in inner]
+        choices = [tag_of(each) for each in inner]
         if all(choices) and choices:  # a union, told apart by one key
             first = inner[0].model_fields["method"]
             yield ConfigKey(f"{path}.method", " | ".join(map(str, choices)), _default(first))
         for each in inner:
             yield from _keys(each, f"{path}.")
-
-
-def _sections(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, list):
-        return [section for member in get_args(annotation) for section in _sections(member)]
-    return []
-
-
-def _tag(section: type[Section]) -> str | None:
-    field = section.model_fields.get("method")
-    return None if field is None else str(get_args(field.annotation)[0])
 
 
 def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:

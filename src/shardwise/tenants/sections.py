@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
 from pydantic import Field, model_validator
 
-from shardwise.training.configuration.config_sections import Section, TrainConfig
+from shardwise.training.configuration.config_sections import Section, TrainConfig, as_yaml
 from shardwise.training.configuration.config_types import Count
 
 
@@ -59,4 +58,4 @@ class TenantsConfig:
 
     def to_yaml(self) -> str:
         """What was given, overrides included."""
-        return OmegaConf.to_yaml(OmegaConf.create(dict(self.values)))
+        return as_yaml(self.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardwise.engines.save_options import MAX_SHARD_SIZE, in_bytes_of
+from shardwise.engines.save_options import MAX_SHARD_SIZE
 from shardwise.interchange.merging_weights import (
     Afterwards,
     Format,
@@ -15,6 +15,7 @@ from shardwise.interchange.merging_weights import (
     carry_out_merge,
 )
 from shardwise.report.merge_report import MergeWeightsReport
+from shardwise.tensors.byte_sizes import in_bytes_of
 
 
 def merge_weights(

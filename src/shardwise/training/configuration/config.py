@@ -54,8 +54,8 @@ def read_values(file: str | None, overrides: Sequence[str] = ()) -> tuple[dict[s
                 raise ConfigError(
                     f"{override!r}: overrides are written key=value, such as optimizer.learning_rate=1e-4"
                 )
-            merged = OmegaConf.merge(merged, _in_full(OmegaConf.from_dotlist([override])))
-        value: Any = OmegaConf.to_container(merged, resolve=True)
+            merged = _with_override(merged, override)
+        value: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OSError as error:
         raise ConfigError(f"{file}: the configuration cannot be read ({error.strerror or error})") from error
     except (
@@ -66,6 +66,13 @@ def read_values(file: str | None, overrides: Sequence[str] = ()) -> tuple[dict[s
     ) as error:
         raise ConfigError(f"{told}: the configuration cannot be read ({error})") from error
     return value, told
+
+
+def _with_override(config: DictConfig, override: str) -> Any:
+    try:
+        return OmegaConf.merge(config, _in_full(OmegaConf.from_dotlist([override])))
+    except TypeError as error:  # a list is no keys with values
+        raise ConfigError(f"{override!r}: an override replaces a list as a whole; give all of it") from error
 
 
 def config_of(value: object, told: str = "the configuration") -> TrainConfig:
@@ -111,7 +118,7 @@ def in_full(values: Any) -> dict[str, Any]:
 
 def _explained(fault: Mapping[str, Any], root: type[Section]) -> tuple[str, str]:
     """The path of the key that a fault of pydantic's is about, and what is wrong or wanted."""
-    keys, at = _keys_of(fault["loc"], root, is_unknown=fault["type"] == "extra_forbidden")
+    keys, at = _keys_of(fault["loc"], root, is_unknown=fault["type"] in ("extra_forbidden", "invalid_key"))
     path = ".".join(keys) or "the whole"
     value = fault["input"]
     shown = path if isinstance(value, dict | list) else f"{path}={value!r}"
@@ -137,7 +144,7 @@ def _explained(fault: Mapping[str, Any], root: type[Section]) -> tuple[str, str]
 
 
 def _keys_of(
-    loc: Sequence[str | int], root: type[Section], *, is_unknown: bool
+    loc: Sequence[object], root: type[Section], *, is_unknown: bool
 ) -> tuple[list[str], type[Section] | None]:
     """The keys among pydantic's location, without the branches of unions, and the section the last one is in.
 
@@ -145,31 +152,38 @@ def _keys_of(
     """
     keys: list[str] = []
     sections: list[type[Section]] = [root]
+    is_of_user = False
     for number, part in enumerate(loc):
-        if isinstance(part, int):
+        if is_of_user and part != "[key]":
+            keys.append(str(part))
+            is_of_user = False
+        elif isinstance(part, int):
             keys[-1:] = [f"{keys[-1]}[{part}]" if keys else str(part)]
             continue
         found = [section for section in sections if part in section.model_fields]
         if found:
-            keys.append(part)
-            sections = list(_sections(found[0].model_fields[part].annotation))
-        elif tagged := [s for s in sections if s.__name__ == part or _tag(s) == part]:
+            keys.append(str(part))
+            annotation = found[0].model_fields[str(part)].annotation
+            sections = list(sections_of(annotation))
+            is_of_user = dict in (get_origin(annotation), *map(get_origin, get_args(annotation)))
+        elif tagged := [s for s in sections if s.__name__ == part or tag_of(s) == part]:
             sections = tagged
         elif is_unknown and number == len(loc) - 1:
-            keys.append(part)
+            keys.append(str(part) or "''")
     return keys, sections[0] if len(sections) == 1 else None
 
 
-def _sections(annotation: Any) -> Iterator[type[Section]]:
+def sections_of(annotation: Any) -> Iterator[type[Section]]:
     """The sections that a key's type allows."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     elif get_origin(annotation) in (Union, UnionType, Annotated, list):
         for member in get_args(annotation):
-            yield from _sections(member)
+            yield from sections_of(member)
 
 
-def _tag(section: type[Section]) -> str | None:
+def tag_of(section: type[Section]) -> str | None:
+    """What one of several sections is told by."""
     field = section.model_fields.get("method")
     return None if field is None else str(get_args(field.annotation)[0])
 
@@ -202,5 +216,5 @@ def known_keys(section: type[Section] = TrainConfig, prefix: str = "") -> Iterat
     """The paths of all keys."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
-        for inner in _sections(field.annotation):
+        for inner in sections_of(field.annotation):
             yield from known_keys(inner, f"{prefix}{name}.")

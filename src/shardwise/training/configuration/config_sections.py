@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
@@ -27,6 +29,8 @@ from shardwise.training.configuration.config_types import (
     OneOrMore,
     Positive,
     Several,
+    Share,
+    Size,
     Words,
 )
 from shardwise.training.options import Epochs, NamedOptimizer, Ratio, Schedule, Steps, TrainOptions
@@ -132,9 +136,6 @@ TuningSection: TypeAlias = Annotated[FullTuning | FreezeTuning | LoraTuning, Fie
 Layout: TypeAlias = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
 
 
-Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-
-
 class DataSetSection(Section):
     """One data set of several; ``weight`` is its share of the rows of an epoch, against those of the others.
 
@@ -175,7 +176,7 @@ class DataSection(Section):
     validation_fraction: Share | None = None
     cache: Literal["stat", "content", "never"] = "stat"
     cache_dir: Words | None = None
-    cache_size: Words = "50GB"
+    cache_size: Size = "50GB"
     processes: Count | None = None
     streaming: bool = False
     shuffle_buffer: Count = 10_000
@@ -364,7 +365,7 @@ class OutputSection(Section):
 
     directory: Words
     dtype: Float | None = None
-    max_shard_size: Words = "50GB"
+    max_shard_size: Size = "50GB"
     overwrite: bool = False
     push_to_hub: Words | None = None
     private: bool = False
@@ -445,4 +446,24 @@ class TrainConfig(Section):
 
     def to_yaml(self) -> str:
         """Every key with its value."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
+        return as_yaml(self.model_dump())
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Plain values for a file: what looks like an interpolation in them is none, and is read so again."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dict(values))))
+
+
+def _escaped(value: Any) -> Any:
+    match value:
+        case str():
+            return _INTERPOLATION.sub(lambda found: 2 * found[1] + "\\${", value)
+        case dict():
+            return {name: _escaped(each) for name, each in value.items()}
+        case list():
+            return [_escaped(each) for each in value]
+        case _:
+            return value
+
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from shardwise.errors import ConfigError
+from shardwise.tensors.byte_sizes import in_bytes_of
 
 
 def _number(value: Any) -> Any:
@@ -27,6 +30,14 @@ def _names_or_pattern(value: Any) -> Any:
 
 
 _NAMES = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
+
+
+def _size(value: str) -> str:
+    try:
+        in_bytes_of(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return value
 
 
 def _dtype_name(value: Any) -> Any:
@@ -52,11 +63,15 @@ BelowOne: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=
 
 NotNegative: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 
+Share: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1)]
+
 Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 
 Finite: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 
 Words: TypeAlias = Annotated[str, Field(min_length=1)]
+
+Size: TypeAlias = Annotated[str, AfterValidator(_size)]
 
 Several: TypeAlias = Annotated[list[Words], BeforeValidator(_several)]
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardwise.engines.save_options import in_bytes_of
 from shardwise.errors import ConfigError
 from shardwise.execution.processes.launched import this_device
 from shardwise.execution.ranks.world import World
@@ -29,6 +28,7 @@ from shardwise.models.wrapping.policies import (
     WrapPolicy,
 )
 from shardwise.models.wrapping.wrap import Sharding
+from shardwise.tensors.byte_sizes import in_bytes_of
 from shardwise.training.checkpoints import OptimizerSettings, SettingsAsked, SettingsOfCheckpoint
 from shardwise.training.configuration.config_sections import (
     CheckpointSection,
@@ -197,19 +197,12 @@ def _name(own: DataSetSection, common: DataSection | EvaluationSection) -> DataN
 
 
 def reading_of(section: DataSection, cache_root: Path | None) -> ReadOptions:
-    """How rows become tokens; ``cache_root``: where they are kept if the section does not say; None: nowhere.
-
-    Raises:
-        ConfigError: a size that is none.
-    """
+    """How rows become tokens; ``cache_root``: where they are kept if the section does not say; None: nowhere."""
     directory = cache_root if section.cache_dir is None else Path(section.cache_dir)
     caching: TokenCaching = NoCache()
     if section.cache != "never" and directory is not None:
         known_by = ByContent() if section.cache == "content" else ByStat()
-        try:
-            caching = CacheFolder(directory, known_by, in_bytes_of(section.cache_size))
-        except ConfigError as error:
-            raise ConfigError(f"data.cache_size={section.cache_size!r}: {error}") from error
+        caching = CacheFolder(directory, known_by, in_bytes_of(section.cache_size))
     return ReadOptions(caching, Effort(section.processes), progress=True)
 
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 from shardwise.errors import ConfigError
 from shardwise.training.texts.layouts import without_filled_nulls
-from shardwise.training.texts.rows import RowError, json_value
+from shardwise.training.texts.row_values import RowError, json_of, object_of
+from shardwise.training.texts.rows import json_value
 
 BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 1024
@@ -100,19 +101,25 @@ class ElementsBlock:
     def read(self) -> BlockRows:
         content = _bytes_of(self.path, self.start, self.stop).strip(b" \t\r\n,")
         try:
-            values = json.loads(b"[" + content + b"]")
+            values = json_of(b"[" + content + b"]")
         except (ValueError, RecursionError):
             return self._one_by_one(content)
+        assert isinstance(values, list)
         return BlockRows(list(enumerate(values, start=1)), len(values))
 
     def _one_by_one(self, content: bytes) -> BlockRows:
-        decoder, at = json.JSONDecoder(), 0
+        decoder, again, at = json.JSONDecoder(object_pairs_hook=object_of), json.JSONDecoder(), 0
         rows: list[tuple[int, RowValue]] = []
         try:
             text = content.decode()
             while at < len(text):
-                value, at = decoder.raw_decode(text, at)
+                value: RowValue
+                try:
+                    value, stop = decoder.raw_decode(text, at)
+                except RowError as error:
+                    value, stop = error, again.raw_decode(text, at)[1]
                 rows.append((len(rows) + 1, value))
+                at = stop
                 between = len(text[at:]) - len(text[at:].lstrip(" \t\r\n"))
                 if at + between < len(text) and text[at + between] != ",":
                     raise ValueError("Expecting ',' between elements")

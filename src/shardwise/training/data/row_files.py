@@ -200,14 +200,16 @@ class Csv(_LocalFile):
     def blocks(self, nbytes: int, words: RowWords) -> Iterator[RowBlock]:
         delimiter = self._delimiter
         header: tuple[str, ...] = ()
-        start = stop = quotes = 0
+        start = stop = 0
+        opening = re.compile(rb'(?:^|[\r%b])"' % delimiter.encode())
+        is_quoted = False
         try:
             with open(self.path, "rb") as file:
                 for line in file:
+                    is_quoted = _ends_quoted(line if stop else line.removeprefix(BOM), opening, is_quoted=is_quoted)
                     stop += len(line)
-                    quotes += line.count(b'"')
-                    if quotes % 2:
-                        continue  # within a quoted text
+                    if is_quoted:
+                        continue
                     if not header:
                         header = self._header(_beginning(self.path, stop), delimiter, words)
                         start = stop if header else start
@@ -234,10 +236,31 @@ class Csv(_LocalFile):
                 "behind it would be lost; end lines with a line feed"
             )
         [names] = records
-        if len(set(names)) < len(names):
+        wanted = require_columns(self.path, names, words)
+        if len(set(wanted)) < len(wanted):
             raise ConfigError(f"{self.path}: two of its columns have one name: {', '.join(names)}")
-        require_columns(self.path, names, words)
         return tuple(names)
+
+
+def _ends_quoted(line: bytes, opening: re.Pattern[bytes], *, is_quoted: bool) -> bool:
+    """Whether a quoted text goes on behind a line. Only the quote that a field begins with opens one.
+
+    Args:
+        line: with its end, as far as it has one.
+        opening: finds that quote, and what is before it.
+        is_quoted: whether one goes on from the line before.
+    """
+    at = 0
+    while (at := line.find(b'"', at)) >= 0:
+        if is_quoted and line.startswith(b'""', at):
+            at += 2
+        elif is_quoted:
+            is_quoted, at = False, at + 1
+        elif (found := opening.search(line, max(at - 1, 0))) is not None:
+            is_quoted, at = True, found.end()
+        else:
+            break
+    return is_quoted
 
 
 def _beginning(path: str, stop: int) -> bytes:

@@ -36,6 +36,8 @@ _KINDS: dict[str, type[Parquet | ArrowTable | Csv]] = {
     ".tsv": Csv,
 }
 _SUFFIXES = frozenset({*_LINES, ".json", *_KINDS})
+_NO_ROWS = frozenset({"config.json", "dataset_info.json", "dataset_infos.json"})
+"""Files that say something about rows, as ``datasets`` has them."""
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip"})
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _SPLITS = {
@@ -148,7 +150,8 @@ def _folder(name: DataName, fetching: RepositoryReading) -> list[RowFile]:
 
 def _is_of_rows(file: Path, root: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
-    return file.suffix.lower() in _SUFFIXES and not hidden and file.is_file()
+    is_named_so = file.suffix.lower() in _SUFFIXES and file.name not in _NO_ROWS
+    return is_named_so and not hidden and file.is_file()
 
 
 def _split_of(file: Path) -> str | None:

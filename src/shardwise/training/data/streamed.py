@@ -114,7 +114,8 @@ class BufferedStream:
             ConfigError: the data cannot be read, or rows cannot be used, or there is nothing to learn in them.
         """
         if self._filling is None:
-            self._filling = self._ahead(self.position).value(world.check)
+            self._next = self._ahead(self.position)  # kept: whoever closes waits for it
+            self._filling = self._next.value(world.check)
             self._next = self._ahead(self._filling.after)
         while self.position.taken >= len(self._filling.items):
             assert self._next is not None
@@ -336,7 +337,7 @@ class StreamLoader:
                 raise ValueError("numbers that no position has")
             if any(p.start.file >= n for p, n in zip(positions, self.facts.file_counts, strict=True)):
                 raise ValueError("a file that is not there")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{self.path}: the position is none ({error}); the checkpoint is damaged") from error
         self.step, self.taken, self.positions = step, taken, positions
 

@@ -2,7 +2,8 @@
 
 [Note: Taken up] A template is asked for many beginnings of one chat, and writes most of each as it has written the
 whole. What it knows when it begins a round of its loop over the messages is: what it has set before, which messages
-it has looked at since the loop began, and what its namespaces say by now; it has nothing else to remember by. So
+it has looked at since the loop began, and what its namespaces say by now; it has nothing else to remember by. (What
+they have may itself change, or belong to one text, as another namespace does; from then on nothing is noted.) So
 the whole chat is written once, and noted for each round: how much is written, what namespaces say, how far has been
 looked, and what has been asked of the numbers that were set before ([Note: What a template has asked of a number]
 in ``watched_numbers``). Of a beginning the template then runs up to its loop. If it has written and set the same as
@@ -142,9 +143,14 @@ def recorded(
                         rounds.asked[space, name] = []
         return iterable
 
+    is_noted = True
+
     def begun(_: Any) -> bool:
-        if rounds.entry is not None:
-            rounds.spoken.append({space: _said(space, said, numbers) for space, said in spaces.items()})
+        nonlocal is_noted
+        spoken = {space: _said(space, said, numbers) for space, said in spaces.items()} if is_noted else {}
+        is_noted = is_noted and all(_is_settled(said) for said in spoken.values())
+        if rounds.entry is not None and is_noted:
+            rounds.spoken.append(spoken)
             rounds.lengths.append(size)
             rounds.marked.append(len(rounds.marks))
             for key, number in numbers.items():
@@ -169,6 +175,21 @@ def _said(space: str, said: Mapping[str, Any], numbers: Mapping[tuple[str, str],
             value = value.value
         found[name] = value
     return found
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether a value is all there is to it: it will not change, and is not what only this chat's text has.
+
+    So are no namespace within another one, no loop, no macro, nothing that can be gone through once, and no
+    messages or numbers that notice what is asked of them.
+    """
+    match value:
+        case list() | tuple():
+            return all(map(_is_settled, value))
+        case dict():
+            return all(map(_is_settled, value)) and all(map(_is_settled, value.values()))
+        case _:
+            return isinstance(value, _PLAIN) or is_undefined(value)
 
 
 def taken_up(

@@ -7,13 +7,12 @@ for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, assert_never
 
 from shardwise.errors import ConfigError
-from shardwise.training.texts.rows import RowError
+from shardwise.training.texts.row_values import RowError, json_of
 
 LayoutName: TypeAlias = Literal["messages", "sharegpt", "alpaca", "completion", "text"]
 
@@ -167,7 +166,7 @@ def _of_json(key: str, value: Any) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value)
+        return json_of(value)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{key!r} is a string that is not valid JSON ({error})") from error
 
@@ -234,7 +233,7 @@ def _turn(turn: Any, place: str) -> Any:
 def _calls(said: Any, place: str) -> list[dict[str, Any]]:
     """What an assistant calls, as ShareGPT has it: JSON with a name and arguments, or a list of such."""
     try:
-        found = json.loads(said) if isinstance(said, str) else said
+        found: Any = json_of(said) if isinstance(said, str) else said
     except (ValueError, RecursionError) as error:
         raise RowError(f"{place} is a function_call that is not valid JSON ({error})") from error
     calls = found if isinstance(found, list) else [found]

@@ -30,7 +30,7 @@ from shardwise.training.texts.token_spans import tokenise, tokens_within
 from shardwise.training.texts.word_tokens import WordTokens
 
 _CHATS = ChatOptions()
-_FORM = 2  # another number for whatever makes other examples of the same rows
+_FORM = 3  # another number for whatever makes other examples of the same rows
 
 
 @dataclass(frozen=True, slots=True)

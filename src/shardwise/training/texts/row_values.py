@@ -16,6 +16,30 @@ class RowError(ValueError):
     """What is wrong with one row."""
 
 
+def json_of(text: str | bytes) -> object:
+    """What JSON says.
+
+    Raises:
+        RowError: an object has a name twice, of which Python would take the last.
+        ValueError, RecursionError: it is none, or nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=object_of)
+
+
+def object_of(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, for a decoder.
+
+    Raises:
+        RowError: it has a name twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"an object in it has {twice!r} twice; which of them is meant?")
+    return found
+
+
 def text_of(row: Mapping[str, object], name: str) -> str:
     """A text of a row.
 
@@ -154,6 +178,7 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _parsed(arguments, f"{here}.function.arguments")
+            _require_plain(arguments, f"{here}.function.arguments")
         if not isinstance(arguments, dict | None):
             raise RowError(f"{here}.function.arguments is a JSON {json_type(arguments)}, not an object")
         calls.append(call)
@@ -169,10 +194,9 @@ def _require_weight(value: object, role: str, place: str) -> None:
 
 def _parsed(value: str, place: str) -> object:
     try:
-        found: object = json.loads(value)
+        return json_of(value)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{place} is a string, but not valid JSON ({error})") from error
-    return found
 
 
 def _text(value: object, place: str) -> str:
@@ -188,7 +212,7 @@ def _text(value: object, place: str) -> str:
 def _require_plain(value: object, place: str) -> None:
     """Refuse what JSON cannot say, which no template is to be handed."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise RowError(f"{place} has half of a surrogate pair in it, which is no text") from error
     except (TypeError, ValueError, RecursionError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias
 from shardwise.errors import ConfigError
 from shardwise.training.texts.row_values import (
     RowError,
+    json_of,
     json_type,
     messages_of,
     template_kwargs_of,
@@ -164,17 +164,18 @@ def json_value(line: bytes) -> object:
     """What a line says.
 
     Raises:
-        RowError: it is not JSON in UTF-8.
+        RowError: it is not JSON in UTF-8, or says something twice.
     """
     try:
-        value: object = json.loads(line.decode("utf-8"))
+        return json_of(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RowError(f"invalid UTF-8 at byte {error.start} of the line") from error
     except RecursionError as error:
         raise RowError("its JSON is nested too deeply") from error
+    except RowError:
+        raise
     except ValueError as error:
         raise RowError(f"it is not valid JSON ({error})") from error
-    return value
 
 
 def row_of(number: int, value: object) -> Row:
