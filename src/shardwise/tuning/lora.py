@@ -33,20 +33,7 @@ def with_lora(
     _require_numbers(base, config)
     before = look_inside(base)
     old_names = {(id(slot.module), slot.name): slot.fqn for item in before for slot in item.slots}
-    modules = [module_name for module_name, _ in walk(base)]
-    parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
-    try:
-        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
-    except ConfigError:
-        everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
-        _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
-        raise
-    _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
-    if any(is_in_four_bits(module) for _, module in walk(base)):
-        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
-
-        let_merge(layer for _, layer in peft_compat.layers(model))
-
+    model = _injected(base, config, name, adapter)
     held = look_inside(model)
     new_names = {(id(slot.module), slot.name): slot.fqn for item in held for slot in item.slots}
     renamed = {old: new_names[slot] for slot, old in old_names.items()}
@@ -80,6 +67,24 @@ def with_lora(
         additions=replace(additions, base=base, known_as=known_as, copies=copied),
         notes=notes,
     )
+
+
+def _injected(base: PreTrainedModel, config: LoraConfig, name: str, adapter: Adapter | None) -> Any:
+    """PEFT's model around the base. Raises ConfigError where something that was named is not there."""
+    modules = [module_name for module_name, _ in walk(base)]
+    parameters = [parameter_name for parameter_name, _ in parameters_in(base)]
+    try:
+        model = peft_compat.inject(base, config, name, starts_anew=adapter is None)
+    except ConfigError:
+        everything = peft_compat.AdaptedNames(tuple(modules), tuple(parameters), tuple(modules))
+        _require_all_matched(config, everything, modules, parameters)  # where a name is at fault, with the nearest
+        raise
+    _require_all_matched(config, peft_compat.targets_of(model, name), modules, parameters)
+    if any(is_in_four_bits(module) for _, module in walk(base)):
+        from shardwise.tuning.four_bit_layers import let_merge  # PEFT is slow to import
+
+        let_merge(layer for _, layer in peft_compat.layers(model))
+    return model
 
 
 def _require_numbers(base: PreTrainedModel, config: LoraConfig) -> None:
