@@ -27,8 +27,10 @@ import itertools
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import (Callable, Iterator, Mapping)
+from functools import (cache)
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,10 +145,14 @@ def names_in_two_modules(trees: dict[str, ast.Module]) -> list[str]:
     return sorted(f"{name}: {', '.join(sorted(found))}" for name, found in homes.items() if len(found) > 1)
 
 
-def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
-    """Modules that import each other, at any depth, in functions too; the package's own root aside."""
+def circles(trees: dict[str, ast.Module], named: Mapping[str, set[str]] = MappingProxyType({})) -> list[list[str]]:
+    """Modules that import each other, at any depth, in functions too; the package's own root aside.
+
+    What modules have ``named`` counts as imported.
+    """
     after = {
         name: {found for found in _imported(tree) if found in trees and found not in (name, PACKAGE)}
+        | named.get(name, set())
         for name, tree in trees.items()
     }
     left = dict(after)
@@ -206,19 +212,19 @@ def walk(module: str, function: str, parameter: str, trees: dict[str, ast.Module
 
 def climbs(stays: list[str]) -> list[str]:
     """The steps of a walk that lead from a room to one above it."""
-    order = [
-        room.strip("( )")
-        for layer in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0][
-            "layers"
-        ]
-        for room in layer.split("|")
-    ]
-    heights = {room: -number for number, room in enumerate(order)}
+    return [f"{one} -> {other}" for one, other in itertools.pairwise(stays) if height_of(other) > height_of(one)]
 
-    def height(stay: str) -> int:
-        return heights.get(stay.partition(":")[0].split(".")[1], 0)
 
-    return [f"{one} -> {other}" for one, other in itertools.pairwise(stays) if height(other) > height(one)]
+def height_of(place: str) -> int:
+    """How high the room of a module, or of ``module:function``, is in the import contract; 0: the top, or none."""
+    return _heights().get(place.partition(":")[0].split(".")[1], 0)
+
+
+@cache
+def _heights() -> dict[str, int]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = contracts[0]["layers"]
+    return {room.strip("( )"): -number for number, layer in enumerate(layers) for room in layer.split("|")}
 
 
 def _defined(trees: dict[str, ast.Module], module: str, name: str) -> tuple[str, Function] | None:

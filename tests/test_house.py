@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from collections.abc import Iterator
 from functools import cache
 
-from tests.house import PACKAGE, ROOT, circles, length_of_code, long_functions, names_in_two_modules
+from tests.house import (PACKAGE, ROOT, circles, height_of, length_of_code, long_functions, names_in_two_modules)
 
 
 @cache
@@ -90,6 +92,44 @@ def test_nothing_below_torch_imports_it_by_name():
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if room in BELOW_TORCH and called.endswith(("import_module", "__import__")):
                 assert not ast.unparse(node.args[0]).strip("'\"").startswith(above), (name, node.lineno)
+
+
+_PLACE = re.compile(rf"({PACKAGE}(?:\.\w+)+)(?::(\w+))?")
+
+
+def named_places(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name in it or "") of what is named in texts, for ``found_at`` to import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            place = _PLACE.fullmatch(node.value)
+            if place is not None:
+                yield place[1], place[2] or ""
+
+
+def modules_with_tables() -> list[str]:
+    return [
+        name for name, tree in trees().items() if "found_at" in ast.unparse(tree) and name != f"{PACKAGE}._face"
+    ]
+
+
+def test_what_a_table_names_is_there_and_lies_no_higher():
+    """The import contracts see statements only; what is opened by its name keeps to the same order of rooms."""
+    for module in modules_with_tables():
+        found = list(named_places(trees()[module]))
+        assert found, module
+        for place, name in found:
+            opened = importlib.import_module(place)
+            assert not name or hasattr(opened, name), (module, place, name)
+            assert height_of(place) <= height_of(module), (module, place)
+
+
+def test_what_a_table_names_imports_nobody_who_opens_it():
+    """With the tables' lines for imports there is still no circle."""
+    after = {
+        name: {place for place, _ in named_places(tree)} if name in modules_with_tables() else set()
+        for name, tree in trees().items()
+    }
+    assert circles(trees(), after) == []
 
 
 def test_every_word_of_the_glossary_is_where_it_says():

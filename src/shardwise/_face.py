@@ -39,6 +39,16 @@ def face_of(
     return get, lambda: names, names
 
 
+def found_at(place: str) -> Any:
+    """What a ``package.module:name``, or a ``package.module``, names, imported now: a line of a table.
+
+    The table says of what type its lines are, and ``tests/test_house.py`` looks every one of them up.
+    """
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
 def homes_of(init_file: str) -> dict[str, str]:
     """By name, the module it is imported from, as the stub beside ``init_file`` states it."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text("utf-8"))

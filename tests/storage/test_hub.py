@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub import HubOptions, commit_of, is_local, note_commit, resolve
-from shardwise.storage.hub_files import AdapterFiles, ModelFiles, WantedFiles
+from shardwise.storage.hub import commit_of, note_commit, resolve
+from shardwise.storage.repositories import AdapterFiles, HubOptions, ModelFiles, WantedFiles, is_local
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

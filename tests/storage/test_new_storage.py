@@ -13,6 +13,7 @@ from tests.storage.zipped import ZipReader
 from torch import nn
 
 import shardwise
+from shardwise.storage.reading.opening import SCHEMES, UrlScheme, open_storage
 from shardwise.testing.storage_suite import MakeReader, StorageReaderSuite
 
 
@@ -40,3 +41,15 @@ def test_a_model_is_loaded_from_it(tmp_path: Path) -> None:
         shardwise.load(model, reader)
     assert torch.equal(model.weight, stored.weight)
     assert torch.equal(model.bias, stored.bias)
+
+
+def test_a_line_in_the_table_has_urls_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMES, "zipped", UrlScheme("tests.storage.zipped:open_zipped"))
+    stored, model = nn.Linear(5, 3), nn.Linear(5, 3)
+    save_file(dict(stored.state_dict()), tmp_path / "model.safetensors")
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.write(tmp_path / "model.safetensors", "model.safetensors")
+    shardwise.load(model, f"zipped://{tmp_path}/model.zip")
+    assert torch.equal(model.weight, stored.weight)
+    with pytest.raises(shardwise.errors.StorageError, match="takes no storage_options; leave .'key'. out"):
+        open_storage(f"zipped://{tmp_path}/model.zip", storage_options={"key": "x"})

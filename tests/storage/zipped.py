@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from shardwise.errors import StorageError
 from shardwise.storage import LOCAL, ReadPolicy
@@ -92,3 +92,10 @@ class ZipReader:
             return archive.getinfo(file)
         except KeyError:
             raise StorageError(f"{shown(file)} in {self.root}: no such file") from FileNotFoundError(file)
+
+
+def open_zipped(url: str, storage_options: Mapping[str, Any]) -> ZipReader:
+    """The archive that ``zipped:///path/to/archive`` names; a line of ``SCHEMES`` leads here."""
+    if storage_options:
+        raise StorageError(f"{shown(url)}: takes no storage_options; leave {sorted(storage_options)} out")
+    return ZipReader(url.removeprefix("zipped://"))

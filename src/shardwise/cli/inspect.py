@@ -17,8 +17,9 @@ import click
 from shardwise.errors import FormatError, ShardwiseError
 from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
 from shardwise.report.names import collapse
-from shardwise.storage.hub import HubOptions, resolve
+from shardwise.storage.hub import resolve
 from shardwise.storage.names import shown
+from shardwise.storage.repositories import HubOptions
 
 _CONFIG_FACTS = ("architectures", "model_type", "dtype", "tie_word_embeddings", "transformers_weights")
 _MAX_CONFIG_BYTES = 10_000_000

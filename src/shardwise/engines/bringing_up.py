@@ -38,11 +38,10 @@ from shardwise.models.wrapping import wrap
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import HubOptions
-from shardwise.storage.hub_files import AdapterFiles, ModelFiles
 from shardwise.storage.machine import file_space
 from shardwise.storage.reading.joined import Beside
 from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.storage.repositories import AdapterFiles, HubOptions, ModelFiles
 from shardwise.storage.urls import is_url, without_secrets
 from shardwise.tuning.existing import Adapter
 from shardwise.tuning.modes import Full

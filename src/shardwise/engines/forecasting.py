@@ -53,9 +53,9 @@ from shardwise.report.forecast import Forecast
 from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy
-from shardwise.storage.hub import HubOptions, resolve
-from shardwise.storage.hub_files import AdapterFiles, ModelFiles
+from shardwise.storage.hub import resolve
 from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.repositories import AdapterFiles, HubOptions, ModelFiles
 from shardwise.storage.urls import is_url
 from shardwise.tensors import DType
 from shardwise.tuning.existing import Adapter

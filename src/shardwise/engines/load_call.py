@@ -27,7 +27,7 @@ from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.report.load_report import LoadReport
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import HubOptions
+from shardwise.storage.repositories import HubOptions
 from shardwise.storage.urls import is_url
 
 

@@ -18,10 +18,9 @@ from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import HubOptions, commit_of, is_local, note_commit, place_of_cache, resolve
-from shardwise.storage.hub_files import ModelFiles, WantedFiles
 from shardwise.storage.machine import file_space
-from shardwise.storage.reading.opening import OpenStorage, open_storage
+from shardwise.storage.reading.opening import OpenStorage, open_storage, pinner_of, repositories
+from shardwise.storage.repositories import HubOptions, ModelFiles, WantedFiles, local_place
 from shardwise.storage.urls import is_url
 
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -122,7 +121,7 @@ def resolve_everywhere(
 
     Collective: yes.
     """
-    found = world.each(lambda: resolve(name_or_path, hub) if is_local(name_or_path) else None)
+    found = world.each(lambda: local_place(name_or_path, hub))
     # One rank decides: what exists on some machines only must not send the ranks different ways.
     if found[0] is not None:
         if absent := [rank for rank, path in enumerate(found) if path is None]:
@@ -132,30 +131,28 @@ def resolve_everywhere(
                 "put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    repo_id = os.fspath(name_or_path)
-    commit = world.from_first(lambda: commit_of(repo_id, hub))
+    repo_id, known = os.fspath(name_or_path), repositories()
+    commit = world.from_first(lambda: known.commit_of(repo_id, hub))
     pinned = replace(hub, revision=commit)
-    downloads = world.is_first_of(f"{file_space()} {place_of_cache(hub)}")
+    downloads = world.is_first_of(f"{file_space()} {known.place_of_cache(hub)}")
 
     def download() -> Path | None:
         if not downloads:
             return None
-        folder = resolve(repo_id, pinned, wanted=wanted)
-        note_commit(repo_id, hub, commit)
+        folder = known.resolve(repo_id, pinned, wanted=wanted)
+        known.note_commit(repo_id, hub, commit)
         return folder
 
     downloaded = world.together(download)
-    return world.together(lambda: downloaded or resolve(repo_id, pinned, download=False, wanted=wanted))
+    return world.together(lambda: downloaded or known.resolve(repo_id, pinned, download=False, wanted=wanted))
 
 
 def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
-    """A URL, which of a hub repository names the commit that its revision has now. Collective: yes, for the hub's.
+    """A URL, which of a storage with revisions (the hub) names the state that is meant now. Collective: yes, there.
 
     With it, the options that go with it.
     """
-    if not url.lower().startswith("hf://"):
+    pinned = pinner_of(url)
+    if pinned is None:
         return url, hub
-    # Imported here: what is local needs no network code.
-    from shardwise.storage.reading.hub_transport import named_commit
-
-    return world.from_first(lambda: named_commit(url, hub)), replace(hub, revision=None)
+    return world.from_first(lambda: pinned(url, hub)), replace(hub, revision=None)

@@ -28,7 +28,7 @@ from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
 from shardwise.planning.loads.load_plan import ModelRules
 from shardwise.planning.loads.stored import stored_tensors
-from shardwise.storage.hub import HubOptions
+from shardwise.storage.repositories import HubOptions
 from shardwise.tensors.dtypes import DType
 
 

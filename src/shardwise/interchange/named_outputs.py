@@ -25,10 +25,11 @@ from shardwise.models.conversions.key_conversions import assign_keys
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.planning.saves.save_plan import Saved
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import HubOptions, resolve
+from shardwise.storage.hub import resolve
 from shardwise.storage.names import shown
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.opening import OpenStorage
+from shardwise.storage.repositories import HubOptions
 
 OPTIMIZER_FILE = "optimizer.bin"
 

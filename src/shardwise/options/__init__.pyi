@@ -86,7 +86,7 @@ from shardwise.planning.states.sources import Anyone as Anyone
 from shardwise.planning.states.sources import EveryRank as EveryRank
 from shardwise.planning.states.sources import FirstRank as FirstRank
 from shardwise.planning.states.sources import OneRankPerNode as OneRankPerNode
-from shardwise.storage.hub import HubOptions as HubOptions
+from shardwise.storage.repositories import HubOptions as HubOptions
 from shardwise.tuning.modes import InBlocks as InBlocks
 from shardwise.tuning.modes import Replicated as Replicated
 

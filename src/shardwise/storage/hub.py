@@ -8,53 +8,22 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import StorageError
-from shardwise.storage.hub_files import ModelFiles, WantedFiles, needed_files, small_files, weights
-from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.urls import is_url, without_secrets
+from shardwise.storage.hub_files import needed_files, small_files, weights
+from shardwise.storage.names import shown
+from shardwise.storage.repositories import HubOptions, ModelFiles, WantedFiles, local_place
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ASKING_S = 10.0
 """How long the hub is waited for before the cache is taken for what there is."""
 
 
-@dataclass(frozen=True)
-class HubOptions:
-    """Which state of a hub repository, kept where, fetched how.
-
-    ``revision`` is a branch, tag or commit; ``cache_dir`` replaces the cache of huggingface_hub; ``token`` is
-    a token, True for the stored one, False for none, None for the stored one if there is one. ``variant`` is that
-    in the names of the weights, as "fp16" in ``model.fp16.safetensors``. ``subfolder`` and ``variant`` apply to
-    local folders, too.
-    """
-
-    revision: str | None = None
-    cache_dir: str | None = None
-    token: str | bool | None = field(default=None, repr=False)
-    local_files_only: bool = False
-    subfolder: str = ""
-    variant: str | None = None
-
-
-def is_local(name_or_path: str | os.PathLike[str]) -> bool:
-    """Whether this is a path, existing or not, rather than a URL or the name of a repository.
-
-    Strings that exist as a path, that look like one ("./x", "/x", "~/x", "a/b/c"), and all path objects are.
-    """
-    if not isinstance(name_or_path, str):
-        return True
-    if is_url(name_or_path):
-        return False
-    looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    return looks_like_path or "\\" in name_or_path or os.path.exists(name_or_path)
-
-
 def resolve(
     name_or_path: str | os.PathLike[str],
-    options: HubOptions = HubOptions(),
+    options: HubOptions = HubOptions(),  # noqa: B008 - frozen
     *,
     download: bool = True,
     wanted: WantedFiles = ModelFiles(),  # noqa: B008 - frozen
@@ -68,14 +37,9 @@ def resolve(
 
     Raises :class:`StorageError` for a path that is not there, and for a repository that is not to be had.
     """
-    if is_url(name_or_path):
-        raise StorageError(
-            f"{shown(without_secrets(os.fspath(name_or_path)))}: a folder on this machine, or a repository that "
-            "is downloaded to one, is wanted here, and a URL is neither; download it, and pass its folder"
-        )
-    _check_subfolder(name_or_path, options.subfolder)
-    if is_local(name_or_path):
-        return _local(Path(name_or_path).expanduser(), options)
+    place = local_place(name_or_path, options)
+    if place is not None:
+        return place
     repo_id = os.fspath(name_or_path)
     # What the fetching sees: for a rank that must not download, the cache is all there is.
     effective = options if download else replace(options, local_files_only=True)
@@ -87,15 +51,6 @@ def resolve(
             "json files in it; check subfolder"
         )
     return folder
-
-
-def _check_subfolder(name_or_path: str | os.PathLike[str], subfolder: str) -> None:
-    fault = why_unsafe(subfolder) if subfolder else None
-    if fault is not None:
-        raise StorageError(
-            f"{shown(os.fspath(name_or_path))}: subfolder {subfolder!r} is refused, {fault}; "
-            "name it relative to the checkpoint's folder, as in 'a/b'"
-        )
 
 
 def commit_of(repo_id: str, options: HubOptions, *, kind: str = "model") -> str:
@@ -130,20 +85,6 @@ def note_commit(repo_id: str, options: HubOptions, commit: str) -> None:
             fresh = noted.with_name(f"{noted.name}.{os.getpid()}.new")
             fresh.write_text(commit)
             fresh.replace(noted)
-
-
-def _local(path: Path, options: HubOptions) -> Path:
-    subfolder = options.subfolder
-    place = path / subfolder
-    for name, value in (("subfolder", subfolder), ("variant", options.variant)):
-        if value and path.is_file():
-            raise StorageError(f"{path}: is a file, so {name}={value!r} has no place; leave it out")
-    if not place.exists():
-        raise StorageError(
-            f"{place}: no such directory; check the path "
-            "(for a repository of the Hugging Face hub, write 'organisation/name')"
-        )
-    return place
 
 
 @dataclass(frozen=True, slots=True)

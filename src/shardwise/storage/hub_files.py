@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias
+
+from shardwise.storage.repositories import AdapterFiles, ModelFiles, WantedFiles
 
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 """Indexes, configurations, tokenizers."""
@@ -22,27 +22,6 @@ _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[^./]+)?\.json")
 _SECOND_COPIES = ("consolidated*", "adapter_model*")
 _MOST_CONFIG_BYTES = 10_000_000
 _MOST_INDEX_BYTES = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model: its weights (safetensors, else torch's), and the small files.
-
-    Attributes:
-        code: also the Python files, for a user who wants them run.
-        extra: further files of weights, where they are there.
-    """
-
-    code: bool = False
-    extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter of PEFT's: its tensors and its config."""
-
-
-WantedFiles: TypeAlias = ModelFiles | AdapterFiles
 
 
 def small_files(names: Collection[str], wanted: WantedFiles) -> list[str]:

@@ -15,7 +15,7 @@ from shardwise.models.initialize import BufferRules
 from shardwise.models.view import without_compile
 from shardwise.planning.loads.consent import Consent, OnMissing, OnUnexpected, Refuse
 from shardwise.report.load_report import LoadReport
-from shardwise.storage.hub import HubOptions
+from shardwise.storage.repositories import HubOptions
 
 
 def load(

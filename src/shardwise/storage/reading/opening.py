@@ -1,17 +1,17 @@
-"""Opens a reader of a checkpoint, from whatever names it."""
+"""Opens a reader of a checkpoint, from whatever names it: whose code does so is in one table, by scheme."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeAlias, cast
 
+from shardwise._face import found_at
 from shardwise.errors import StorageError
 from shardwise.storage.contract import StorageReader
-from shardwise.storage.hub import HubOptions, resolve
 from shardwise.storage.names import shown, why_unsafe
-from shardwise.storage.reading.local import LocalReader
+from shardwise.storage.repositories import HubOptions, Repositories, local_place
 from shardwise.storage.urls import is_url, scheme_of, split_file, without_secrets
 
 
@@ -21,6 +21,58 @@ class OpenStorage:
 
     reader: StorageReader
     file: str | None
+
+
+Opener: TypeAlias = Callable[[str, Mapping[str, Any]], StorageReader]
+"""Opens a folder by its URL, with ``storage_options``."""
+
+Pinner: TypeAlias = Callable[[str, HubOptions], str]
+"""The URL of the state that a URL, with the options' revision, names now; asks the network."""
+
+
+@dataclass(frozen=True, slots=True)
+class UrlScheme:
+    """Who reads the URLs of one scheme; each is a ``package.module:name`` that is imported when it is asked for.
+
+    Attributes:
+        opener: an :data:`Opener`.
+        told: attributes of :class:`HubOptions` that it takes among the ``storage_options``.
+        pinner: a :data:`Pinner`, of a storage that keeps revisions.
+    """
+
+    opener: str
+    told: tuple[str, ...] = ()
+    pinner: str = ""
+
+
+_REMOTE: Final = "shardwise.storage.reading.remote_reader:open_remote"
+
+SCHEMES: Final[dict[str, UrlScheme]] = {
+    "http": UrlScheme(_REMOTE),
+    "https": UrlScheme(_REMOTE),
+    "hf": UrlScheme(_REMOTE, ("token", "revision"), "shardwise.storage.reading.hub_transport:named_commit"),
+}
+"""A storage of one's own is a line here. All other schemes are asked of fsspec."""
+
+_FSSPEC: Final = UrlScheme(_REMOTE)
+_FOLDERS: Final = "shardwise.storage.reading.local:LocalReader"
+_REPOSITORIES: Final = "shardwise.storage.hub"
+
+
+def repositories() -> Repositories:
+    """Whoever has the repositories that names without a scheme are of."""
+    return cast(Repositories, found_at(_REPOSITORIES))
+
+
+def pinner_of(url: str) -> Pinner | None:
+    """What pins a URL to the state it names now; None where its storage keeps no revisions."""
+    scheme = SCHEMES.get(scheme_of(url), _FSSPEC)
+    return cast(Pinner, found_at(scheme.pinner)) if scheme.pinner else None
+
+
+def _open_folder(folder: str | os.PathLike[str]) -> StorageReader:
+    opener: Callable[[str | os.PathLike[str]], StorageReader] = found_at(_FOLDERS)
+    return opener(folder)
 
 
 def open_storage(
@@ -45,16 +97,15 @@ def open_storage(
         raise StorageError(
             f"{shown(os.fspath(name_or_path))}: storage_options are for URLs, and this is none; leave them out"
         )
-    place = resolve(name_or_path, hub, download=download)
+    place = local_place(name_or_path, hub)
+    if place is None:
+        place = repositories().resolve(name_or_path, hub, download=download)
     if place.is_file():
-        return OpenStorage(LocalReader(place.parent), place.name)
-    return OpenStorage(LocalReader(place), None)
+        return OpenStorage(_open_folder(place.parent), place.name)
+    return OpenStorage(_open_folder(place), None)
 
 
 def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> OpenStorage:
-    # Imported here: what is local needs no network code.
-    from shardwise.storage.reading.remote_reader import RemoteReader
-
     where = shown(without_secrets(url))
     if scheme_of(url) == "file":
         raise StorageError(f"{where}: is on this machine; pass the path without file://")
@@ -71,8 +122,7 @@ def _open_url(url: str, hub: HubOptions, storage_options: Mapping[str, Any]) -> 
             raise StorageError(f"{where}: is a file, so subfolder={hub.subfolder!r} has no place; leave it out")
         before, mark, query = folder.partition("?")
         folder = f"{before.rstrip('/')}/{hub.subfolder}{mark}{query}"
-    options = dict(storage_options)
-    if scheme_of(url) == "hf":
-        asked = {"token": hub.token, "revision": hub.revision}
-        options = {**{name: value for name, value in asked.items() if value is not None}, **options}
-    return OpenStorage(RemoteReader(folder, storage_options=options), file)
+    scheme = SCHEMES.get(scheme_of(url), _FSSPEC)
+    told = {name: value for name in scheme.told if (value := getattr(hub, name)) is not None}
+    opener: Opener = found_at(scheme.opener)
+    return OpenStorage(opener(folder, {**told, **storage_options}), file)

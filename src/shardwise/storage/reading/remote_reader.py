@@ -317,6 +317,11 @@ class RemoteReader:
         )
 
 
+def open_remote(url: str, storage_options: Mapping[str, Any]) -> RemoteReader:
+    """A reader of what lies below a URL, as :class:`RemoteReader` is by default."""
+    return RemoteReader(url, storage_options=storage_options)
+
+
 def _transport(url: str, options: Mapping[str, Any], policy: ReadPolicy, retries: Retries) -> Transport:
     scheme = scheme_of(url)
     if scheme in ("http", "https"):

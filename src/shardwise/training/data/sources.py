@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from huggingface_hub import constants
 
 from shardwise.errors import ConfigError, StorageError
-from shardwise.storage.hub import HubOptions, commit_of
+from shardwise.storage.hub import commit_of
+from shardwise.storage.repositories import HubOptions
 from shardwise.training.data.row_blocks import BOM, library, unreadable
 from shardwise.training.data.row_files import (
     ArrowTable,

@@ -14,7 +14,7 @@ from shardwise.engines.read_rate import measured_read_rate
 from shardwise.models.wrapping.blocks import Off, PerBlock
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.training_plan import PhaseMemory, Room, TrainingPlan
-from shardwise.storage.hub import HubOptions
+from shardwise.storage.repositories import HubOptions
 from shardwise.training.configuration.config import config_of, read_config
 from shardwise.training.configuration.config_sections import TrainConfig
 from shardwise.training.configuration.config_values import decided, quantization_of, sharding_on, tuning_of
