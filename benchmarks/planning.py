@@ -164,7 +164,7 @@ class _Clock:
 def _index(wanted: Shape) -> Any:
     """The index of a checkpoint of this shape that nobody has written."""
     from shardwise.formats.checkpoint_index import CheckpointIndex
-    from shardwise.formats.safetensors_header import TensorEntry
+    from shardwise.formats.entries import TensorEntry
     from shardwise.tensors.dtypes import dtype_named
 
     bf16 = dtype_named("BF16")

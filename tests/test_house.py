@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.house import (PACKAGE, ROOT, circles, height_of, length_of_code, long_functions, names_in_two_modules)
+from tests.house import (PACKAGE, ROOT, circles, closure, height_of, length_of_code, long_functions, names_in_two_modules)
 
 
 @cache
@@ -106,18 +106,24 @@ def named_places(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield place[1], place[2] or ""
 
 
-def modules_with_tables() -> list[str]:
-    return [
-        name for name, tree in trees().items() if "found_at" in ast.unparse(tree) and name != f"{PACKAGE}._face"
-    ]
+@cache
+def tables() -> dict[str, list[tuple[str, str]]]:
+    """By module, what it names for ``found_at``."""
+    opens = {
+        name
+        for name, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "found_at" for alias in node.names)
+    }
+    return {name: list(named_places(trees()[name])) for name in opens}
 
 
 def test_what_a_table_names_is_there_and_lies_no_higher():
     """The import contracts see statements only; what is opened by its name keeps to the same order of rooms."""
-    for module in modules_with_tables():
-        found = list(named_places(trees()[module]))
-        assert found, module
-        for place, name in found:
+    assert len(tables()) >= 4
+    for module, places in tables().items():
+        assert places, module
+        for place, name in places:
             opened = importlib.import_module(place)
             assert not name or hasattr(opened, name), (module, place, name)
             assert height_of(place) <= height_of(module), (module, place)
@@ -125,11 +131,26 @@ def test_what_a_table_names_is_there_and_lies_no_higher():
 
 def test_what_a_table_names_imports_nobody_who_opens_it():
     """With the tables' lines for imports there is still no circle."""
-    after = {
-        name: {place for place, _ in named_places(tree)} if name in modules_with_tables() else set()
-        for name, tree in trees().items()
-    }
-    assert circles(trees(), after) == []
+    named = {module: {place for place, _ in places} for module, places in tables().items()}
+    assert circles(trees(), named) == []
+    upward = {"shardwise.one": {"shardwise.two"}}
+    assert circles({"shardwise.one": ast.parse(""), "shardwise.two": ast.parse("import shardwise.one")}, upward)
+
+
+CONTRACTS = {
+    "storage": "contract machine names reading reading.opening repositories urls",
+    "formats": "checkpoint_index composed contract entries faults opening quantisation",
+}
+
+
+def test_a_reader_of_load_meets_contracts():
+    """Whoever reads a storage or a format is opened by its name, when one is met."""
+    met = closure(f"{PACKAGE}.verbs.load", trees())
+    for room, contracts in CONTRACTS.items():
+        inside = f"{PACKAGE}.{room}."
+        assert {name.removeprefix(inside) for name in met if name.startswith(inside)} <= set(contracts.split()), (
+            room
+        )
 
 
 def test_every_word_of_the_glossary_is_where_it_says():

@@ -26,7 +26,7 @@ from shardwise.engines.tuning_arguments import made_ready
 from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.place import Destination, Placer, arrange
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.layout import MeshShape
 from shardwise.models.dtypes import to_torch
 from shardwise.models.view import look_inside, strided_view

@@ -288,7 +288,7 @@ def look(reader: Any) -> Any:
     if "adapter_model.safetensors" not in reader.list():
         return None
     from shardwise.formats.adapter_training import training_beside
-    from shardwise.formats.checkpoint_index import open_checkpoint
+    from shardwise.formats.opening import open_checkpoint
 
     training = training_beside(reader, "adapter_model.safetensors")
     index = open_checkpoint(

@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 from shardwise.cli import inspect
 from shardwise.cli.inspect import group_tensors, inspect_command
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 
 
 def layer(number: int, start: int) -> dict[str, object]:

@@ -9,7 +9,8 @@ import torch
 from tests.conversion.test_four_bit import DTYPES, dequantised, quantised, same
 from tests.peers import use_peers
 
-from shardwise.conversion import BLOCKS, dynamic_numbers, nest, unnest
+from shardwise.conversion.four_bit import BLOCKS
+from shardwise.conversion.nested_scales import dynamic_numbers, nest, unnest
 from shardwise.tensors import Form4
 from shardwise.testing.world import run_world
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion import Stored, dequantised
+from shardwise.conversion import Stored
 from shardwise.conversion import dequantise as room
 from shardwise.conversion.computed import Computed
+from shardwise.conversion.dequantise import dequantised
 from shardwise.tensors import Box, Code, DType
 
 

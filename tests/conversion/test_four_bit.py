@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.conversion import (
+from shardwise.conversion.four_bit import (
     dequantise_rows,
     fits_blocks,
     nested_bytes,

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.checkpoint_index import open_checkpoint
-from shardwise.formats.composed import Joined, View, Whole, tiling
+from shardwise.formats.composed import Joined, View, Whole
+from shardwise.formats.found import tiling
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader

@@ -18,11 +18,13 @@ from tests.formats.test_peft_adapter import parsed
 from tests.formats.torch_building import Called, saved, storage, tensor, torch_file
 
 from shardwise.errors import FormatError
-from shardwise.formats import checkpoint_index
-from shardwise.formats.checkpoint_index import holds_optimizer, open_checkpoint, open_state
-from shardwise.formats.composed import MAX_DIMS, Joined, View, Whole, tiling
+from shardwise.formats import opening
+from shardwise.formats.composed import Joined, View, Whole
+from shardwise.formats.found import MAX_DIMS, tiling
+from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import read_pickle
 from shardwise.formats.safetensors_header import read_header
+from shardwise.formats.states import holds_optimizer, open_state
 from shardwise.formats.torch_file import TorchArchive, each, read_torch_file
 from shardwise.formats.torch_values import TORCH_FILE
 from shardwise.formats.two_checkpoints import beside
@@ -279,7 +281,7 @@ def test_one_checkpoint_beside_another() -> None:
 
 @pytest.mark.parametrize("count", [4, 5, 6])
 def test_of_what_is_not_loaded_the_first_are_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(checkpoint_index, "_MOST_IGNORED", 5)
+    monkeypatch.setattr(opening, "_MOST_IGNORED", 5)
     content = saved({"a": torch.ones(1), **{f"n{number}": number for number in range(count)}})
     ignored = open_checkpoint(opened({"pytorch_model.bin": content})).ignored
     assert len([item for item in ignored if item.startswith("n")]) == min(count, 5)

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from tests.formats.torch_building import same, values_of
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.memory import MemoryReader
 
 GRID = torch.arange(48.0).reshape(6, 8)

@@ -13,7 +13,8 @@ from tests.formats.torch_building import archive, same, saved, tensor, torch_fil
 from torch import nn
 
 from shardwise.errors import FormatError
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.local import LocalReader
 from shardwise.storage.reading.memory import MemoryReader
 from shardwise.storage.reading.remote_reader import RemoteReader

@@ -28,7 +28,7 @@ from tests.formats.torch_building import (
 )
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.pickles import Vocabulary, read_pickle
 from shardwise.formats.torch_file import read_torch_file
 from shardwise.storage.reading.memory import MemoryReader

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.opening import open_checkpoint
 from shardwise.planning.loads.stored import stored_tensors
 
 FILES = Path(__file__).parent.parent / "fixtures" / "files" / "2"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.entries import TensorEntry
 from shardwise.planning.loads import comparing
 from shardwise.planning.loads.comparing import BLOCK_BYTES, ComparedBytes, SampledBlocks, WholeFiles, portions
 from shardwise.tensors import DType

@@ -20,7 +20,7 @@ from shardwise.conversion import (
 )
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.entries import TensorEntry
 from shardwise.layout import (
     GroupLayout,
     LocalBox,

@@ -14,7 +14,7 @@ from shardwise.conversion import Copy, Expression, Stored, copies
 from shardwise.errors import CoverageError, DisagreementError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.composed import Composed, Joined, View, Whole
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.entries import TensorEntry
 from shardwise.layout import LocalBox, MeshShape, Origin, Spread
 from shardwise.planning.forecasts.fetching import FetchingPeers, peers_on
 from shardwise.planning.loads.consent import Consent, Initialize

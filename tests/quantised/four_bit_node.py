@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
-from shardwise.conversion import Expression, dequantise_rows, quantise_rows, quantised, scales_in, stack
+from shardwise.conversion import Expression, stack
+from shardwise.conversion.four_bit import dequantise_rows, quantise_rows, scales_in
+from shardwise.conversion.quantise import quantised
 from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.planning.loads.stored import stored_tensors

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants
 from tests.formats.building import file_with
 
 from shardwise.errors import StorageError
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.hub_transport import named_commit
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.reading.remote_reader import RemoteReader

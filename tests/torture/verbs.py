@@ -23,7 +23,7 @@ from tests.tuning import reference
 
 import shardwise
 from shardwise import Checkpointer, Lora
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.options import Asynchronous, KeepLast, Synchronous
 from shardwise.testing.crashes import CrashState
 

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.entries import TensorEntry
 from shardwise.formats.quantised import dequantised_index
-from shardwise.formats.safetensors_header import TensorEntry
 from shardwise.models.build import build_on_meta
 from shardwise.tensors import DType
 

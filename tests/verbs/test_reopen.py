@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise.cli import main
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 
 SIDECAR = "model.fingerprints.json"
 

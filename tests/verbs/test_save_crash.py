@@ -9,7 +9,7 @@ import torch
 
 import shardwise
 import shardwise.engines.saving
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.writing.opening import open_writer
 from shardwise.testing import EffectLog, RecordingWriter, assert_old_or_new
 

@@ -15,7 +15,8 @@ from typing import NoReturn
 import click
 
 from shardwise.errors import FormatError, ShardwiseError
-from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex, StoredTensor
+from shardwise.formats.opening import open_checkpoint
 from shardwise.report.names import collapse
 from shardwise.storage.hub import resolve
 from shardwise.storage.names import shown

@@ -19,7 +19,6 @@ from shardwise.conversion.computed import (
 )
 from shardwise.conversion.copies import Copy, copies, copies_and_computed, pieces
 from shardwise.conversion.covering import apart, covering_box, leaf_boxes
-from shardwise.conversion.dequantise import dequantised
 from shardwise.conversion.expression import (
     Concat,
     Expression,
@@ -43,34 +42,11 @@ from shardwise.conversion.expression import (
     stored_leaves,
     substitute,
 )
-from shardwise.conversion.four_bit import (
-    BLOCKS,
-    dequantise_rows,
-    fits_blocks,
-    nested_bytes,
-    packed_shape,
-    quantise_rows,
-    quantised_bytes,
-    raw_scales_shape,
-    scales_in,
-    scales_shape,
-    scratch_bytes,
-)
-from shardwise.conversion.nested_scales import (
-    dynamic_numbers,
-    nest,
-    nest_about,
-    nested_codes,
-    offset_of,
-    unnest,
-)
-from shardwise.conversion.quantise import quantised
 from shardwise.conversion.region import Axis, Region
 from shardwise.conversion.rows_apart import rows_apart
 from shardwise.conversion.strided_views import view
 
 __all__ = [
-    "BLOCKS",
     "Axis",
     "BadValues",
     "Bindings",
@@ -102,31 +78,14 @@ __all__ = [
     "copies",
     "copies_and_computed",
     "covering_box",
-    "dequantise_rows",
-    "dequantised",
-    "dynamic_numbers",
-    "fits_blocks",
     "key_of",
     "leaf_boxes",
     "leaves_of",
-    "nest",
-    "nest_about",
-    "nested_bytes",
-    "nested_codes",
-    "offset_of",
-    "packed_shape",
     "permute",
     "pieces",
-    "quantise_rows",
-    "quantised",
-    "quantised_bytes",
-    "raw_scales_shape",
     "reshape",
     "rows_apart",
     "rows_stored",
-    "scales_in",
-    "scales_shape",
-    "scratch_bytes",
     "skeleton",
     "skeletons",
     "slice_dim",
@@ -134,6 +93,5 @@ __all__ = [
     "stack",
     "stored_leaves",
     "substitute",
-    "unnest",
     "view",
 ]

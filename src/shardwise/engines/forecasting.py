@@ -27,8 +27,9 @@ from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.execution.ranks.world import World
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
-from shardwise.formats.quantised import as_the_model_has_it
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.quantisation import as_the_model_has_it
 from shardwise.layout import MeshShape, ModelLayout, Origin, TensorKind, TensorLayout, WorldLayout
 from shardwise.models.dtypes import from_torch
 from shardwise.models.initialize import Initialisers

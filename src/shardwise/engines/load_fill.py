@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.conversion import (
-    rows_stored,
-)
+from shardwise.conversion import rows_stored
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_plan import PreparedLoad
 from shardwise.errors import PlacementError

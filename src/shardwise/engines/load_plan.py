@@ -10,12 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.conversion import (
-    Bindings,
-    SmallestBlocks,
-    computed_leaves,
-    rows_stored,
-)
+from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, rows_stored
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
 from shardwise.engines.outline import rules_of

@@ -9,11 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.conversion import (
-    computes,
-    rows_stored,
-    stored_leaves,
-)
+from shardwise.conversion import computes, rows_stored, stored_leaves
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import average_rows, finish
 from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare

@@ -18,7 +18,7 @@ from shardwise.execution.states.agreed import (
     Values,
 )
 from shardwise.execution.states.stored_values import StoredValues
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.models.selection import Selection
 from shardwise.models.view import canonical
 from shardwise.planning.loads.stored import stored_tensors

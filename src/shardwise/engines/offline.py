@@ -12,14 +12,7 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from shardwise.conversion import (
-    Expression,
-    SmallestBlocks,
-    computed_leaves,
-    computes,
-    stored_leaves,
-    substitute,
-)
+from shardwise.conversion import Expression, SmallestBlocks, computed_leaves, computes, stored_leaves, substitute
 from shardwise.engines.outline import ModelOptions, Outline, outline, rules_of
 from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.ranks.progress import ProgressBar
@@ -29,8 +22,11 @@ from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
-from shardwise.formats.quantised import as_the_model_has_it
+from shardwise.formats.checkpoint_index import (CheckpointIndex, open_checkpoint)
+from shardwise.formats.opening import (open_checkpoint)
+from shardwise.formats.quantisation import (as_the_model_has_it)
+from shardwise.formats.quantised import (as_the_model_has_it)
+from shardwise.formats.strict_json import (parse_object)
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.conversions.revert import Output, revert

@@ -13,8 +13,9 @@ from shardwise.errors import StorageError
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.checkpoint_copies import Copies, require_one_checkpoint
 from shardwise.execution.reading.place import identities_of
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
-from shardwise.formats.quantised import as_the_model_has_it
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.quantisation import as_the_model_has_it
 from shardwise.planning.loads.comparing import CompareCopies
 from shardwise.report.names import shown_ranks
 from shardwise.storage.contract import StorageReader

@@ -18,7 +18,7 @@ from shardwise.engines.arguments import in_words
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.quantised import PackedFourBits, scheme_of
+from shardwise.formats.quantisation import form_of
 from shardwise.layout import ModelLayout, Origin
 from shardwise.models import build, pretrained
 from shardwise.models.conversions.key_conversions import bind
@@ -197,7 +197,7 @@ def _forget_quantiser(config: PreTrainedConfig) -> None:
     if found is None:
         return
     told = found if isinstance(found, Mapping) else found.to_dict()
-    if isinstance(scheme_of(told), PackedFourBits):
+    if form_of(told).is_kept:
         config.quantization_config = dict(told)
     else:
         del config.quantization_config

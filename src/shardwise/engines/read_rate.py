@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shardwise.errors import ConfigError
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.storage.reading.opening import open_storage
 from shardwise.storage.repositories import HubOptions
 

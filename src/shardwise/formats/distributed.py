@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from shardwise.errors import FormatError, StorageError
-from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor
+from shardwise.formats.found import MAX_DIMS, Chunk, FoundTensor
 from shardwise.formats.pickles import Record, read_pickle
 from shardwise.formats.torch_file import each, read_torch_tensor
 from shardwise.formats.torch_values import DISTRIBUTED_METADATA

@@ -14,11 +14,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import Composed, FourBits, Nested, Whole
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.coded import FourBits, Nested
+from shardwise.formats.composed import Composed, Whole
+from shardwise.formats.contract import QuantisedForm, unknown_form
+from shardwise.formats.entries import TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
@@ -51,6 +54,27 @@ class _Companions:
     form: Form4
     state: TensorEntry
     entries: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedFourBits:
+    """Four bits as bitsandbytes packs them; each weight says how."""
+
+    is_kept: bool = True
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        return with_four_bits(reader, index)
+
+
+def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+    """That of bitsandbytes' ``quantization_config``.
+
+    Raises:
+        ConfigError: it is not of four bits.
+    """
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return _PackedFourBits()
+    raise unknown_form(f"quant_method {shown(repr(config.get('quant_method')))}")
 
 
 def with_four_bits(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:

@@ -9,7 +9,6 @@ rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The na
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,20 +16,17 @@ from typing import Any, Final, TypeAlias
 
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import Composed, Scaled, Whole
-from shardwise.formats.four_bit_tensors import with_four_bits
-from shardwise.formats.safetensors_header import TensorEntry
-from shardwise.formats.selection import is_there
+from shardwise.formats.coded import Scaled
+from shardwise.formats.composed import Composed, Whole
+from shardwise.formats.contract import QuantisedForm, unknown_form
+from shardwise.formats.entries import TensorEntry
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
 from shardwise.tensors import Code, DType, numel
 
 _FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
-_ELEMENT_DTYPES: Final = (*_FLOAT8, DType.U8, DType.I8, DType.I32)
 _SCALE_DTYPES: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0, DType.U8)
 _SHOWN = 5
-_CONFIG: Final = "config.json"
-_MOST_CONFIG_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +65,7 @@ class Integers:
     block: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFourBits:
-    """Four bits as bitsandbytes packs them; each weight says how."""
-
-
-Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers | PackedFourBits
+Scheme: TypeAlias = Float8 | MicroscalingFloat4 | Float4 | PackedIntegers | Integers
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
@@ -89,8 +80,6 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
             return Float8(_pair(config.get("weight_block_size")))
         case "mxfp4":
             return MicroscalingFloat4()
-        case "bitsandbytes" if config.get("load_in_4bit") or config.get("_load_in_4bit"):
-            return PackedFourBits()
         case "compressed-tensors":
             return _of_compressed_tensors(config)
         case "modelopt":
@@ -99,33 +88,33 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
                 return Float8()
             if algorithm == "NVFP4":
                 return Float4()
-            raise _unknown(f"modelopt's {shown(algorithm)}")
+            raise unknown_form(f"modelopt's {shown(algorithm)}")
         case _:
-            raise _unknown(f"quant_method {shown(repr(method))}")
+            raise unknown_form(f"quant_method {shown(repr(method))}")
 
 
 def _of_compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _unknown("compressed-tensors without config_groups")
+        raise unknown_form("compressed-tensors without config_groups")
     found = {_of_group(group, config.get("format")) for group in groups.values()}
     if len(found) > 1:
-        raise _unknown("compressed-tensors with several kinds of weights in one checkpoint")
+        raise unknown_form("compressed-tensors with several kinds of weights in one checkpoint")
     return found.pop()
 
 
 def _of_group(group: Any, form: object) -> Scheme:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise _unknown("compressed-tensors without weights")
+        raise unknown_form("compressed-tensors without weights")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     form = group.get("format") or form
     if weights.get("symmetric") is False or weights.get("actorder"):
-        raise _unknown("compressed-tensors with zero points or another order of columns")
+        raise unknown_form("compressed-tensors with zero points or another order of columns")
     size = weights.get("group_size")
     block = size if strategy in ("group", "tensor_group") else None
     if block is not None and (not isinstance(block, int) or block < 1):
-        raise _unknown(f"compressed-tensors with group_size {shown(repr(size))}")
+        raise unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
     match (kind, bits, form):
         case ("float", 8, _):
             return Float8(_pair(weights.get("block_structure")) if strategy == "block" else None)
@@ -136,7 +125,9 @@ def _of_group(group: Any, form: object) -> Scheme:
         case ("int", 8, _):
             return Integers(block)
         case _:
-            raise _unknown(f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}")
+            raise unknown_form(
+                f"compressed-tensors with {shown(repr(kind))} of {bits!r} bits as {shown(repr(form))}"
+            )
 
 
 def _pair(value: object) -> tuple[int, int] | None:
@@ -147,11 +138,25 @@ def _pair(value: object) -> tuple[int, int] | None:
     raise ConfigError(f"quantization_config: a block of {shown(repr(value))} makes no sense; wanted are two sizes")
 
 
-def _unknown(what: str) -> ConfigError:
-    return ConfigError(
-        f"the checkpoint is quantised in a way that is not known here ({what}); use one in a floating dtype, in "
-        "FP8, MXFP4 or NVFP4, or of compressed-tensors"
-    )
+@dataclass(frozen=True, slots=True)
+class _WithScales:
+    """Elements and scales that lie beside each other, in any of these schemes."""
+
+    config: Mapping[str, Any]
+    is_kept: bool = False
+
+    def as_numbers(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        return dequantised_index(index, self.config)
+
+
+def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+    """That of a ``quantization_config`` that says how elements and scales lie beside each other.
+
+    Raises:
+        ConfigError: as of :func:`scheme_of`.
+    """
+    scheme_of(config)
+    return _WithScales(config)
 
 
 # Which tensors belong together
@@ -322,29 +327,6 @@ def _is_scale(key: str) -> bool:
         return False
     # Models have scales of their own, such as ``logit_scale``: those are theirs to find missing, or too much.
     return _OF_WEIGHTS.fullmatch(key) is not None
-
-
-def as_the_model_has_it(reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
-    """A checkpoint whose ``config.json`` says that it is quantised: with the tensors of its model; else as it is.
-
-    Raises:
-        ConfigError, FormatError: as of :func:`dequantised_index`.
-        StorageError: the config cannot be read.
-    """
-    if not any(entry.dtype in _ELEMENT_DTYPES for entry in index.entries.values()):
-        return index  # nobody opens a file for that
-    if not is_there(reader, _CONFIG) or not 0 < (nbytes := reader.size(_CONFIG)) <= _MOST_CONFIG_BYTES:
-        return index
-    try:
-        content = json.loads(reader.read(_CONFIG, 0, nbytes))
-    except (ValueError, RecursionError):
-        return index  # whoever builds the model says what is wrong with it
-    config = content.get("quantization_config") if isinstance(content, dict) else None
-    if not isinstance(config, dict):
-        return index
-    if isinstance(scheme_of(config), PackedFourBits):
-        return with_four_bits(reader, index)
-    return dequantised_index(index, config)
 
 
 def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> CheckpointIndex:

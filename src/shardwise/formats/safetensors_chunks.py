@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.errors import FormatError
-from shardwise.formats.composed import MAX_DIMS, Chunk, FoundTensor, StoredView
-from shardwise.formats.safetensors_header import FileHeader, TensorEntry
+from shardwise.formats.entries import TensorEntry
+from shardwise.formats.found import MAX_DIMS, Chunk, FoundTensor, StoredView
+from shardwise.formats.safetensors_header import FileHeader
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.names import shown
 from shardwise.tensors import Strided

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeGuard
 
 from shardwise.errors import FormatError
+from shardwise.formats.entries import TensorEntry
 from shardwise.formats.strict_json import parse_object
 from shardwise.storage.contract import StorageReader
 from shardwise.storage.names import shown
-from shardwise.tensors.byte_range import ByteRange
 from shardwise.tensors.dtypes import DType, dtype_named
-from shardwise.tensors.strided import numel
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads (``MAX_HEADER_SIZE``)."""
@@ -26,30 +25,6 @@ _LENGTH_BYTES = 8
 _FIRST_READ_BYTES = 256 * 1024
 _MAX_SIZE = 2**63 - 1
 _MAX_BITS = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A stored tensor: the bytes ``start <= i < stop`` of ``file``, row-major, little-endian."""
-
-    key: str
-    dtype: DType
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    stop: int
-
-    @property
-    def range(self) -> ByteRange:
-        return ByteRange(self.start, self.stop)
-
-    @property
-    def numel(self) -> int:
-        return numel(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)

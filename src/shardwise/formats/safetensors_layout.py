@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardwise.errors import FormatError
-from shardwise.formats.safetensors_header import MAX_HEADER_BYTES, TensorEntry
+from shardwise.formats.entries import TensorEntry
+from shardwise.formats.safetensors_header import MAX_HEADER_BYTES
 from shardwise.storage.names import shown
 from shardwise.tensors.dtypes import DType
 from shardwise.tensors.strided import numel

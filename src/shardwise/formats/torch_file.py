@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.errors import FormatError
-from shardwise.formats.composed import Chunk, FoundTensor, StoredView, why_not_strided
+from shardwise.formats.found import Chunk, FoundTensor, StoredView, why_not_strided
 from shardwise.formats.pickles import Other, Record, read_pickle
 from shardwise.formats.torch_values import TORCH_FILE, PickledTensor, Storage
 from shardwise.formats.wrappers import MAX_DEPTH, Path

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.composed import ComposedPart, FourBits, Joined, Scaled, View, Whole
+from shardwise.formats.composed import ComposedPart, Joined, View, Whole
 
 
 def beside(first: CheckpointIndex, second: CheckpointIndex, folder: str) -> CheckpointIndex:
@@ -34,9 +34,5 @@ def _moved(part: ComposedPart, inside: Callable[[str], str]) -> ComposedPart:
             return replace(part, key=inside(key))
         case Joined(parts):
             return replace(part, parts=tuple(_moved(inner, inside) for inner in parts))
-        case Scaled(values, scales, overall=overall):
-            moved = None if overall is None else (Whole(inside(overall[0].key)), overall[1])
-            return replace(part, values=Whole(inside(values.key)), scales=Whole(inside(scales.key)), overall=moved)
-        case FourBits(values, scales, nested=nested):
-            inner = None if nested is None else replace(nested, scales=Whole(inside(nested.scales.key)))
-            return replace(part, values=Whole(inside(values.key)), scales=Whole(inside(scales.key)), nested=inner)
+        case _:
+            return part.moved(inside)

@@ -13,8 +13,9 @@ from shardwise.errors import FormatError
 from shardwise.execution.states.stored_values import StoredValues
 from shardwise.execution.writing.rank_files import load_plain
 from shardwise.execution.writing.torch_out import Levels, loaded, nested
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_state
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.distributed import DistributedMetadata, read_metadata
+from shardwise.formats.states import open_state
 from shardwise.models.dtypes import to_torch
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.contract import StorageReader

@@ -11,7 +11,7 @@ from typing import TypeAlias, assert_never
 
 from shardwise.errors import ConfigError
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.entries import TensorEntry
 
 BLOCK_BYTES = 4096
 _PIECE_BYTES = 16 << 20

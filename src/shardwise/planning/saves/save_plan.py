@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.conversion import Copy, Expression, Stored, pieces
 from shardwise.formats.adapter_training import TRAINING_KEY, training_file
-from shardwise.formats.safetensors_header import TensorEntry
+from shardwise.formats.entries import TensorEntry
 from shardwise.formats.safetensors_layout import NewFile, lay_out
 from shardwise.planning.loads.schedule import ReadRequest, Segment, schedule, segments_of
 from shardwise.storage.contract import ReadPolicy, WritePolicy

@@ -1,0 +1,94 @@
+"""What quantised forms make of entries: numbers in few bits, times the scales of their blocks. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from shardwise.formats.composed import Whole
+from shardwise.tensors import Code, DType, Form4
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Elements that are stored in few bits, times the scales of their blocks.
+
+    Attributes:
+        values: the elements, row by row.
+        scales: one for each block.
+        shape: of the elements.
+        unit: sizes of a block, by dimension; those at an end may be smaller.
+        code: what the stored bytes stand for.
+        has_exponents: scales are exponents of 2, counted from -127.
+        overall: one number, and 1 or -1: all scales are multiplied by it, or divided.
+        swaps: the last two dimensions are exchanged in the end.
+    """
+
+    values: Whole
+    scales: Whole
+    shape: tuple[int, ...]
+    unit: tuple[int, ...]
+    code: Code
+    has_exponents: bool = False
+    overall: tuple[Whole, int] | None = None
+    swaps: bool = False
+
+    kind: ClassVar[str] = "scaled"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.values.key, self.scales.key, *([] if self.overall is None else [self.overall[0].key]))
+
+    def moved(self, to: Callable[[str], str]) -> Scaled:
+        overall = None if self.overall is None else (Whole(to(self.overall[0].key)), self.overall[1])
+        values, scales = Whole(to(self.values.key)), Whole(to(self.scales.key))
+        return replace(self, values=values, scales=scales, overall=overall)
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """What scales that are bytes stand for.
+
+    Attributes:
+        scales: what 256 of them are scaled by.
+        offset: is added to all.
+        numbers: of the 256 bytes.
+    """
+
+    scales: Whole
+    offset: float
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """Elements of four bits as bitsandbytes packs them, times the scales of their blocks.
+
+    Attributes:
+        values: the packed bytes, row by row.
+        scales: one for each block.
+        shape: of the elements; rows are whole blocks.
+        block: elements of a row with one scale.
+        form: what four bits stand for.
+        dtype: that numbers had before they were packed.
+        nested: where scales are bytes, what these stand for.
+    """
+
+    values: Whole
+    scales: Whole
+    shape: tuple[int, ...]
+    block: int
+    form: Form4
+    dtype: DType
+    nested: Nested | None = None
+
+    kind: ClassVar[str] = "four bits"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.values.key, self.scales.key, *([] if self.nested is None else [self.nested.scales.key]))
+
+    def moved(self, to: Callable[[str], str]) -> FourBits:
+        nested = None if self.nested is None else replace(self.nested, scales=Whole(to(self.nested.scales.key)))
+        return replace(self, values=Whole(to(self.values.key)), scales=Whole(to(self.scales.key)), nested=nested)

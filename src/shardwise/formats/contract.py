@@ -1,0 +1,145 @@
+"""What a format is: how its files are recognised in a folder, and who reads what they say of their tensors.
+
+A format is one object that answers :class:`CheckpointFormat`, and a line in the table of
+:mod:`shardwise.formats.opening`, which asks the formats one after the other. What is read goes into an
+:class:`IndexSoFar`; :mod:`shardwise.formats.adding` puts there what is made of views and chunks.
+
+A checkpoint of any format may be quantised. Which of its tensors belong together then is told by a
+:class:`QuantisedForm`, and a line in the table of :mod:`shardwise.formats.quantisation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardwise.errors import ConfigError, StorageError
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.composed import Composed
+from shardwise.formats.entries import TensorEntry
+from shardwise.formats.faults import FormatFaults
+from shardwise.storage.contract import StorageReader
+
+
+@dataclass(frozen=True)
+class FileSelection:
+    """The files to open, and what the index file says about them.
+
+    Attributes:
+        layout: how they are laid out, in words for whoever looks at the checkpoint.
+        files: relative to the root.
+        weight_map: the file of each key, where an index says so.
+        metadata: of the index.
+        folder: where they lie, with "/" at its end, for a format that names no files.
+    """
+
+    layout: str
+    files: Sequence[str]
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
+
+
+@dataclass
+class IndexSoFar:
+    """What has been found in the files so far; ``held`` are the keys of each file."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    composed: dict[str, Composed] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    held: dict[str, set[str]] = field(default_factory=dict)
+    wrapper: str = ""
+    ignored: list[str] = field(default_factory=list)
+
+
+class CheckpointFormat(Protocol):
+    """One kind of checkpoint. Files are strangers': what contradicts the format is a fault, or a FormatError."""
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """Names that mean a checkpoint wherever they are, first choice first: of a single file, of an index."""
+        ...
+
+    @property
+    def probed(self) -> tuple[str, ...]:
+        """Names that are tried besides, after the usual ones of all formats, where a storage does not list."""
+        ...
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """How the names of files end that may be asked for by name, for messages."""
+        ...
+
+    @property
+    def looked_for(self) -> tuple[str, ...]:
+        """What :meth:`find` looks for, for messages."""
+        ...
+
+    def is_named(self, name: str) -> bool:
+        """Whether a file of this name is of this format, or an index of its files."""
+        ...
+
+    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+        """The files of a checkpoint that is asked for by the name of one, which is there."""
+        ...
+
+    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
+        """The files of a checkpoint among ``names``, where there is no usual one; None where there are none.
+
+        Raises:
+            FormatError: there are some, and they cannot be chosen from, or are only a part.
+        """
+        ...
+
+    def hints(self, names: Sequence[str]) -> list[str]:
+        """Sentences on files at the top of a folder in which no format has found a checkpoint."""
+        ...
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        """Add what the files say of their tensors; none of a tensor's bytes is read.
+
+        Raises:
+            FormatError: it is no model at all.
+        """
+        ...
+
+
+class QuantisedForm(Protocol):
+    """How the weights of a checkpoint are stored in few bits, as its ``quantization_config`` says."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a model may be kept in this form, so that the config stays with whoever makes the model."""
+        ...
+
+    def as_numbers(self, reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        """The same checkpoint with numbers in place of what is stored of them: with parts that are ``Coded``.
+
+        Raises:
+            FormatError: naming what does not belong together.
+            StorageError: what is small, and tells how, cannot be read.
+        """
+        ...
+
+
+def unknown_form(what: str) -> ConfigError:
+    """The weights are stored in a way that nobody knows."""
+    return ConfigError(
+        f"the checkpoint is quantised in a way that is not known here ({what}); use one in a floating dtype, in "
+        "FP8, MXFP4 or NVFP4, or of compressed-tensors"
+    )
+
+
+def is_there(reader: StorageReader, name: str) -> bool:
+    """Whether the storage has this file."""
+    try:
+        reader.size(name)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
+    return True

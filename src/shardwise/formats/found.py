@@ -1,0 +1,121 @@
+"""Tensors as they are found in a nest of dicts: views of storages, and chunks that have to tile a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.formats.composed import ComposedPart, Joined
+from shardwise.tensors import Box, ByteRange, DType, Strided, numel
+
+MAX_DIMS = 64
+"""As many dimensions as a tensor of torch may have."""
+
+_MAX_CUTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A tensor as a file holds it: elements, seen through strides, of the run of bytes ``range``."""
+
+    file: str
+    range: ByteRange
+    dtype: DType
+    strided: Strided
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.strided.sizes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the range, row by row."""
+        nbytes = self.strided.numel * self.dtype.itemsize
+        return nbytes == self.range.nbytes and (self.strided.is_contiguous or not nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a tensor that begins at ``offsets``."""
+
+    offsets: tuple[int, ...]
+    view: StoredView
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTensor:
+    """A tensor in a nest of dicts: the keys that lead to it, and its chunks, which have to tile it."""
+
+    path: tuple[str, ...]
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def why_not_strided(strided: Strided, available: int) -> str | None:
+    """Why a view cannot be one of ``available`` elements, each of which it sees once; None when it can."""
+    if strided.numel == 0:
+        return None
+    if strided.stop > available:
+        return f"it reaches to element {strided.stop} of a storage of {available}"
+    reach = 0
+    for stride, size in sorted(zip(strided.strides, strided.sizes, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return "its elements share memory, as after expand()"
+            reach += stride * (size - 1)
+    return None
+
+
+def tiling(shape: Sequence[int], boxes: Sequence[tuple[Box, ComposedPart]]) -> ComposedPart | None:
+    """The tree that puts boxes together to a whole of this shape; None when they do not tile it.
+
+    The boxes are those of a grid, or of a grid in a box of a grid, and so on: some cut through the whole leaves
+    each box on one side. So are all that come from sharding one dimension after the other. More than 32 cuts
+    inside of each other are not looked for.
+    """
+    if len(shape) > MAX_DIMS or sum(box.numel for box, _ in boxes) != numel(shape):
+        return None
+    return _tiling(Box.whole(shape), list(boxes), _MAX_CUTS)
+
+
+def _tiling(whole: Box, boxes: list[tuple[Box, ComposedPart]], cuts: int) -> ComposedPart | None:
+    if len(boxes) == 1:
+        return boxes[0][1] if boxes[0][0] == whole else None
+    if cuts == 0:
+        return None
+    for dim in range(len(whole.sizes)):
+        groups = _cut(whole, dim, boxes)
+        if groups is None:
+            return None
+        if len(groups) > 1:
+            parts = [_tiling(box, members, cuts - 1) for box, members in groups]
+            found = tuple(part for part in parts if part is not None)
+            return Joined(found, dim) if len(found) == len(parts) else None
+    return None
+
+
+def _cut(
+    whole: Box, dim: int, boxes: list[tuple[Box, ComposedPart]]
+) -> list[tuple[Box, list[tuple[Box, ComposedPart]]]] | None:
+    """The boxes in groups, cut along ``dim`` wherever no box is cut in two; None where there is a hole."""
+    ordered = sorted(boxes, key=lambda item: item[0].offsets[dim])
+    groups: list[tuple[Box, list[tuple[Box, ComposedPart]]]] = []
+    start = stop = whole.offsets[dim]
+    members: list[tuple[Box, ComposedPart]] = []
+    for box, part in ordered:
+        first = box.offsets[dim]
+        if first >= stop and members:
+            groups.append((_slab(whole, dim, start, stop), members))
+            start, members = stop, []
+        if first > stop:
+            return None
+        members.append((box, part))
+        stop = max(stop, first + box.sizes[dim])
+    groups.append((_slab(whole, dim, start, stop), members))
+    return groups if stop == whole.offsets[dim] + whole.sizes[dim] else None
+
+
+def _slab(whole: Box, dim: int, start: int, stop: int) -> Box:
+    offsets = (*whole.offsets[:dim], start, *whole.offsets[dim + 1 :])
+    return Box(offsets, (*whole.sizes[:dim], stop - start, *whole.sizes[dim + 1 :]))

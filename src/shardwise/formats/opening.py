@@ -1,0 +1,215 @@
+"""Opens a checkpoint of any format: files are chosen, what they say of their tensors is read, all of it checked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+from shardwise._face import found_at
+from shardwise.errors import FormatError, StorageError
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar, is_there
+from shardwise.formats.faults import FormatFaults, listed
+from shardwise.storage.contract import CannotListError, StorageReader
+from shardwise.storage.names import shown
+from shardwise.storage.reading.opening import open_storage
+from shardwise.storage.urls import is_url
+
+_SAFETENSORS: Final = "shardwise.formats.safetensors_files:FORMAT"
+
+FORMATS: Final[list[str]] = [
+    _SAFETENSORS,
+    "shardwise.formats.torch_files:FORMAT",
+    "shardwise.formats.distributed_folders:FORMAT",
+]
+"""Where each format is, first choice first, as ``package.module:name``: a format of one's own is a line here."""
+
+_MOST_IGNORED = 1000
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | StorageReader,
+    *,
+    weights_name: str | None = None,
+    extra_files: Sequence[str] = (),
+    variant: str | None = None,
+) -> CheckpointIndex:
+    """Find the files of a checkpoint and read what they say about their tensors.
+
+    ``path`` is a folder, a file of tensors, an index file, the URL of one of these, or a reader. In a folder the
+    first of these counts: ``weights_name`` (from ``config.transformers_weights``), ``model.safetensors``,
+    ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the only other index
+    of safetensors files, all safetensors files, ``.metadata`` of ``torch.distributed.checkpoint``, here or in the
+    only folder that accelerate names for a model. Where the storage does not tell which files there are, the usual
+    names are tried. ``variant`` takes the weights of that variant instead. ``extra_files`` are safetensors files,
+    read in addition where they are there. Files named by an index are relative to the folder, as in transformers.
+
+    Pickles are read without running anything: see :mod:`shardwise.formats.pickles`.
+
+    Raises :class:`FormatError` with all faults of all files at once; :class:`StorageError` when nothing is
+    wrong but that bytes could not be read.
+    """
+    if isinstance(path, StorageReader):
+        return _open(path, weights_name if variant is None else _variant_in(path, variant), extra_files)
+    opened = open_storage(path if is_url(path) else Path(path))
+    with opened.reader:
+        if opened.file is not None:
+            if weights_name is not None:
+                raise FormatError(
+                    f"{opened.reader.root}/{shown(opened.file)}: is a file, so weights_name={weights_name!r} has "
+                    "no place; pass one of the two"
+                )
+            weights_name = opened.file
+        return open_checkpoint(opened.reader, weights_name=weights_name, extra_files=extra_files, variant=variant)
+
+
+def _formats() -> Iterator[CheckpointFormat]:
+    """One after the other, as far as anybody asks."""
+    for place in FORMATS:
+        found: CheckpointFormat = found_at(place)
+        yield found
+
+
+def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
+    faults = FormatFaults(reader.root)
+    chosen, selection = _select(reader, weights_name, faults)
+    extras = [name for name in extra_files if is_there(reader, name)]
+    safetensors: CheckpointFormat = found_at(_SAFETENSORS)
+    found = IndexSoFar()
+    if chosen is safetensors:  # together, so that what lies in both is found
+        chosen.read(reader, replace(selection, files=[*extras, *selection.files]), found, faults)
+    else:
+        chosen.read(reader, selection, found, faults)
+        safetensors.read(reader, FileSelection("", extras), found, faults)
+    _check_weight_map(selection.weight_map, found.held, faults)
+    faults.raise_if_any()
+    ignored = found.ignored[:_MOST_IGNORED]
+    if len(found.ignored) > _MOST_IGNORED:
+        ignored.append(f"... and {len(found.ignored) - _MOST_IGNORED} more")
+    return CheckpointIndex(
+        root=reader.root,
+        files=dict(sorted(found.files.items())),
+        entries=found.entries,
+        metadata={**found.metadata, **selection.metadata},
+        layout=selection.layout,
+        composed=found.composed,
+        wrapper=found.wrapper,
+        ignored=tuple(ignored),
+    )
+
+
+def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: FormatFaults) -> None:
+    """Every key is where the index says. Keys of an opened file that the index leaves out are welcome."""
+    for key, file in weight_map.items():
+        if file in held and key not in held[file]:
+            faults.add("keys not in the file the index names", f"{shown(key)}: not in {shown(file)}")
+
+
+# Choosing files
+
+
+def _variant_in(reader: StorageReader, variant: str) -> str:
+    """The file, or the index, of a variant: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``, ...
+
+    Raises :class:`FormatError` where there is none.
+    """
+    names = [f"{stem}.{variant}{dot}{end}" for stem, dot, end in (name.rpartition(".") for name in _usual())]
+    for name in names:
+        if is_there(reader, name):
+            return name
+    try:
+        there = [name for name in reader.list() if name.endswith((".safetensors", ".bin", ".json"))]
+    except CannotListError:
+        there = []
+    raise FormatError(
+        f"{reader.root}: no weights of the variant {variant!r}; looked for {', '.join(names)}; "
+        f"there are {listed(map(shown, there)) or 'none that it tells of'}"
+    )
+
+
+def _usual() -> Iterator[str]:
+    """Names that mean a checkpoint, of all formats, first choice first."""
+    return itertools.chain.from_iterable(item.usual for item in _formats())
+
+
+def _select(
+    reader: StorageReader, weights_name: str | None, faults: FormatFaults
+) -> tuple[CheckpointFormat, FileSelection]:
+    """Choose a format and its files, in the order of :func:`open_checkpoint`.
+
+    Raises :class:`FormatError` where nothing can be chosen; what is wrong with the choice is added to ``faults``.
+    """
+    if weights_name is not None:
+        return _select_named(reader, weights_name, faults)
+    try:
+        names = reader.list()
+    except CannotListError:
+        return _select_probed(reader, faults)
+    for name in _usual():
+        if name in names:
+            return _select_named(reader, name, faults)
+    for item in _formats():
+        found = item.find(reader, names, faults)
+        if found is not None:
+            return item, found
+    raise _nothing_there(reader.root, [name for name in names if "/" not in name])
+
+
+def _select_probed(reader: StorageReader, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    """By their usual names, one after the other, where the storage does not tell which files it has."""
+    refusal: StorageError | None = None
+    names = [*_usual(), *itertools.chain.from_iterable(item.probed for item in _formats())]
+    for name in names:
+        try:
+            if is_there(reader, name):
+                return _select_named(reader, name, faults)
+        except StorageError as error:
+            # An object store that must not tell which files it has refuses those it does not have.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+    raise FormatError(
+        f"{reader.root}: no weights found\n"
+        f"  looked for: {', '.join(names)}; for others the storage would have to list its files\n"
+        f"Check the URL, or name the file: the URL of the *.safetensors, *.bin, *.pt or "
+        "*.index.json file itself, or weights_name=..."
+    )
+
+
+def _select_named(reader: StorageReader, name: str, faults: FormatFaults) -> tuple[CheckpointFormat, FileSelection]:
+    chosen = next((item for item in _formats() if item.is_named(name)), None)
+    if chosen is None:
+        *endings, last = itertools.chain.from_iterable(item.endings for item in _formats())
+        raise FormatError(
+            f"{shown(name)} in {reader.root}: this layout is not supported for loading; "
+            f"name a file that ends in {', '.join(endings)} or {last}"
+        )
+    if not is_there(reader, name):
+        raise FormatError(
+            f"{shown(name)} in {reader.root}: no such file, but it is asked for by name; "
+            "check weights_name (transformers_weights in config.json), or download the file"
+        )
+    return chosen, chosen.select(reader, name, faults)
+
+
+def _nothing_there(root: str, names: Sequence[str]) -> FormatError:
+    looked_for = [*_usual(), *itertools.chain.from_iterable(item.looked_for for item in _formats())]
+    lines = [
+        f"{root}: no weights found",
+        f"  looked for: {', '.join(looked_for)}",
+        f"  files there: {listed(map(shown, names)) or 'none'}",
+    ]
+    if any(fnmatchcase(name, "adapter_model*") for name in names):
+        lines.append("  There is an adapter without its base model; open the base model's folder.")
+    lines += [f"  {hint}" for item in _formats() for hint in item.hints(names)]
+    others = [name for name in names if name.endswith(".gguf")]
+    if others:
+        lines.append(f"  {listed(map(shown, others))}: this layout is not supported for loading.")
+    return FormatError("\n".join([*lines, "Check the path, or save the model as safetensors files."]))

@@ -1,0 +1,126 @@
+"""Checkpoints of safetensors files: one, several with an index, or several whose names are all there is."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from shardwise.errors import FormatError
+from shardwise.formats.adding import add_tensor, read_each
+from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar
+from shardwise.formats.entries import TensorEntry
+from shardwise.formats.faults import LISTED, FormatFaults, listed
+from shardwise.formats.indexed_files import select_indexed
+from shardwise.formats.safetensors_chunks import KEY as SHARDING_KEY
+from shardwise.formats.safetensors_chunks import chunk_offsets, from_chunks
+from shardwise.formats.safetensors_header import FileHeader, read_header
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+
+_USUAL_INDEX: Final = "model.safetensors.index.json"
+_WEIGHTS: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
+_INDEXES = re.compile(r".*\.safetensors\.index(\.[^./]+)?\.json")
+"""Index files by name, those of a variant too."""
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
+
+
+class _SafetensorsFiles:
+    usual = ("model.safetensors", _USUAL_INDEX)
+    probed = ()
+    endings = (_WEIGHTS, _INDEX)
+    looked_for = (f"another *{_INDEX}", f"*{_WEIGHTS}")
+
+    def is_named(self, name: str) -> bool:
+        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+
+    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+        if _INDEXES.fullmatch(name):
+            return select_indexed(reader, name, _WEIGHTS, "indexed", faults)
+        return FileSelection("single file", [name])
+
+    def find(self, reader: StorageReader, names: Sequence[str], faults: FormatFaults) -> FileSelection | None:
+        here = [name for name in names if "/" not in name]
+        indexes = _without_side_files(name for name in here if name.endswith(_INDEX))
+        if len(indexes) > 1:
+            raise FormatError(
+                f"{reader.root}: several index files and no {_USUAL_INDEX}: {listed(indexes)}; "
+                "pass the one that is meant as weights_name, or its path"
+            )
+        if indexes:
+            return self.select(reader, indexes[0], faults)
+        files = _without_side_files(name for name in here if name.endswith(_WEIGHTS))
+        if not files:
+            return None
+        _check_numbering(files, faults)
+        return FileSelection("single file" if len(files) == 1 else "several files without an index", files)
+
+    def hints(self, names: Sequence[str]) -> list[str]:  # noqa: ARG002 - as any format
+        return []
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        _add_headers(read_each(reader, sorted(set(selection.files)), read_header, faults), found, faults)
+
+
+FORMAT: Final[CheckpointFormat] = _SafetensorsFiles()
+
+
+def _without_side_files(names: Iterable[str]) -> list[str]:
+    """Without adapters, and without "consolidated" files where they are a second copy of the weights."""
+    kept = [name for name in names if not fnmatchcase(name, "adapter_model*")]
+    return [name for name in kept if not fnmatchcase(name, "consolidated*")] or kept
+
+
+def _check_numbering(files: Sequence[str], faults: FormatFaults) -> None:
+    """Where files are numbered "-00002-of-00003" and no index says which there are, none may be missing."""
+    found: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in files:
+        match = _NUMBERED.fullmatch(file)
+        if match:
+            found[match["stem"], int(match["total"])].add(int(match["number"]))
+    for (stem, total), numbers in found.items():
+        first = 0 if 0 in numbers else 1
+        # The total is a stranger's number: look no further than what is there plus what is listed.
+        looked_at = range(first, first + min(total, len(numbers) + LISTED))
+        absent = [number for number in looked_at if number not in numbers]
+        if absent:
+            faults.add(
+                "incomplete sets of numbered files",
+                f"{shown(stem)}-*-of-{total:05d}{_WEIGHTS}: {len(numbers)} of {total} are there, "
+                f"missing are the numbers {listed(str(number) for number in absent)}",
+            )
+
+
+def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: FormatFaults) -> None:
+    chunks: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = defaultdict(list)
+    for header in headers:
+        found.files[header.file] = header.file_nbytes
+        found.held[header.file] = {entry.key for entry in header.entries}
+        told = {name: text for name, text in header.metadata.items() if name != SHARDING_KEY}
+        found.metadata = {**told, **found.metadata}
+        try:
+            offsets = chunk_offsets(header)
+        except FormatError as error:
+            faults.add_error("damaged files", error)
+            continue
+        for entry in header.entries:
+            if entry.key in offsets:
+                chunks[entry.key].append((offsets[entry.key], entry))
+                continue
+            first = found.entries.setdefault(entry.key, entry)
+            if first is not entry:
+                faults.add(
+                    "keys held by two files",
+                    f"{shown(entry.key)}: in {shown(first.file)} and in {shown(entry.file)}; "
+                    "remove the file that does not belong",
+                )
+    for key, parts in chunks.items():
+        try:
+            add_tensor(key, from_chunks(key, parts), found, faults)
+        except FormatError as error:
+            faults.add_error("damaged files", error)

@@ -1,0 +1,79 @@
+"""Checkpoints of files that ``torch.save`` has written: one, or several with an index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from shardwise.formats.adding import add_ignored, add_tensors, read_each
+from shardwise.formats.contract import CheckpointFormat, FileSelection, IndexSoFar
+from shardwise.formats.distributed_folders import no_model
+from shardwise.formats.faults import FormatFaults, listed
+from shardwise.formats.indexed_files import select_indexed
+from shardwise.formats.torch_file import TorchFileContents, read_torch_file
+from shardwise.formats.wrappers import choose_model
+from shardwise.storage.contract import StorageReader
+from shardwise.storage.names import shown
+
+_WEIGHTS: Final = (".bin", ".pt", ".pth")
+_INDEX: Final = ".bin.index.json"
+_INDEXES = re.compile(r".*\.bin\.index(\.[^./]+)?\.json")
+"""Index files by name, those of a variant too."""
+_OF_ONE_RANK = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
+
+
+class _TorchFiles:
+    usual = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    probed = ()
+    endings = (*_WEIGHTS, _INDEX)
+    looked_for = ()
+
+    def is_named(self, name: str) -> bool:
+        return name.endswith(_WEIGHTS) or _INDEXES.fullmatch(name) is not None
+
+    def select(self, reader: StorageReader, name: str, faults: FormatFaults) -> FileSelection:
+        if _INDEXES.fullmatch(name):
+            return select_indexed(reader, name, _WEIGHTS[0], "indexed torch files", faults)
+        return FileSelection("torch file", [name])
+
+    def find(
+        self,
+        reader: StorageReader,  # noqa: ARG002 - as any format
+        names: Sequence[str],  # noqa: ARG002
+        faults: FormatFaults,  # noqa: ARG002
+    ) -> FileSelection | None:
+        return None  # what has no usual name may be an optimizer's, or anything
+
+    def hints(self, names: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        of_ranks = [name for name in names if _OF_ONE_RANK.fullmatch(name)]
+        if of_ranks:
+            found.append(
+                f"{listed(map(shown, of_ranks))}: what each rank held, without a word of what belongs where. "
+                "load_accelerate_model loads them on as many ranks, and so does accelerate; for any other number, "
+                "load them so and save in another form (use_dcp=True)."
+            )
+        files = [name for name in names if name.endswith(_WEIGHTS) and name not in of_ranks]
+        if files:
+            found.append(
+                f"{listed(map(shown, files))}: if one of them holds the model, pass its path, or its name as "
+                "weights_name."
+            )
+        return found
+
+    def read(
+        self, reader: StorageReader, selection: FileSelection, found: IndexSoFar, faults: FormatFaults
+    ) -> None:
+        files = selection.files
+        contents: list[TorchFileContents] = read_each(reader, files, read_torch_file, faults)
+        choice = choose_model([tensor.path for item in contents for tensor in item.tensors])
+        if choice is None:
+            raise no_model(reader, " and ".join(map(shown, files)))
+        for item in contents:
+            found.files[item.file] = item.file_nbytes
+            add_ignored(item.others, choice, found)
+            found.held[item.file] = add_tensors(item.tensors, choice, found, faults)
+
+
+FORMAT: Final[CheckpointFormat] = _TorchFiles()

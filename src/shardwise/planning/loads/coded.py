@@ -1,0 +1,33 @@
+"""Numbers in few bits as expressions: they are made of what is stored while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.conversion import Expression, permute
+from shardwise.conversion.dequantise import dequantised
+from shardwise.conversion.packed import unnested, unpacked
+from shardwise.formats.coded import FourBits, Scaled
+
+
+def scaled(part: Scaled, leaf: Callable[[str], Expression]) -> Expression:
+    """Elements times scales."""
+    made = dequantised(
+        leaf(part.values.key),
+        leaf(part.scales.key),
+        part.shape,
+        part.unit,
+        part.code,
+        has_exponents=part.has_exponents,
+        overall=None if part.overall is None else (leaf(part.overall[0].key), part.overall[1]),
+    )
+    *outer, rows, columns = range(len(part.shape)) if part.swaps else (0, 0)
+    return permute(made, (*outer, columns, rows)) if part.swaps else made
+
+
+def four_bits(part: FourBits, leaf: Callable[[str], Expression]) -> Expression:
+    """Packed numbers, with scales that may be packed themselves."""
+    factors = leaf(part.scales.key)
+    if part.nested is not None:
+        factors = unnested(factors, leaf(part.nested.scales.key), part.nested.offset, part.nested.numbers)
+    return unpacked(leaf(part.values.key), factors, part.shape, part.form, part.block, part.dtype)

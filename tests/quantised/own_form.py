@@ -1,0 +1,69 @@
+"""A quantised form of one's own, in one file: bytes, of which each stands for itself less 128."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from shardwise.conversion import Computed, ComputedBlock, Expression, aligned_blocks
+from shardwise.errors import ConfigError
+from shardwise.formats.checkpoint_index import CheckpointIndex
+from shardwise.formats.composed import Coded, Composed
+from shardwise.formats.contract import QuantisedForm
+from shardwise.storage import StorageReader
+from shardwise.tensors import Box, DType
+
+
+@dataclass(frozen=True)
+class OffsetBytes:
+    """What is stored of a tensor."""
+
+    key: str
+    offset: int
+    kind: ClassVar[str] = "offset bytes"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def moved(self, to: Callable[[str], str]) -> Coded:
+        return replace(self, key=to(self.key))
+
+
+@dataclass(frozen=True)
+class OwnForm:
+    offset: int
+    is_kept: bool = False
+
+    def as_numbers(self, _reader: StorageReader, index: CheckpointIndex) -> CheckpointIndex:
+        stored = {key: entry for key, entry in index.entries.items() if entry.dtype is DType.U8}
+        made = {
+            key: Composed(DType.F32, entry.shape, OffsetBytes(key, self.offset)) for key, entry in stored.items()
+        }
+        return replace(index, composed={**index.composed, **made})
+
+
+def form_of(config: Mapping[str, Any]) -> QuantisedForm:
+    if not isinstance(config.get("offset"), int):
+        raise ConfigError("quantization_config: wants an offset")
+    return OwnForm(config["offset"])
+
+
+@dataclass(frozen=True)
+class Subtract:
+    shape: tuple[int, ...]
+    offset: int
+    label: str = "subtracting"
+
+    def blocks(self, wanted: Mapping[str, Sequence[Box]], most_bytes: int) -> Iterator[ComputedBlock]:
+        for box in aligned_blocks(wanted["numbers"], self.shape, tuple(1 for _ in self.shape), most_bytes // 5):
+            yield ComputedBlock((box,), {"numbers": box}, 5 * box.numel)
+
+    def evaluate(self, _block: ComputedBlock, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {"numbers": values[0].float() - self.offset}
+
+
+def numbers(part: OffsetBytes, leaf: Callable[[str], Expression]) -> Expression:
+    stored = leaf(part.key)
+    return Computed(Subtract(stored.shape, part.offset), "numbers", stored.shape, DType.F32, (stored,))
