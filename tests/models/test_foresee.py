@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlacementError
 from shardwise.layout import MeshShape, ModelLayout, Origin
 from shardwise.models import _torch_private
+from shardwise.models.placement import padded_numels
 from shardwise.models.view import boxes_at, layout_of, look_inside
-from shardwise.models.wrapping.forecast_layout import foresee, padded_numels
+from shardwise.models.wrapping.forecast_layout import foresee
 from shardwise.models.wrapping.policies import Automatic, Classes, ModuleListBlocks, WholeModel
 from shardwise.models.wrapping.wrap import Sharding, wrap
 

@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.engines.adapters import OpenAdapter, beside_adapter, beside_of, of_adapter, open_adapter
 from shardwise.engines.arguments import hints_of, require_known, require_meant
+from shardwise.engines.base_forms import forms_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest
 from shardwise.engines.loading import carry_out
-from shardwise.engines.nesting import with_whole_scales
 from shardwise.engines.opening import OpenSource, at_one_commit, read_index, resolve_everywhere
 from shardwise.engines.outline import Outline, class_of, config_of, model_words, outline, settled
 from shardwise.engines.pretrained_options import FromFiles, Later, PretrainedOptions, consent_of
@@ -115,7 +115,9 @@ def bring_up(
             wrap.prepare_blocks(tuned.base, sharding)
             if sharding.mesh is not None:
                 wrap.wrap(tuned.base, sharding, tuned.whole)
-            bindings = tuned.bindings if is_later else with_whole_scales(tuned.model, tuned.bindings)
+            bindings = tuned.bindings
+            if not is_later:
+                bindings = forms_of(tuned.model).with_room(tuned.model, bindings)
             return request_of(replace(tuned, bindings=bindings), keywords, already_read_bytes)
 
         if is_later:

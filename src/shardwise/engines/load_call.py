@@ -8,19 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.engines.base_forms import forms_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest, tie_declared
 from shardwise.engines.loading import carry_out
-from shardwise.engines.nesting import let_go_of_whole_scales, names_to_nest, with_whole_scales
 from shardwise.engines.opening import Source, open_source
 from shardwise.execution.ranks.world import World
 from shardwise.layout import Origin
 from shardwise.models import pretrained
 from shardwise.models.additions import Additions
 from shardwise.models.conversions.key_conversions import bind
-from shardwise.models.four_bits.four_bit_base import offered_in_four_bits
-from shardwise.models.four_bits.four_bit_files import layout_in_numbers
 from shardwise.models.initialize import BufferRules
 from shardwise.models.view import layout_of, look_inside
 from shardwise.planning.loads.consent import Consent
@@ -56,23 +54,24 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
     """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
     options = call.options
     transforms: list[Any] = []
+    base = forms_of(model)
     with clock.phase("index"):
         source = open_source(world, call.checkpoint, call.hub, options.copies, options.budget_bytes)
 
     def ask() -> LoadRequest:
         transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
         held = look_inside(model)
-        layout = layout_in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
+        layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)
         bindings = bind(model, stored_tensors(source.index), layout, transforms)
         tie_declared(model, held, bindings)
-        bindings = with_whole_scales(model, offered_in_four_bits(model, bindings))
-        additions = Additions(nested=names_to_nest(model))
+        bindings = base.with_room(model, base.offered(model, bindings))
+        additions = Additions(nested=base.made_later(model))
         return LoadRequest(bindings, call.consent, dict(call.buffers), options, additions=additions)
 
     try:
         with source.closing():
             report = carry_out(world, model, source, ask, clock)
     finally:
-        let_go_of_whole_scales(model)
+        base.let_go(model)
     pretrained.record_conversions(model, transforms)
     return report

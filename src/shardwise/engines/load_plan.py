@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from shardwise.conversion import Bindings, SmallestBlocks, computed_leaves, rows_stored
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.opening import OpenSource
-from shardwise.engines.outline import rules_of
 from shardwise.errors import CoverageError, PlacementError
 from shardwise.execution.memory.free import available_memory
 from shardwise.execution.memory.garbage import collected_later
@@ -26,16 +25,16 @@ from shardwise.layout import Origin, TensorKind
 from shardwise.models import pretrained
 from shardwise.models.additions import NOTHING_ADDED, Additions
 from shardwise.models.initialize import BufferRules, ComputedBuffer, Initialisers, unfit_programs
-from shardwise.models.placement import refuse_subclasses
+from shardwise.models.placement import padded_numels, refuse_subclasses
 from shardwise.models.programs import Program
 from shardwise.models.view import Held, layout_of, look_inside
 from shardwise.models.vocabulary import Drawn
-from shardwise.models.wrapping.forecast_layout import padded_numels
-from shardwise.planning.forecasts.forecast import Homes, forecast_rank
 from shardwise.planning.forecasts.memory_check import Available
+from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
 from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import Init, LoadPlan, plan_load
-from shardwise.report.forecast_parts import RankForecast
+from shardwise.planning.loads.load_plan import (Init, LoadPlan, ModelRules, plan_load)
+from shardwise.report.forecast_parts import (RankForecast)
+from shardwise.report.rank_forecast import (RankForecast)
 
 
 @dataclass(frozen=True)
@@ -220,6 +219,11 @@ def make_plan(
                     f"{nbytes:,} bytes at once; the budget is {request.options.budget_bytes:,}: raise budget_bytes"
                 )
     return plan
+
+
+def rules_of(model: nn.Module) -> ModelRules:
+    """What a model's class passes over on purpose, where it is not in the checkpoint, or in no model."""
+    return ModelRules(*pretrained.ignore_patterns(model))
 
 
 def destinations(

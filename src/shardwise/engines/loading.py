@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import computes, rows_stored, stored_leaves
+from shardwise.engines.base_forms import forms_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_fill import average_rows, finish
 from shardwise.engines.load_plan import LoadRequest, PreparedLoad, prepare
-from shardwise.engines.nesting import nest_scales
 from shardwise.engines.opening import OpenSource
 from shardwise.errors import CoverageError
 from shardwise.execution.memory.garbage import collected_later
@@ -68,8 +68,8 @@ def carry_out(
             with clock.phase("share"):
                 read_shared(world, sharing, by_name, ready.items, placer, options.patience)
     with clock.phase("fill"):
-        nested = nest_scales(world, model, budget_bytes=options.budget_bytes)
-    attributes = world.together(lambda: finish(model, ready, means, {**placer.written, **nested}, clock))
+        completed = forms_of(model).complete(world, model, budget_bytes=options.budget_bytes)
+    attributes = world.together(lambda: finish(model, ready, means, {**placer.written, **completed}, clock))
     with clock.phase("audit"):
         require_equal_buffers(world, held)
     report = make_report(world, model, source, ready, placer, sharing, clock)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,11 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
+from shardwise.engines.base_forms import BaseForm
 from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.world import World
+from shardwise.layout import ModelLayout
+from shardwise.models.four_bits.four_bit_base import offered_in_four_bits
+from shardwise.models.four_bits.four_bit_files import layout_in_numbers
 from shardwise.models.four_bits.four_bit_linear import NESTED, OFFSET, SCALES, WHOLE_SCALES, is_in_four_bits
 from shardwise.models.modules import walk
-from shardwise.models.view import canonical, local_boxes, local_tensor
+from shardwise.models.view import Held, canonical, local_boxes, local_tensor
 from shardwise.planning.states.forms import FullState
 from shardwise.planning.states.sources import EveryRank
 
@@ -30,12 +34,12 @@ _AT_ONCE_BYTES = 32 << 20
 """Of scales that are whole on every rank."""
 
 
-def names_to_nest(model: nn.Module) -> frozenset[str]:
+def _names_to_nest(model: nn.Module) -> frozenset[str]:
     """Names of the tensors that come to be by nesting."""
     return frozenset(f"{name}.{local}" for name, _ in _to_nest(model) for local in (SCALES, NESTED, OFFSET))
 
 
-def with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
+def _with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
     """Give layers room for their scales as they are read, sharded as their codes are; what is offered for it."""
     offers = dict(bindings.offers)
     for name, layer in _to_nest(model):
@@ -54,7 +58,7 @@ def with_whole_scales(model: nn.Module, bindings: Bindings) -> Bindings:
     return replace(bindings, offers=offers)
 
 
-def nest_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
+def _nest_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
     """Nest what has been read, and let it go; by name, how many elements were written.
 
     Collective: yes.
@@ -67,7 +71,7 @@ def nest_scales(world: World, model: nn.Module, *, budget_bytes: int) -> dict[st
 
 
 def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) -> dict[str, int]:
-    """As :func:`nest_scales`, of a few. Ranks wait for nobody within a meeting. Collective: yes."""
+    """As :func:`_nest_scales`, of a few. Ranks wait for nobody within a meeting. Collective: yes."""
     raw = {name: layer.weight_whole_scales.detach() for name, layer in layers.items()}
     home = next(iter(raw.values())).device
     bytes_of = gather(world, raw, FullState(on=EveryRank()), budget_bytes=budget_bytes, device=home)
@@ -85,7 +89,7 @@ def _nest_portion(world: World, layers: Mapping[str, Any], budget_bytes: int) ->
     return world.together(nest)
 
 
-def let_go_of_whole_scales(model: nn.Module) -> None:
+def _let_go_of_whole_scales(model: nn.Module) -> None:
     """Of a load that has failed: the model has what it had before."""
     for _, layer in list(_to_nest(model)):
         _let_go(layer)
@@ -129,3 +133,28 @@ def _nest(layer: Any, whole: torch.Tensor, offset: float) -> dict[str, int]:
         local.copy_(codes[:, part.box.offsets[1] : part.box.offsets[1] + part.box.sizes[1]])
         count += part.box.numel
     return {SCALES: count, NESTED: nested.numel(), OFFSET: 1}
+
+
+class _FourBitBases:
+    """Layers in four bits, and experts."""
+
+    def in_numbers(self, layout: ModelLayout, held: Sequence[Held]) -> ModelLayout:
+        return layout_in_numbers(layout, held)
+
+    def offered(self, model: nn.Module, bindings: Bindings) -> Bindings:
+        return offered_in_four_bits(model, bindings)
+
+    def with_room(self, model: nn.Module, bindings: Bindings) -> Bindings:
+        return _with_whole_scales(model, bindings)
+
+    def made_later(self, model: nn.Module) -> frozenset[str]:
+        return _names_to_nest(model)
+
+    def complete(self, world: World, model: nn.Module, *, budget_bytes: int) -> dict[str, int]:
+        return _nest_scales(world, model, budget_bytes=budget_bytes)
+
+    def let_go(self, model: nn.Module) -> None:
+        _let_go_of_whole_scales(model)
+
+
+FOUR_BITS: Final[BaseForm] = _FourBitBases()

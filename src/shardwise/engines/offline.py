@@ -13,8 +13,9 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from shardwise.conversion import Expression, SmallestBlocks, computed_leaves, computes, stored_leaves, substitute
-from shardwise.engines.outline import ModelOptions, Outline, outline, rules_of
-from shardwise.errors import ConfigError, CoverageError
+from shardwise.engines.load_plan import (rules_of)
+from shardwise.engines.outline import (ModelOptions, Outline, outline, rules_of)
+from shardwise.errors import (ConfigError, CoverageError, FormatError, StorageError)
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
@@ -26,7 +25,6 @@ from shardwise.models.dtypes import to_torch
 from shardwise.models.four_bits.quantization import of_transformers
 from shardwise.models.view import layout_of, look_inside
 from shardwise.models.vocabulary import ResizeVocab, resized, set_vocab_size, vocabulary_tensors
-from shardwise.planning.loads.load_plan import ModelRules
 from shardwise.planning.loads.stored import stored_tensors
 from shardwise.storage.repositories import HubOptions
 from shardwise.tensors.dtypes import DType
@@ -154,11 +152,6 @@ class Outline:
         saved = {name for tensor in self.layout.saved() for name in tensor.names}
         offered = set(self.bindings.offers) - self.equal_ties
         pretrained.tie(self.model, saved - offered, untied)
-
-
-def rules_of(model: nn.Module) -> ModelRules:
-    """What a model's class passes over on purpose, where it is not in the checkpoint, or in no model."""
-    return ModelRules(*pretrained.ignore_patterns(model))
 
 
 def config_of(directory: Path, options: ModelOptions) -> PreTrainedConfig:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.conversion import Bindings
-from shardwise.engines.nesting import names_to_nest
+from shardwise.engines.base_forms import forms_of
 from shardwise.engines.outline import ModelOptions, Outline
 from shardwise.errors import ConfigError
 from shardwise.execution.memory.garbage import collected_later
@@ -101,7 +101,7 @@ def made_ready(
         adapters=adapters,
         casts_to=casts_to,
     )
-    additions = replace(tuned.additions, nested=names_to_nest(tuned.model))
+    additions = replace(tuned.additions, nested=forms_of(tuned.model).made_later(tuned.model))
     return replace(tuned, additions=additions, notes=(*notes, *tuned.notes))
 
 

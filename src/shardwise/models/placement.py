@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlacementError
 from shardwise.layout import TensorKind
-from shardwise.models._torch_private import modules_in, walk
+from shardwise.models._torch_private import modules_in, padded_numel, walk
 from shardwise.models.view import Held, canonical
 from shardwise.report.names import collapse
 
@@ -128,3 +128,15 @@ def _few(names: Sequence[str]) -> str:
     groups = collapse(name or "the root" for name in names)
     more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
     return ", ".join(pattern for pattern, _ in groups[:_SHOWN]) + more
+
+
+def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
+    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
+
+    ``managers`` are FSDP2's own objects, by parameter.
+    """
+    return {
+        item.fqn: padded_numel(managers[item.tensor])
+        for item in held
+        if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
+    }

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ class ExpertsInFourBits(nn.Module):
         packings: how each stack in four bits is kept, by its local name.
         compute_dtype: of the products; None for that of what comes in.
     """
+
+    kept_as: ClassVar[str] = "four bits"
 
     packings: Mapping[str, Packing]
     compute_dtype: torch.dtype | None

@@ -16,7 +16,7 @@ While such a layer is loaded, its scales are there as they are for a moment, as 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ class InFourBits:
         quantization: what was asked for.
         whole_scales: while it is loaded, what its scales are read from before they are nested.
     """
+
+    kept_as: ClassVar[str] = "four bits"
 
     weight: nn.Parameter
     weight_scales: nn.Parameter

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -26,7 +25,6 @@ from shardwise.layout import (
     TensorLayout,
     WorldLayout,
 )
-from shardwise.models import _torch_private
 from shardwise.models.view import (
     Held,
     boxes_at,
@@ -79,18 +77,6 @@ def foresee(
         groups=(*map(layout_of_group, grouping.blocks), layout_of_group(grouping.root)),
         whole={fqns[parameter]: reason for parameter, reason in grouping.whole.items()},
     )
-
-
-def padded_numels(held: Sequence[Held], managers: Mapping[nn.Parameter, Any]) -> dict[str, int]:
-    """Elements of memory that this rank has for each sharded parameter of a sharded model, padding included.
-
-    ``managers`` are FSDP2's own objects, by parameter.
-    """
-    return {
-        item.fqn: _torch_private.padded_numel(managers[item.tensor])
-        for item in held
-        if isinstance(item.tensor, nn.Parameter) and item.tensor in managers
-    }
 
 
 class _Spreader:

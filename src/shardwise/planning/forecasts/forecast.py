@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardwise.conversion import (
     Computed,
-    Expression,
     SmallestBlocks,
     computed_leaves,
     computes,
-    leaf_boxes,
-    leaves_of,
     rows_stored,
     skeleton,
 )
 from shardwise.formats.checkpoint_index import CheckpointIndex
-from shardwise.layout import LocalBox, MeshShape, ModelLayout, Spread, TensorKind, TensorLayout, WorldLayout
+from shardwise.layout import Spread, TensorKind, TensorLayout, WorldLayout
 from shardwise.planning.forecasts.fetching import Fetching, FetchingPeers, peers_on
-from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading, ReadPart
+from shardwise.planning.forecasts.footprint import Footprints, ReadPart
+from shardwise.planning.forecasts.own_forecast import (
+    Holdings,
+    Homes,
+    Stacks,
+    is_sharded,
+    rank_forecast,
+    readings_of,
+)
 from shardwise.planning.loads.load_plan import LoadPlan
-from shardwise.planning.loads.staging import staging_within
 from shardwise.planning.moves.intervals import intervals
 from shardwise.planning.moves.sharing_choice import (
     ETHERNET_BYTES_PER_S,
@@ -33,44 +37,12 @@ from shardwise.planning.moves.sharing_choice import (
     choose,
     times_read,
 )
-from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast, TrainingForecast
+from shardwise.report.forecast import (ComputedForecast, GroupForecast, TrainingForecast)
+from shardwise.report.forecast_parts import (ComputedForecast, Experts, GroupForecast, RankForecast, TrainingForecast)
 from shardwise.report.names import collapse
+from shardwise.report.rank_forecast import RankForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType, numel
-
-
-@dataclass(frozen=True, slots=True)
-class Homes:
-    """Where a load puts tensors, and the host memory it may use beside them.
-
-    Attributes:
-        device: "cpu", or the kind of accelerator that the mesh is of.
-        offloads_shards: sharded parameters live on the host although the mesh is of an accelerator.
-        budget_bytes: host memory for staging, or for the conversion that computes and needs the most.
-    """
-
-    device: str
-    budget_bytes: int
-    offloads_shards: bool = False
-
-    @classmethod
-    def of(
-        cls, plan: LoadPlan, policy: ReadPolicy, *, device: str, budget_bytes: int, offloads_shards: bool
-    ) -> Homes:
-        """Those of a load with this budget, of which only what it uses counts."""
-        staging = staging_within(budget_bytes, policy.concurrency, on_device=device != "cpu")
-        blocks = SmallestBlocks()
-        leaves = (leaf for read in plan.reads().values() for leaf in computed_leaves(read.expression))
-        computed = max(map(blocks.nbytes, leaves), default=0)
-        return cls(device, max(staging.total_bytes, computed), offloads_shards)
-
-    def memory(self, *, sharded_bytes: int, whole_bytes: int) -> tuple[int, int]:
-        """(bytes on the device, bytes on the host) of tensors of these sizes, and the budget."""
-        if self.device == "cpu":
-            return 0, sharded_bytes + whole_bytes + self.budget_bytes
-        if self.offloads_shards:
-            return whole_bytes, sharded_bytes + self.budget_bytes
-        return sharded_bytes + whole_bytes, self.budget_bytes
 
 
 def forecast_ranks(
@@ -88,7 +60,7 @@ def forecast_ranks(
     once, see :func:`shared_tensors`, in the way of ``sharing``. The intervals are those of a load; other ways are
     foreseen as far as :mod:`shardwise.planning.forecasts.fetching` says.
     """
-    readings = _readings(plan, world.spreads, homes)
+    readings = readings_of(plan, world.spreads, homes)
     parts: list[list[ReadPart]] = []
     if isinstance(sharing, InIntervals):
         nothing = Spread(((),) * world.mesh.ranks, 0)
@@ -106,8 +78,8 @@ def forecast_ranks(
             fetched = fetching.spread(world.spreads[name], tensor.shape, tensor.dtype.itemsize, peers)
             readings[name] = replace(readings[name], on_device=False, fetched=fetched)
     footprints = Footprints(world.mesh, index, readings.values(), policy, homes.budget_bytes, parts)
-    holdings = _Holdings(world.first, world.spreads)
-    stacks = _Stacks(plan, world.first, world.spreads)
+    holdings = Holdings(world.first, world.spreads)
+    stacks = Stacks(plan, world.first, world.spreads)
     positions = range(world.mesh.shard_size)
     shard_bytes = [holdings.shard_bytes(position) for position in positions]
     experts = [stacks.at(position) for position in positions]
@@ -115,7 +87,7 @@ def forecast_ranks(
     for rank in range(world.mesh.ranks):
         position = world.mesh.position(rank)
         footprint = footprints.at(rank)
-        found.append(_forecast(rank, shard_bytes[position], experts[position], holdings, footprint, homes))
+        found.append(rank_forecast(rank, shard_bytes[position], experts[position], holdings, footprint, homes))
     return tuple(found)
 
 
@@ -140,7 +112,7 @@ def shared_tensors(
             if world.mesh.ranks > 1 and not computes(read.expression):
                 found[name] = FetchingPeers(True, world.mesh.ranks, world.mesh.ranks // world.mesh.shard_size)
             continue
-        peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=_is_sharded(tensor))
+        peers = peers_on(world.mesh, spread, tensor.shape, is_sharded=is_sharded(tensor))
         if peers is None or computes(read.expression):
             continue
         kind = (skeleton(read.expression)[0], spread)
@@ -148,38 +120,13 @@ def shared_tensors(
             factor = times_read(
                 read.expression, spread.boxes[0], index, policy, size=peers.size, replicas=peers.replicas
             )
-            over_fabric = homes.device != "cpu" and _is_sharded(tensor)
+            over_fabric = homes.device != "cpu" and is_sharded(tensor)
             network = FABRIC_BYTES_PER_S if over_fabric else ETHERNET_BYTES_PER_S
             choice = choose(sharing, policy, replicas=peers.replicas, factor=factor, network_bytes_per_s=network)
             chosen[kind] = choice.is_shared
         if chosen[kind]:
             found[name] = peers
     return found
-
-
-def forecast_rank(
-    plan: LoadPlan,
-    index: CheckpointIndex,
-    rank: int,
-    homes: Homes,
-    policy: ReadPolicy,
-    padded_numels: Mapping[str, int] | None = None,
-) -> RankForecast:
-    """What the load of ``plan`` will take on the rank whose boxes ``plan.layout`` has, if it reads them alone.
-
-    ``padded_numels`` has, by FQN, the elements of memory of the tensors that get more than they hold.
-    """
-    padded = padded_numels or {}
-    made: dict[tuple[tuple[LocalBox, ...], int], Spread] = {}
-    spreads: dict[str, Spread] = {}
-    for tensor in plan.layout.tensors:
-        memory = padded.get(tensor.fqn, tensor.local_numel)
-        spreads[tensor.fqn] = made.setdefault((tensor.boxes, memory), Spread((tensor.boxes,), memory))
-    holdings = _Holdings(plan.layout, spreads)
-    readings = _readings(plan, spreads, homes).values()
-    footprint = Footprints(MeshShape.flat(1), index, readings, policy, homes.budget_bytes).at(0)
-    experts = _Stacks(plan, plan.layout, spreads).at(0)
-    return _forecast(rank, holdings.shard_bytes(0), experts, holdings, footprint, homes)
 
 
 def forecast_groups(world: WorldLayout, gathered_as: DType | None) -> tuple[GroupForecast, ...]:
@@ -276,7 +223,7 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
     held = sum(world.spreads[t.fqn].padded_numel * t.dtype.bits // 8 for t in world.first.saved())
     kinds: dict[Spread, list[TensorLayout]] = {}
     for tensor in world.first.saved():
-        if _is_sharded(tensor):
+        if is_sharded(tensor):
             kinds.setdefault(world.spreads[tensor.fqn], []).append(tensor)
     found: list[tuple[int, str]] = []
     for spread, tensors in kinds.items():
@@ -292,108 +239,3 @@ def uneven_tensors(world: WorldLayout, tolerance: float) -> list[str]:
         )
         found.append((int(excess), sentence))
     return [sentence for _, sentence in sorted(found, reverse=True)]
-
-
-class _Holdings:
-    """Bytes held at each position, added up by spread: a model has a few of these only."""
-
-    def __init__(self, layout: ModelLayout, spreads: Mapping[str, Spread]) -> None:
-        self.sharded_memory = 0
-        self.whole_memory = 0
-        self.saved_memory = 0
-        self.itemsizes: dict[Spread, int] = {}
-        for tensor in layout.tensors:
-            spread, itemsize = spreads[tensor.fqn], tensor.dtype.bits // 8
-            memory = spread.padded_numel * itemsize
-            if _is_sharded(tensor):
-                self.sharded_memory += memory
-            else:
-                self.whole_memory += memory
-            if tensor.kind.is_saved:
-                self.saved_memory += memory
-                self.itemsizes[spread] = self.itemsizes.get(spread, 0) + itemsize
-
-    def shard_bytes(self, position: int) -> int:
-        return sum(
-            itemsize * sum(part.box.numel for part in spread.boxes[position])
-            for spread, itemsize in self.itemsizes.items()
-        )
-
-
-class _Stacks:
-    """The stacks of experts of a model, those of equal layers together."""
-
-    def __init__(self, plan: LoadPlan, layout: ModelLayout, spreads: Mapping[str, Spread]) -> None:
-        reads = plan.reads()
-        alike: dict[tuple[Spread, tuple[int, ...]], list[str]] = {}
-        for tensor in layout.tensors:
-            read = reads.get(tensor.fqn)
-            if tensor.kind is TensorKind.PARAMETER and _is_stack(tensor, read.expression if read else None):
-                alike.setdefault((spreads[tensor.fqn], tensor.shape), []).append(tensor.fqn)
-        self._stacks = [
-            (pattern, spread, shape) for (spread, shape), names in alike.items() for pattern, _ in collapse(names)
-        ]
-
-    def at(self, position: int) -> dict[str, Experts]:
-        return {pattern: _experts(spread.boxes[position], shape) for pattern, spread, shape in self._stacks}
-
-
-def _is_stack(tensor: TensorLayout, expression: Expression | None) -> bool:
-    """Whether the first dimension counts experts: they are stored one by one, or the name says so."""
-    if len(tensor.shape) < 3:
-        return False
-    return "experts" in tensor.fqn.split(".") or (expression is not None and _stacks_first(expression))
-
-
-def _stacks_first(expression: Expression) -> bool:
-    """Whether every index of the first dimension is stored by itself."""
-    if any(len(leaf.shape) >= len(expression.shape) for leaf in leaves_of(expression)):
-        return False
-    return all(box.sizes[0] == 1 for box in leaf_boxes(expression))
-
-
-def _experts(boxes: Sequence[LocalBox], shape: tuple[int, ...]) -> Experts:
-    if not boxes:
-        return Experts(0, 0, shape[0], is_cut=False)
-    start = min(part.box.offsets[0] for part in boxes)
-    stop = max(part.box.offsets[0] + part.box.sizes[0] for part in boxes)
-    return Experts(start, stop, shape[0], is_cut=any(part.box.sizes[1:] != shape[1:] for part in boxes))
-
-
-def _readings(plan: LoadPlan, spreads: Mapping[str, Spread], homes: Homes) -> dict[str, Reading]:
-    """What is read, by name, each rank reading its own."""
-    found: dict[str, Reading] = {}
-    for name, read in plan.reads().items():
-        tensor = plan.layout.by_name[name]
-        on_device = homes.device != "cpu" and not (homes.offloads_shards and _is_sharded(tensor))
-        found[name] = Reading(read.expression, spreads[name], tensor.dtype, on_device)
-    return found
-
-
-def _is_sharded(tensor: TensorLayout) -> bool:
-    return tensor.kind is TensorKind.PARAMETER and tensor.placement != "whole"
-
-
-def _forecast(
-    rank: int,
-    shard_bytes: int,
-    experts: Mapping[str, Experts],
-    holdings: _Holdings,
-    footprint: Footprint,
-    homes: Homes,
-) -> RankForecast:
-    device_bytes, host_bytes = homes.memory(
-        sharded_bytes=holdings.sharded_memory, whole_bytes=holdings.whole_memory
-    )
-    return RankForecast(
-        rank=rank,
-        shard_bytes=shard_bytes,
-        padded_bytes=holdings.saved_memory,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        needed_bytes=footprint.needed_bytes,
-        read_bytes=footprint.read_bytes,
-        reads=footprint.reads,
-        files=len(footprint.files),
-        experts=experts,
-    )
