@@ -8,7 +8,8 @@ Definitions:
 - *names in two modules*: names of classes and of type aliases (``X: TypeAlias``, ``type X``) that two modules or
   more define, without leading underscores.
 - *a reader of load*: the modules of the package that importing ``shardwise.verbs.load`` brings, at any depth;
-  imports for type checkers only do not count. Their lines of code.
+  imports for type checkers only do not count, nor what a table names, to be opened when it is met. Their lines of
+  code.
 - *circles*: modules that import each other.
 - *the walk*: ``load``'s ``model``, followed from call to call: into every function of the package that it is given
   to, itself or under another name (``held = model``), with the functions defined inside; each function once.

@@ -1,0 +1,39 @@
+"""What tables name, held against the types that they promise: for the type checker, which cannot read texts.
+
+``tests/test_house.py`` finds a line of a table that is not here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from shardwise.engines.base_forms import BaseForm
+    from shardwise.engines.nesting import FOUR_BITS
+    from shardwise.formats import four_bit_tensors, quantised
+    from shardwise.formats.contract import CheckpointFormat
+    from shardwise.formats.distributed_folders import FORMAT as FOLDERS
+    from shardwise.formats.quantisation import FormOf
+    from shardwise.formats.safetensors_files import FORMAT as SAFETENSORS
+    from shardwise.formats.torch_files import FORMAT as TORCH
+    from shardwise.planning.loads.coded import four_bits, scaled
+    from shardwise.planning.loads.stored import MakeNode
+    from shardwise.storage import hub
+    from shardwise.storage.contract import StorageReader
+    from shardwise.storage.reading.hub_transport import named_commit
+    from shardwise.storage.reading.local import LocalReader
+    from shardwise.storage.reading.opening import Opener, Pinner
+    from shardwise.storage.reading.remote_reader import open_remote
+    from shardwise.storage.repositories import Repositories
+
+    _opener: Opener = open_remote
+    _pinner: Pinner = named_commit
+    _folders: Callable[[str | os.PathLike[str]], StorageReader] = LocalReader
+    _repositories: Repositories = hub
+    _formats: tuple[CheckpointFormat, ...] = (SAFETENSORS, TORCH, FOLDERS)
+    _quantised: tuple[FormOf, ...] = (quantised.form_of, four_bit_tensors.form_of)
+    _nodes: tuple[MakeNode, ...] = (scaled, four_bits)
+    _base_forms: tuple[BaseForm, ...] = (FOUR_BITS,)
