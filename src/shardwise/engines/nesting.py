@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.conversion import Bindings
 from shardwise.conversion.nested_scales import nest_about, nested_codes, offset_of
-from shardwise.engines.base_forms import BaseForm
 from shardwise.execution.moving.reshard import gather
 from shardwise.execution.ranks.world import World
 from shardwise.layout import ModelLayout
@@ -157,4 +156,4 @@ class _FourBitBases:
         _let_go_of_whole_scales(model)
 
 
-FOUR_BITS: Final[BaseForm] = _FourBitBases()
+FOUR_BITS: Final = _FourBitBases()
