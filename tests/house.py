@@ -28,8 +28,8 @@ import itertools
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import (Callable, Iterator, Mapping)
-from functools import (cache)
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias

@@ -8,7 +8,17 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.house import (PACKAGE, ROOT, circles, closure, height_of, length_of_code, long_functions, names_in_two_modules, walk)
+from tests.house import (
+    PACKAGE,
+    ROOT,
+    circles,
+    closure,
+    height_of,
+    length_of_code,
+    long_functions,
+    names_in_two_modules,
+    walk,
+)
 
 
 @cache

@@ -28,9 +28,8 @@ from shardwise.cli.training_log import StepLog
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures import installed
 from shardwise.pictures.curves import Curves
-from shardwise.report.forecast_parts import (RankForecast)
+from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.load_report import LoadReport
-from shardwise.report.rank_forecast import RankForecast
 from shardwise.training.report import CheckpointFacts, StepFacts
 
 MIXES = "mix_stderr" in signature(CliRunner).parameters

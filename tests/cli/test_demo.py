@@ -14,9 +14,8 @@ from click.testing import CliRunner, Result
 from shardwise import verify
 from shardwise.cli.demo import CORPUS, DemoOutcome, demo_command, find_faults, prepare_folder
 from shardwise.errors import ConfigError
-from shardwise.report.forecast_parts import (RankForecast)
+from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.load_report import LoadReport
-from shardwise.report.rank_forecast import RankForecast
 from shardwise.report.save_report import SaveReport
 from shardwise.training.example import Comparison
 from shardwise.training.report import StepFacts, TrainReport

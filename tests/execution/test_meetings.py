@@ -23,8 +23,7 @@ from shardwise.execution.ranks.line import Patience
 from shardwise.execution.ranks.world import World
 from shardwise.planning.forecasts.memory_check import Available, RequireMemory
 from shardwise.planning.moves.sharing_choice import Alone
-from shardwise.report.forecast_parts import (RankForecast)
-from shardwise.report.rank_forecast import (RankForecast)
+from shardwise.report.forecast_parts import RankForecast
 
 CALM = Patience(beat_s=60, silence_s=600, join_s=600)
 MANY = [pytest.param(size, marks=pytest.mark.slow) for size in (256, 1024)]

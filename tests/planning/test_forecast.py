@@ -37,9 +37,7 @@ from shardwise.planning.forecasts.memory_check import Available, RequireMemory, 
 from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
 from shardwise.planning.loads.consent import Consent
 from shardwise.planning.loads.load_plan import ModelRules, plan_load
-from shardwise.report.forecast import (ComputedForecast, GroupForecast)
-from shardwise.report.forecast_parts import (ComputedForecast, Experts, GroupForecast, RankForecast)
-from shardwise.report.rank_forecast import (Experts, RankForecast)
+from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided, numel
 

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from shardwise.report.forecast import (ComputedForecast, Forecast, GroupForecast)
-from shardwise.report.forecast_parts import (ComputedForecast, Experts, GroupForecast, RankForecast)
-from shardwise.report.rank_forecast import (Experts, RankForecast)
+from shardwise.report.forecast import Forecast
+from shardwise.report.forecast_parts import ComputedForecast, Experts, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
 
 MIB = 1 << 20

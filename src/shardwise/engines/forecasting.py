@@ -19,9 +19,9 @@ from shardwise.engines.bringing_up import small_files
 from shardwise.engines.load_options import LoadOptions
 from shardwise.engines.load_plan import foresee_initial_values, rules_of
 from shardwise.engines.opening import at_one_commit
-from shardwise.engines.outline import (Outline, config_of, outline, rules_of)
-from shardwise.engines.plan_options import (PlanOptions, mesh_of)
-from shardwise.engines.pretrained_options import (FilledOptions, consent_of)
+from shardwise.engines.outline import Outline, config_of, outline
+from shardwise.engines.plan_options import PlanOptions, mesh_of
+from shardwise.engines.pretrained_options import consent_of
 from shardwise.engines.tenant_forecasts import tenant_shapes
 from shardwise.engines.tuning_arguments import made_ready, resizing
 from shardwise.errors import ConfigError
@@ -49,10 +49,9 @@ from shardwise.planning.forecasts.forecast import (
 from shardwise.planning.forecasts.own_forecast import Homes
 from shardwise.planning.forecasts.tenants import forecast_bank
 from shardwise.planning.loads.load_plan import Init, LoadPlan, Recompute, Tie, plan_load
-from shardwise.planning.moves.sharing_choice import (SharedReads, Weighed)
-from shardwise.report.forecast import (BankForecast, Forecast, GroupForecast)
-from shardwise.report.forecast_parts import (BankForecast, GroupForecast, RankForecast)
-from shardwise.report.rank_forecast import (RankForecast)
+from shardwise.planning.moves.sharing_choice import Weighed
+from shardwise.report.forecast import Forecast
+from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
 from shardwise.report.sizes import in_bytes
 from shardwise.storage.contract import ReadPolicy
 from shardwise.storage.hub import resolve

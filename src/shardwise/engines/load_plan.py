@@ -32,9 +32,8 @@ from shardwise.models.vocabulary import Drawn
 from shardwise.planning.forecasts.memory_check import Available
 from shardwise.planning.forecasts.own_forecast import Homes, forecast_rank
 from shardwise.planning.loads.consent import Consent
-from shardwise.planning.loads.load_plan import (Init, LoadPlan, ModelRules, plan_load)
-from shardwise.report.forecast_parts import (RankForecast)
-from shardwise.report.rank_forecast import (RankForecast)
+from shardwise.planning.loads.load_plan import Init, LoadPlan, ModelRules, plan_load
+from shardwise.report.forecast_parts import RankForecast
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from shardwise.conversion import Expression, SmallestBlocks, computed_leaves, computes, stored_leaves, substitute
-from shardwise.engines.load_plan import (rules_of)
-from shardwise.engines.outline import (ModelOptions, Outline, outline, rules_of)
-from shardwise.errors import (ConfigError, CoverageError, FormatError, StorageError)
+from shardwise.engines.load_plan import rules_of
+from shardwise.engines.outline import ModelOptions, Outline, outline
+from shardwise.errors import ConfigError, CoverageError
 from shardwise.execution.ranks.progress import ProgressBar
 from shardwise.execution.ranks.world import World
 from shardwise.execution.reading.outgoing import COMPUTED_BYTES, Outgoing
@@ -23,11 +23,10 @@ from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
-from shardwise.formats.checkpoint_index import (CheckpointIndex, open_checkpoint)
-from shardwise.formats.opening import (open_checkpoint)
-from shardwise.formats.quantisation import (as_the_model_has_it)
-from shardwise.formats.quantised import (as_the_model_has_it)
-from shardwise.formats.strict_json import (parse_object)
+from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.quantisation import as_the_model_has_it
+from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.conversions.revert import Output, revert

@@ -15,14 +15,12 @@ from shardwise.report.forecast_parts import (
     TrainingForecast,
 )
 from shardwise.report.names import collapse, trainable_in_words
-from shardwise.report.rank_forecast import RankForecast
 from shardwise.report.sizes import in_bytes
 
 _ROWS = 16
 """The most ranks of which each has a line of its own."""
 
 _SHOWN = 6
-
 
 
 @dataclass(frozen=True)

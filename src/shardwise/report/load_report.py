@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.forecast_parts import (RankForecast)
+from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.names import listing, trainable_in_words
-from shardwise.report.rank_forecast import RankForecast
 from shardwise.report.sizes import in_bytes
 
 _BRIEF_LINES = 10

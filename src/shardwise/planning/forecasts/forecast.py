@@ -37,10 +37,8 @@ from shardwise.planning.moves.sharing_choice import (
     choose,
     times_read,
 )
-from shardwise.report.forecast import (ComputedForecast, GroupForecast, TrainingForecast)
-from shardwise.report.forecast_parts import (ComputedForecast, Experts, GroupForecast, RankForecast, TrainingForecast)
+from shardwise.report.forecast_parts import ComputedForecast, GroupForecast, RankForecast, TrainingForecast
 from shardwise.report.names import collapse
-from shardwise.report.rank_forecast import RankForecast
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import DType, numel
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.report.forecast_parts import (RankForecast)
-from shardwise.report.rank_forecast import (RankForecast)
+from shardwise.report.forecast_parts import RankForecast
 from shardwise.report.sizes import in_bytes
 
 

@@ -11,8 +11,8 @@ from shardwise.layout import LocalBox, MeshShape, ModelLayout, Spread, TensorKin
 from shardwise.planning.forecasts.footprint import Footprint, Footprints, Reading
 from shardwise.planning.loads.load_plan import LoadPlan
 from shardwise.planning.loads.staging import staging_within
+from shardwise.report.forecast_parts import Experts, RankForecast
 from shardwise.report.names import collapse
-from shardwise.report.rank_forecast import Experts, RankForecast
 from shardwise.storage.contract import ReadPolicy
 
 

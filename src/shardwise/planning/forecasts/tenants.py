@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from shardwise.report.forecast import (BankForecast, GroupForecast)
-from shardwise.report.forecast_parts import (BankForecast, GroupForecast, RankForecast)
-from shardwise.report.rank_forecast import (RankForecast)
+from shardwise.report.forecast_parts import BankForecast, GroupForecast, RankForecast
 
 STATE_BYTES = 16
 """Of each trained number: itself, its gradient, and AdamW's two moments, in float32."""
