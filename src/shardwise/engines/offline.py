@@ -23,10 +23,9 @@ from shardwise.execution.reading.place import Placer
 from shardwise.execution.reading.tied_values import are_equal
 from shardwise.execution.writing.sink import WrittenTensors
 from shardwise.execution.writing.stream_out import stream_out
-from shardwise.formats.checkpoint_index import CheckpointIndex, open_checkpoint
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.opening import open_checkpoint
 from shardwise.formats.quantisation import as_the_model_has_it
-from shardwise.formats.quantised import as_the_model_has_it
 from shardwise.layout import ModelLayout, Origin, TensorKind, TensorLayout
 from shardwise.models import pretrained
 from shardwise.models.conversions.revert import Output, revert
