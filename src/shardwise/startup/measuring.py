@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shardwise.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.execution.processes.local_ranks import RanksLateError
-from shardwise.formats.checkpoint_index import open_checkpoint
+from shardwise.formats.opening import open_checkpoint
 from shardwise.observing.run_record import RunReader
 from shardwise.pictures.chart import Chart
 from shardwise.pictures.installed import require
