@@ -241,7 +241,8 @@ def buffers_differ(directory: str) -> tuple[str, str]:
 
 def downloads(folder: str) -> tuple[bool, str]:
     """Whether this rank was the one to download, and the path it got."""
-    from shardwise.engines import opening as verb
+    from shardwise.engines.opening import resolve_everywhere
+    from shardwise.storage import hub as repositories
 
     asked: list[bool] = []
 
@@ -251,11 +252,11 @@ def downloads(folder: str) -> tuple[bool, str]:
         return Path(folder)
 
     with (
-        mock.patch.object(verb, "commit_of", return_value="a" * 40),
-        mock.patch.object(verb, "note_commit"),
-        mock.patch.object(verb, "resolve", resolve),
+        mock.patch.object(repositories, "commit_of", return_value="a" * 40),
+        mock.patch.object(repositories, "note_commit"),
+        mock.patch.object(repositories, "resolve", resolve),
     ):
-        path = verb.resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())
+        path = resolve_everywhere(World.current(), "somebody/something", shardwise.options.HubOptions())
     return asked == [True], str(path)
 
 
