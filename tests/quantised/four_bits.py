@@ -137,6 +137,11 @@ def lora_config(**settings: Any) -> Any:
     )
 
 
+def _kind_of_pefts(layer: object) -> str:
+    """The class of PEFT's own that a layer is."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if kind.__module__.startswith("peft."))
+
+
 def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     """Losses and gradients of a LoRA on a base in four bits, beside those of PEFT and bitsandbytes alone."""
     use_peers("bitsandbytes")
@@ -161,7 +166,8 @@ def trained_alike(folder: str, mesh: str, placement: str) -> dict[str, Any]:
     losses: dict[str, list[float]] = {"stock": [], "ours": []}
     first: dict[str, torch.Tensor] = {}
     gradients = 0.0
-    kinds = [type(ours.get_submodule(name.rpartition(".lora_A")[0])).__name__ for name in mine if "lora_A" in name]
+    layers = [ours.get_submodule(name.rpartition(".lora_A")[0]) for name in mine if "lora_A" in name]
+    kinds = [_kind_of_pefts(layer) for layer in layers]
     for kind, model in (("stock", stock), ("ours", ours)):
         model.train()
         optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-3)

@@ -107,6 +107,7 @@ def draw_curves(folder: Path) -> None:
     from shardwise.pictures.images import write_png
     from shardwise.pictures.training_charts import loss_of, peaks_by_step
 
+    (folder / METRICS).stat()  # one that is not there yet is no error to whoever reads on
     metrics = MetricsLines(folder / METRICS)
     metrics.read_on()
     keys = ("first rank", "memory_bytes"), ("fullest rank", "fullest_bytes")
