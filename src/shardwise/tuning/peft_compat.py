@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +148,7 @@ def inject(base: nn.Module, config: LoraConfig, adapter: str, *, starts_anew: bo
     own.init_lora_weights = config.init_lora_weights
     if tuple(map(int, peft_version.split(".")[:2])) < (0, 21):
         # It calls the model's forward, past the hooks by which FSDP2 gathers.
-        model.base_model.forward = MethodType(_called, model.base_model)
+        model.base_model.forward = partial(_called, model.base_model)  # a method of its own could not be pickled
     model.train(base.training)
     return model
 
