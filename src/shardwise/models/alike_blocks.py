@@ -53,8 +53,8 @@ def _look_of(block: nn.Module) -> object:
 
 def _is_telling(key: str, value: object) -> bool:
     return (
-        isinstance(value, int | float | str)
-        and not key.startswith("_")
+        not key.startswith("_")
+        and isinstance(value, (int, float, str))
         and not any(word in key for word in ("idx", "index", "layer_id", "layer_number", "name"))
     )
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from shardwise.engines.forecasting import foreseen_of
 from shardwise.engines.plan_options import PlanOptions
 from shardwise.engines.read_rate import measured_read_rate
+from shardwise.execution.memory.garbage import collected_later
 from shardwise.models.wrapping.blocks import Off, PerBlock
 from shardwise.models.wrapping.wrap import Sharding
 from shardwise.report.training_plan import PhaseMemory, Room, TrainingPlan
@@ -70,6 +71,7 @@ def plan_training(
     return foresee_training(found, machines)
 
 
+@collected_later()
 def foresee_training(config: TrainConfig, machines: Machines) -> TrainingPlan:
     """The same of a configuration that has been read."""
     config = _decided(config, machines)
