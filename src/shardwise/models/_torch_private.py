@@ -203,6 +203,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs its backward pass, and not a forward pass within it (what is computed again)."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class a module had before ``fully_shard`` put one of its own in front: what follows ``FSDPModule``."""
     kinds = type(module).__mro__

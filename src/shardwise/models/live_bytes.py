@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.models._torch_private import TorchDispatchMode, storage_key, tree_leaves
+from shardwise.models._torch_private import TorchDispatchMode, is_in_backward, storage_key, tree_leaves
 
 aten = torch.ops.aten
 
@@ -27,28 +27,47 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self.flops = 0.0
         self._known: dict[int, Any] = {}
+        self._sum: tuple[int, int] | None = None
         for tensor in known:
             self._know(tensor, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten.nonzero.default:  # how many there are is in the data: all
-            found = args[0]
-            result = found.new_empty((found.numel(), found.ndim), dtype=torch.int64)
-        elif func is aten._local_scalar_dense.default:
-            result = 1
-        elif func is aten._grouped_mm.default:  # torch's own answer without data is for bfloat16 alone
-            result = _grouped(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        self.settle()
+        result = self.answer(func, args, kwargs or {})
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._know(tensor, tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.live)
+        if func is aten.add.Tensor and is_in_backward() and args[0].is_contiguous() and not args[0]._is_view():
+            self._sum = (storage_key(args[0].untyped_storage()), self.live)
+        else:
+            self.peak = max(self.peak, self.live)
         self.flops += _flops(func, args, result)
         return result
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives."""
+        if func is aten.nonzero.default:  # how many there are is in the data: all
+            found = args[0]
+            return found.new_empty((found.numel(), found.ndim), dtype=torch.int64)
+        if func is aten._local_scalar_dense.default:
+            return 1
+        if func is aten._grouped_mm.default:  # torch's own answer without data is for bfloat16 alone
+            return _grouped(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Take what the last operation left into the peak: before each one, and when the peak is asked for.
+
+        [Note: Sums of gradients] Of two gradients of one tensor (tied weights, a residual) torch adds the later to
+        the earlier in place, where that is contiguous, no view and held by nobody else (``accumulate`` in
+        torch/csrc/autograd/input_buffer.cpp), but not while a mode like this one looks on. So a sum in the backward
+        pass counts as made in place if what is added to is gone when the next operation begins.
+        """
+        added_to, live = self._sum or (0, 0)
+        self._sum = None
+        self.peak = max(self.peak, live if added_to in self._known else self.live)
 
     def _know(self, tensor: torch.Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()

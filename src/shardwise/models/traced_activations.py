@@ -201,6 +201,7 @@ class _Passes:
     def _cut(self, closes: tuple[int, ...] = (), opens: tuple[int, ...] = ()) -> None:
         """End a stretch, and begin another."""
         watch = self.watch
+        watch.settle()
         start = int(self._start)
         kept = watch.live - start
         released = 0

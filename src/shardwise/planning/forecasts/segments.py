@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Segments:
     needed_bytes: int
 
     @classmethod
-    def all_of(cls, parts: list[Segments]) -> Segments:
+    def all_of(cls, parts: Sequence[Segments]) -> Segments:
         """Those of all parts."""
         none = [np.zeros(0, np.int64)]
         return cls(
@@ -71,20 +72,53 @@ def stored_bytes(copy: Copy) -> int:
     return copy.numel * copy.leaf.dtype.itemsize
 
 
-def requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[Numbers, Numbers]:
-    """(starts, stops) of the requests that :func:`~shardwise.planning.loads.schedule.schedule` makes of them."""
-    order = np.argsort(segments.starts, kind="stable")
-    starts = segments.starts[order]
-    if (starts[1:] == starts[:-1]).any():
-        order = np.lexsort((segments.stops, segments.starts))
-    ordered = Segments(
-        segments.starts[order],
-        segments.stops[order],
-        segments.staged[order],
-        segments.strided[order],
-        segments.needed_bytes,
-    )
-    return joined(ordered, np.zeros(len(order), bool), policy, staging_bytes)
+@dataclass(frozen=True, slots=True)
+class ManyRequests:
+    """Ranges of bytes that several owners ask for, each with the number of its owner."""
+
+    starts: Numbers
+    stops: Numbers
+    owners: Numbers
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[Numbers, Numbers]]) -> ManyRequests:
+        """Those of each owner: (starts, stops)."""
+        starts = [found for found, _ in ranges]
+        owners = np.repeat(np.arange(len(ranges)), [len(found) for found in starts])
+        return cls(np.concatenate(starts), np.concatenate([found for _, found in ranges]), owners)
+
+    @classmethod
+    def all_of(cls, parts: Sequence[ManyRequests]) -> ManyRequests:
+        """Those of all parts, of the same owners."""
+        return cls(
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.stops for part in parts]),
+            np.concatenate([part.owners for part in parts]),
+        )
+
+    def told(self, count: int) -> tuple[list[int], list[int]]:
+        """(bytes, how many requests) of each of ``count`` owners."""
+        nbytes = np.zeros(count, np.int64)
+        np.add.at(nbytes, self.owners, self.stops - self.starts)
+        return nbytes.tolist(), np.bincount(self.owners, minlength=count).tolist()
+
+
+def requests_of_each(lists: Sequence[Segments], end: int, policy: ReadPolicy, staging_bytes: int) -> ManyRequests:
+    """The requests that :func:`~shardwise.planning.loads.schedule.schedule` makes of each list by itself.
+
+    ``end`` is behind all places, by more than a gap that is read over: the lists are put one behind the other.
+    """
+    owners = np.repeat(np.arange(len(lists)), [len(own.starts) for own in lists])
+    together = Segments.all_of(lists)
+    starts, stops = together.starts + owners * end, together.stops + owners * end
+    order = np.argsort(starts, kind="stable")
+    ordered = starts[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.lexsort((stops, starts))
+    segments = Segments(starts[order], stops[order], together.staged[order], together.strided[order], 0)
+    starts, stops = joined(segments, np.zeros(len(order), bool), policy, staging_bytes)
+    owners = starts // end if len(starts) else starts
+    return ManyRequests(starts - owners * end, stops - owners * end, owners)
 
 
 def joined(
