@@ -5,7 +5,7 @@ for their keys, and which are spread alike over the ranks, have the same copies 
 copies, and the segments they are read by, are worked out once for each kind and position, and then moved to the
 place of every tensor of that kind, all of them at once. A model of 45,000 stored tensors has about twenty kinds.
 Of stacked experts that no rank has some of, each expert is such a tensor by itself. The segments of all tensors are
-then joined to requests, those of many ranks at once, by the rules of :mod:`shardwise.planning.loads.schedule`.
+then joined to requests, by the rules of :mod:`shardwise.planning.loads.schedule`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,10 @@ from shardwise.conversion import (
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import LocalBox, MeshShape, Spread
 from shardwise.planning.forecasts.computed_reads import ComputedReads
-from shardwise.planning.forecasts.segments import (
-    ManyRequests,
-    Numbers,
-    Segments,
-    requests_of_each,
-    stored_bytes,
-    within_leaf,
-)
+from shardwise.planning.forecasts.segments import Numbers, Segments, requests, stored_bytes, within_leaf
 from shardwise.planning.loads.staging import staging_within
 from shardwise.storage.contract import ReadPolicy
 from shardwise.tensors import Box, DType, Strided
-
-_RANKS_AT_ONCE = 64
-"""So that numpy's calls have some ten thousand numbers each, and their memory stays at some megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +119,34 @@ class Footprints:
         self._kinds = list(kinds.values())
         self._computed = ComputedReads(computing, self._map.place_of, policy, budget_bytes)
         self._is_shared = bool(parts) or any(kind.wanted.fetched is not None for kind in self._kinds)
-        self._known: dict[int, Footprint] = {}
+        self._by_position: dict[int, Footprint] = {}
 
     def at(self, rank: int) -> Footprint:
         """What a rank reads."""
-        number = rank if self._is_shared else self._mesh.position(rank)
-        if number not in self._known:
-            count = self._mesh.ranks if self._is_shared else self._mesh.shard_size
-            first = number - number % _RANKS_AT_ONCE
-            ranks = range(first, min(first + _RANKS_AT_ONCE, count))
-            self._known.update(zip(ranks, self._footprints(ranks), strict=True))
-        return self._known[number]
+        if self._is_shared:
+            return self._footprint(rank)
+        position = self._mesh.position(rank)
+        if position not in self._by_position:
+            self._by_position[position] = self._footprint(rank)
+        return self._by_position[position]
 
-    def _footprints(self, ranks: Sequence[int]) -> Iterator[Footprint]:
-        """Those of several ranks, whose requests are found together."""
-        positions = [self._mesh.position(rank) for rank in ranks]
-        computed = [self._computed.at(position) for position in positions]
-        found = [ManyRequests.of([(item.starts, item.stops) for item in computed])]
-        for on_device, is_shared in ((False, False), (True, False), (False, True)):
-            lists = [self.segments(rank, on_device=on_device, is_shared=is_shared) for rank in ranks]
-            found.append(requests_of_each(lists, self._map.end, self._policy, self._staging_bytes[on_device]))
-        requests = ManyRequests.all_of(found)
-        files = self._map.files_at(requests.starts, requests.owners, len(ranks))
-        needed = (
-            sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
-            for position in positions
+    def _footprint(self, rank: int) -> Footprint:
+        position = self._mesh.position(rank)
+        passes = [
+            (self.segments(rank, on_device=on_device, is_shared=is_shared), self._staging_bytes[on_device])
+            for on_device, is_shared in ((False, False), (True, False), (False, True))
+        ]
+        computed = self._computed.at(position)
+        needed = sum(kind.needed_bytes(kind.wanted.spread.boxes[position]) for kind in self._kinds)
+        found = [requests(segments, self._policy, staging_bytes) for segments, staging_bytes in passes]
+        found.append((computed.starts, computed.stops))
+        starts = np.concatenate([item[0] for item in found])
+        return Footprint(
+            needed_bytes=needed + computed.needed_bytes,
+            read_bytes=sum(int((stops - starts).sum()) for starts, stops in found),
+            reads=len(starts),
+            files=self._map.files_at(starts),
         )
-        nbytes, counts = requests.told(len(ranks))
-        for own, stored, read, reads, names in zip(computed, needed, nbytes, counts, files, strict=True):
-            yield Footprint(stored + own.needed_bytes, read, reads, names)
 
     def segments(self, rank: int, *, on_device: bool, is_shared: bool = False) -> Segments:
         """All that a rank reads of what is not computed, tensor by tensor, not joined yet."""
@@ -189,7 +178,7 @@ class _FileMap:
         self._index = index
         self._names = list(index.files)
         sizes = [nbytes + max_gap_bytes + 1 for nbytes in index.files.values()]
-        *starts, self.end = accumulate(sizes, initial=0)
+        starts = list(accumulate(sizes, initial=0))[:-1]
         self._start = dict(zip(self._names, starts, strict=True))
         self._starts = np.asarray(starts, dtype=np.int64)
 
@@ -198,11 +187,11 @@ class _FileMap:
         entry = self._index.entries[key]
         return self._start[entry.file] + entry.start
 
-    def files_at(self, places: Numbers, owners: Numbers, count: int) -> Iterator[tuple[str, ...]]:
-        """For each of ``count`` owners the names of the files in which its places lie."""
-        lies_in = np.zeros((count, len(self._names)), bool)
-        lies_in[owners, np.searchsorted(self._starts, places, side="right") - 1] = True
-        return (tuple(self._names[number] for number in np.flatnonzero(row)) for row in lies_in)
+    def files_at(self, places: Numbers) -> tuple[str, ...]:
+        """The names of the files in which these places lie."""
+        before = np.searchsorted(np.sort(places, kind="stable"), self._starts)  # nearly in order: one pass
+        counts = np.diff(before, append=len(places))
+        return tuple(self._names[number] for number in np.flatnonzero(counts))
 
 
 @dataclass(frozen=True, slots=True)

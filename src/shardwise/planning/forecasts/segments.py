@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +32,7 @@ class Segments:
     needed_bytes: int
 
     @classmethod
-    def all_of(cls, parts: Sequence[Segments]) -> Segments:
+    def all_of(cls, parts: list[Segments]) -> Segments:
         """Those of all parts."""
         none = [np.zeros(0, np.int64)]
         return cls(
@@ -46,9 +45,14 @@ class Segments:
 
     def moved(self, places: Numbers) -> Segments:
         """The same at every one of ``places``."""
-        starts = np.add.outer(places, self.starts).ravel()
-        stops = np.add.outer(places, self.stops).ravel()
-        staged, strided = np.tile(self.staged, len(places)), np.tile(self.strided, len(places))
+        count = len(places)
+        if len(self.starts) == 1:  # in most cases: a copy of contiguous bytes
+            starts, stops = places + self.starts, places + self.stops
+            staged, strided = np.full(count, self.staged[0]), np.full(count, self.strided[0])
+        else:
+            starts = np.add.outer(places, self.starts).ravel()
+            stops = np.add.outer(places, self.stops).ravel()
+            staged, strided = np.tile(self.staged, count), np.tile(self.strided, count)
         return Segments(starts, stops, staged, strided, self.needed_bytes * len(places))
 
 
@@ -72,53 +76,20 @@ def stored_bytes(copy: Copy) -> int:
     return copy.numel * copy.leaf.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ManyRequests:
-    """Ranges of bytes that several owners ask for, each with the number of its owner."""
-
-    starts: Numbers
-    stops: Numbers
-    owners: Numbers
-
-    @classmethod
-    def of(cls, ranges: Sequence[tuple[Numbers, Numbers]]) -> ManyRequests:
-        """Those of each owner: (starts, stops)."""
-        starts = [found for found, _ in ranges]
-        owners = np.repeat(np.arange(len(ranges)), [len(found) for found in starts])
-        return cls(np.concatenate(starts), np.concatenate([found for _, found in ranges]), owners)
-
-    @classmethod
-    def all_of(cls, parts: Sequence[ManyRequests]) -> ManyRequests:
-        """Those of all parts, of the same owners."""
-        return cls(
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.stops for part in parts]),
-            np.concatenate([part.owners for part in parts]),
-        )
-
-    def told(self, count: int) -> tuple[list[int], list[int]]:
-        """(bytes, how many requests) of each of ``count`` owners."""
-        nbytes = np.zeros(count, np.int64)
-        np.add.at(nbytes, self.owners, self.stops - self.starts)
-        return nbytes.tolist(), np.bincount(self.owners, minlength=count).tolist()
-
-
-def requests_of_each(lists: Sequence[Segments], end: int, policy: ReadPolicy, staging_bytes: int) -> ManyRequests:
-    """The requests that :func:`~shardwise.planning.loads.schedule.schedule` makes of each list by itself.
-
-    ``end`` is behind all places, by more than a gap that is read over: the lists are put one behind the other.
-    """
-    owners = np.repeat(np.arange(len(lists)), [len(own.starts) for own in lists])
-    together = Segments.all_of(lists)
-    starts, stops = together.starts + owners * end, together.stops + owners * end
-    order = np.argsort(starts, kind="stable")
-    ordered = starts[order]
-    if (ordered[1:] == ordered[:-1]).any():
-        order = np.lexsort((stops, starts))
-    segments = Segments(starts[order], stops[order], together.staged[order], together.strided[order], 0)
-    starts, stops = joined(segments, np.zeros(len(order), bool), policy, staging_bytes)
-    owners = starts // end if len(starts) else starts
-    return ManyRequests(starts - owners * end, stops - owners * end, owners)
+def requests(segments: Segments, policy: ReadPolicy, staging_bytes: int) -> tuple[Numbers, Numbers]:
+    """(starts, stops) of the requests that :func:`~shardwise.planning.loads.schedule.schedule` makes of them."""
+    order = np.argsort(segments.starts, kind="stable")
+    starts = segments.starts[order]
+    if (starts[1:] == starts[:-1]).any():
+        order = np.lexsort((segments.stops, segments.starts))
+    ordered = Segments(
+        segments.starts[order],
+        segments.stops[order],
+        segments.staged[order],
+        segments.strided[order],
+        segments.needed_bytes,
+    )
+    return joined(ordered, np.zeros(len(order), bool), policy, staging_bytes)
 
 
 def joined(
@@ -126,21 +97,38 @@ def joined(
 ) -> tuple[Numbers, Numbers]:
     """(starts, stops) of the requests of lists of segments, each in order, one after the other.
 
-    Where ``begins``, a list does. Most segments lie alone, or side by side with few others: these are joined all at
-    once, and the others one by one.
+    Where ``begins``, a list does. Most segments lie alone: they are requests as they are.
     """
     starts, stops, staged, strided = ordered.starts, ordered.stops, ordered.staged, ordered.strided
     if not len(starts):
         return starts, stops
     gaps = starts[1:] - stops[:-1]
     apart = begins[1:] | (gaps < 0) | (gaps > policy.max_gap_bytes) | (strided[1:] != strided[:-1])
-    first = np.flatnonzero(np.concatenate(([True], apart)))
+    if apart.all():
+        return starts, stops
+    begins = np.concatenate(([True], apart))
+    alone = begins & np.concatenate((apart, [True]))
+    near = ~alone
+    some = Segments(starts[near], stops[near], staged[near], strided[near], ordered.needed_bytes)
+    more = _joined_near(some, begins[near], policy, staging_bytes)
+    return np.concatenate((starts[alone], more[0])), np.concatenate((stops[alone], more[1]))
+
+
+def _joined_near(
+    ordered: Segments, begins: npt.NDArray[np.bool_], policy: ReadPolicy, staging_bytes: int
+) -> tuple[Numbers, Numbers]:
+    """(starts, stops) of the requests of groups of two segments or more that lie near each other.
+
+    Where ``begins``, a group does. Most are side by side and few: these are joined all at once, others one by one.
+    """
+    starts, stops, staged, strided = ordered.starts, ordered.stops, ordered.staged, ordered.strided
+    first = np.flatnonzero(begins)
     last = np.concatenate((first[1:], [len(starts)])) - 1
     lengths = stops[last] - starts[first]
     # Side by side: no gap is left over when all that is asked for is taken from the length.
     is_dense = np.add.reduceat(stops - starts, first) == lengths
     fits = (lengths <= policy.request_bytes) & (np.add.reduceat(staged, first) <= staging_bytes)
-    whole = (first == last) | (is_dense & fits)
+    whole = is_dense & fits
     joined = [(starts[first[whole]], stops[last[whole]])]
     for begin, end in zip(first[~whole].tolist(), last[~whole].tolist(), strict=True):
         part = slice(begin, end + 1)
