@@ -1,6 +1,6 @@
 """``plan`` at 1,024 ranks, in seconds of one processor: Qwen3-235B-A22B and DeepSeek-V3, from headers made up.
 
-DeepSeek-V3 in bfloat16, and in FP8 as it is published.
+DeepSeek-V3 in bfloat16, and in FP8 as it is published; of Qwen3 also trainings, of the whole model and of a LoRA.
 
 python -m benchmarks.forecasts
 """
@@ -11,18 +11,57 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from benchmarks.place import commit, machine
 from tests.verbs.real_shapes import deepseek_v3, in_float8, qwen3_235b
 
-from shardwise.engines.forecasting import forecast
+from shardwise.engines.forecasting import Foreseen, forecast, foreseen
+from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.layout import MeshShape
 from shardwise.storage.policies import LOCAL
+from shardwise.training.configuration.config import config_of
+from shardwise.training.foretelling import foreseeing
 
-RANKS = 1024
-MOST_S = {"qwen3-235b": 5.0, "deepseek-v3": 8.0, "deepseek-v3-fp8": 8.0}
+RANKS, NODES = 1024, 128
+MOST_S = {
+    "qwen3-235b": 5.0,
+    "qwen3-235b, training": 5.0,
+    "qwen3-235b, training a LoRA": 5.0,
+    "deepseek-v3": 8.0,
+    "deepseek-v3-fp8": 8.0,
+}
+_LORA = {"method": "lora", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+def load(shape: Any, index: CheckpointIndex) -> None:
+    """Plan a load."""
+    options = {"model_class": shape.model_class, "dtype": "bfloat16"}
+    forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)  # type: ignore[arg-type]
+
+
+def training(shape: Any, index: CheckpointIndex, tuning: dict[str, Any]) -> None:
+    """Plan a training, of one row of 4,096 tokens on each rank, with its load."""
+
+    def of_headers(_: str, ranks: int, options: dict[str, Any]) -> Foreseen:
+        options = {**options, "model_class": shape.model_class, "dtype": "bfloat16"}
+        return foreseen(Path("/nowhere"), shape.config, index, MeshShape.flat(ranks), LOCAL, options)  # type: ignore[arg-type]
+
+    config = config_of(
+        {
+            "model": {"name": "none"},
+            "data": {"train": "none.jsonl", "max_length": 4096},
+            "output": {"directory": "none"},
+            "training": {"batch_size": 1},
+            "tuning": tuning,
+        }
+    )
+    with mock.patch.object(foreseeing, "foreseen_of", of_headers):
+        foreseeing.plan_training(config, ranks=RANKS, nodes=NODES)
 
 
 def main() -> int:
@@ -30,17 +69,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    deepseek = deepseek_v3()
-    shapes = {"qwen3-235b": qwen3_235b(), "deepseek-v3": deepseek, "deepseek-v3-fp8": deepseek}
-    indexes = {name: shape.index() for name, shape in shapes.items()}
-    indexes["deepseek-v3-fp8"] = in_float8(indexes["deepseek-v3-fp8"])
-    runs: dict[str, list[float]] = {name: [] for name in shapes}
+    qwen3, deepseek = qwen3_235b(), deepseek_v3()
+    headers, other = qwen3.index(), deepseek.index()
+    in_fp8 = in_float8(other)
+    plans: dict[str, Callable[[], None]] = {
+        "qwen3-235b": lambda: load(qwen3, headers),
+        "qwen3-235b, training": lambda: training(qwen3, headers, {"method": "full"}),
+        "qwen3-235b, training a LoRA": lambda: training(qwen3, headers, _LORA),
+        "deepseek-v3": lambda: load(deepseek, other),
+        "deepseek-v3-fp8": lambda: load(deepseek, in_fp8),
+    }
+    runs: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(given.repeats + 1):
-        for name, shape in shapes.items():
-            index = indexes[name]
+        for name, plan in plans.items():
             began = time.process_time()
-            options = {"model_class": shape.model_class, "dtype": "bfloat16"}
-            forecast(Path("/nowhere"), shape.config, index, MeshShape.flat(RANKS), LOCAL, options)
+            plan()
             runs[name].append(round(time.process_time() - began, 2))
     medians = {name: statistics.median(found[1:]) for name, found in runs.items()}  # the first imports
     results = {
