@@ -22,8 +22,8 @@ from shardwise.storage import machine
 from shardwise.storage.policies import LOCAL, OBJECT_STORE
 
 
-def shares(*told: tuple[str, int]) -> list[int]:
-    """``told``: machine, and the processors of a rank as bits."""
+def shares(*told: tuple) -> list[int]:
+    """``told``: machine, the processors of a rank as bits, and its quotas."""
     found = ProcessorShares.of([ProcessorSet(*one) for one in told])
     return [found.on(rank) for rank in range(len(told))]
 
@@ -37,6 +37,50 @@ def test_processors_are_shared_by_the_ranks_that_may_run_on_them():
     assert shares(("a", 0b11), ("b", 0b11)) == [2, 2], "another machine"
     assert shares(("a", 0xFF), ("a", 0xF0)) == [6, 2]
     assert shares(("a", 0)) == [1]
+
+
+def test_ranks_of_a_container_share_its_quota():
+    quota, other = (("group", 4.0),), (("other", 4.0),)
+    assert shares(*[("a", 0xFFFF, quota)] * 2) == [2] * 2
+    assert shares(*[("a", 0xFFFF, quota)] * 8) == [1] * 8, "at least one"
+    assert shares(("a", 0xFFFF, quota), ("a", 0xFFFF, other)) == [4, 4]
+    assert shares(("a", 0b11, quota)) == [2], "fewer than the quota"
+    assert shares(("a", 0xFF, (("group", 2.5), ("around", 6.0)))) == [2], "the smallest of all around it"
+    assert ProcessorSet("a", 0xFF, (("group", 2.5),)).count == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/pod/box", {"pod/box/cpu.max": "250000 100000", "pod/cpu.max": "max 100000"}, {"pod/box": 2.5}),
+        ("0::/pod/box", {"pod/cpu.max": "400000 100000"}, {"pod": 4.0}),
+        ("0::/", {"cpu.max": "max 100000"}, {}),
+        ("0::/", {"cpu.max": "torn"}, {}),
+        ("0::/", {"cpu.max": "1 0"}, {}),
+        (
+            "3:cpu,cpuacct:/box",
+            {"cpu/box/cpu.cfs_quota_us": "50000", "cpu/box/cpu.cfs_period_us": "100000"},
+            {"cpu/box": 0.5},
+        ),
+        ("3:cpuacct:/", {"cpuacct/cpu.cfs_quota_us": "5", "cpuacct/cpu.cfs_period_us": "10"}, {}),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, {}),
+    ],
+)
+def test_quotas_of_control_groups(tmp_path, own, files, expected):
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    found = machine.processor_quotas(tmp_path / "own", tmp_path / "groups")
+    assert found == {str(tmp_path / "groups" / name): most for name, most in expected.items()}
+
+
+def test_no_more_than_the_quota_compute_and_tokenise(monkeypatch):
+    monkeypatch.setattr(machine, "processors", lambda: frozenset(range(64)))
+    monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 3.5})
+    assert machine.processor_count() == 3
+    monkeypatch.setattr(machine, "processor_quotas", lambda: {"/": 0.1})
+    assert machine.processor_count() == 1
 
 
 def test_ranks_learn_from_their_meeting_how_many_share_a_machine(monkeypatch):

@@ -1,9 +1,14 @@
-"""Identifies this machine and the processes seen from here; containers may share a host name."""
+"""Identifies this machine and the processes seen from here, and what control groups (containers) leave of it.
+
+Containers may share a host name.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +16,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_NAMESPACE = "/proc/self/ns/pid"
 _FILE_NAMESPACE = "/proc/self/ns/mnt"
 _GROUP_NAMESPACE = "/proc/self/ns/cgroup"
+OWN_GROUP = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 @cache
@@ -31,6 +38,67 @@ def processors() -> frozenset[int]:
         return frozenset(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         return frozenset(range(os.cpu_count() or 1))
+
+
+def processor_count() -> int:
+    """How many of them this process may use at once, by its control groups; at least 1."""
+    return max(1, int(min([len(processors()), *processor_quotas().values()])))
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A folder of the kernel's, with its limits; in the first version of these groups files have other names."""
+
+    folder: Path
+    is_of_first_version: bool
+
+    def number(self, name: str) -> int | None:
+        """What a file says; None where it is not there, or says that there is no limit."""
+        text = self.text(name).strip()
+        return int(text) if text.isdigit() else None
+
+    def text(self, name: str) -> str:
+        return text_of(self.folder / name)
+
+
+def control_groups(controller: str, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> Iterator[ControlGroup]:
+    """Those that may limit this process by a controller ("memory", "cpu"), the innermost first."""
+    for line in text_of(own_group).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = groups / controller if controllers else groups
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            yield ControlGroup(place, bool(controllers))
+            if place == root:
+                break
+
+
+def processor_quotas(own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict[str, float]:
+    """Of how many processors the time may be used, by the folder of each control group that says so.
+
+    ``docker run --cpus`` and Kubernetes' limits are such quotas: all processors are seen, and whoever uses more
+    than the quota is stopped for the rest of each tenth of a second.
+    """
+    found: dict[str, float] = {}
+    for group in control_groups("cpu", own_group, groups):
+        if group.is_of_first_version:
+            quota, period = group.number("cpu.cfs_quota_us"), group.number("cpu.cfs_period_us")  # -1: no limit
+        else:
+            numbers = [int(word) if word.isdigit() else None for word in group.text("cpu.max").split()]
+            quota, period = numbers if len(numbers) == 2 else (None, None)
+        if quota and period:
+            found[str(group.folder)] = quota / period
+    return found
+
+
+def text_of(file: Path) -> str:
+    """Of a file of the kernel's; "" where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def process_space() -> str:

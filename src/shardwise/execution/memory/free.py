@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.planning.forecasts.memory_check import Available
+from shardwise.storage.machine import GROUPS, OWN_GROUP, ControlGroup, control_groups, text_of
 
 if TYPE_CHECKING:
     import torch
 
 _MEMINFO = Path("/proc/meminfo")
-_OWN_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
 """A limit of this size or more is none (the first version of control groups writes a huge number)."""
 
@@ -32,7 +31,7 @@ def available_memory(home: torch.device) -> Available:
     return Available(device_bytes, min(pools.values(), default=None), pools)
 
 
-def host_pools(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: Path = _GROUPS) -> dict[str, int]:
+def host_pools(meminfo: Path = _MEMINFO, own_group: Path = OWN_GROUP, groups: Path = GROUPS) -> dict[str, int]:
     """Free bytes of the machine, named "", and of the control groups that limit this process, by their folders."""
     pools = _rooms(own_group, groups)
     system = _system(meminfo)
@@ -40,7 +39,7 @@ def host_pools(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: P
 
 
 def _system(meminfo: Path) -> int | None:
-    for line in _text(meminfo).splitlines():
+    for line in text_of(meminfo).splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
@@ -49,41 +48,19 @@ def _system(meminfo: Path) -> int | None:
 
 def _rooms(own_group: Path, groups: Path) -> dict[str, int]:
     """What each control group that limits the memory of this process has left."""
-    rooms: dict[str, int] = {}
-    for line in _text(own_group).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            root, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        elif not controllers:
-            root, limit, usage = groups, "memory.max", "memory.current"
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            room = _room(place, limit, usage)
-            if room is not None:
-                rooms[str(place)] = room
-            if place == root:
-                break
-    return rooms
+    found = ((group.folder, _room(group)) for group in control_groups("memory", own_group, groups))
+    return {str(folder): room for folder, room in found if room is not None}
 
 
-def _room(folder: Path, limit: str, usage: str) -> int | None:
-    most, used = _number(folder / limit), _number(folder / usage)
+def _room(group: ControlGroup) -> int | None:
+    limit, usage = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if group.is_of_first_version
+        else ("memory.max", "memory.current")
+    )
+    most, used = group.number(limit), group.number(usage)
     if most is None or used is None or most >= _NO_LIMIT:
         return None
-    statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in group.text("memory.stat").splitlines())
     cache = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
     return max(0, most - used + cache)  # the page cache gives way
-
-
-def _number(file: Path) -> int | None:
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

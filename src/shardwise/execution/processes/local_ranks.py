@@ -23,6 +23,7 @@ from typing import Any, Self, TypeAlias
 
 from shardwise.errors import ShardwiseError
 from shardwise.execution._python_private import end_multiprocessing
+from shardwise.storage import machine
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one has failed, to fail by themselves."""
@@ -250,7 +251,7 @@ def _join(rank: int, size: int, store: str, seat: Seating) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    torch.set_num_threads(max(1, machine.processor_count() // size))
     dist.init_process_group(seat(rank, size), store=_file_store(store, size), rank=rank, world_size=size)
 
 

@@ -2,8 +2,9 @@
 
 [Note: Processors of a rank] Threads of one process that compute in many short steps wait for each other between any
 two (Python's lock), and ranks that share processors for each other's threads. So a rank computes on as many threads
-as it has processors for itself. What counts is what the system allows each process to run on, and which ranks are
-on the same machine, not what a launcher has put into the environment.
+as it has processors for itself. What counts is what the system allows each process to run on, for how much of the
+time (the quota of a container), and which ranks are on the same machine, not what a launcher has put into the
+environment.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from shardwise.storage import machine
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSet:
-    """The processors that a process may run on: the bits of ``mask``, on a machine."""
+    """The processors that a process may run on: the bits of ``mask``, on a machine.
+
+    ``quotas`` are its control groups that have a limit, each with how many processors all in it may use.
+    """
 
     machine: str
     mask: int
+    quotas: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def here(cls) -> ProcessorSet:
         """Of this process."""
-        return cls(machine.boot(), sum(1 << number for number in machine.processors()))
+        space = machine.group_space()
+        quotas = ((f"{space}{folder}", most) for folder, most in machine.processor_quotas().items())
+        return cls(machine.boot(), sum(1 << number for number in machine.processors()), tuple(quotas))
 
     @property
     def count(self) -> int:
-        return max(1, self.mask.bit_count())
+        return max(1, int(min([self.mask.bit_count(), *(most for _, most in self.quotas)])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +48,23 @@ class ProcessorShares:
 
     @classmethod
     def of(cls, told: Sequence[ProcessorSet]) -> ProcessorShares:
-        """Each processor is shared evenly by the ranks that may run on it. Every rank has one at least."""
+        """Each processor, and quota, is shared evenly by the ranks that may use it. Every rank has one at least."""
         alike = Counter(told)
         sharers: Counter[tuple[str, int]] = Counter()
+        members: Counter[str] = Counter()
         for own, ranks in alike.items():
             sharers.update({(own.machine, number): ranks for number in _bits(own.mask)})
+            members.update({group: ranks for group, _ in own.quotas})
         shares = {
-            own: max(1, int(sum(1 / sharers[own.machine, number] for number in _bits(own.mask)) + 1e-6))
+            own: min(
+                [
+                    sum(1 / sharers[own.machine, number] for number in _bits(own.mask)),
+                    *(most / members[group] for group, most in own.quotas),
+                ]
+            )
             for own in alike
         }
-        by_rank = [shares[own] for own in told]
+        by_rank = [max(1, int(shares[own] + 1e-6)) for own in told]
         usual = Counter(by_rank).most_common(1)[0][0]
         return cls(usual, {rank: share for rank, share in enumerate(by_rank) if share != usual})
 

@@ -47,8 +47,8 @@ class Effort:
 
 
 def usable_processors() -> int:
-    """Processors that this process may run on."""
-    return len(machine.processors())
+    """Processors that this process may use at once."""
+    return machine.processor_count()
 
 
 @dataclass(frozen=True, slots=True)
