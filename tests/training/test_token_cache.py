@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.training import tiny
 
 from shardwise.cli.train import cache_root
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, FormatError
 from shardwise.execution.processes.launched import this_place
 from shardwise.storage.contract import StorageWriter
 from shardwise.storage.writing.local_writer import LocalWriter
@@ -51,6 +51,12 @@ def read(
 
 def kept(cache: CacheFolder) -> list[Path]:
     return sorted(cache.directory.glob("tokens-*/tokens.safetensors"))
+
+
+def read_metadata(entry: Path) -> dict[str, str]:
+    content = entry.read_bytes()
+    found: dict[str, str] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    return found
 
 
 def was_kept(data: TrainData) -> bool:
@@ -193,15 +199,12 @@ def test_a_file_that_is_not_sound_is_made_again(file: Path, tmp_path: Path) -> N
 
     def facts_with(**changed: Any) -> bytes:
         arrays = load_file(entry)
-        with_facts = json.loads(
-            json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])["__metadata__"]["shardwise"]
-        )
+        with_facts = json.loads(read_metadata(entry)["shardwise"])
         save_file(arrays, entry, {"shardwise": json.dumps({**with_facts, **changed})})
         return entry.read_bytes()
 
     def arrays_with(**changed: Any) -> bytes:
-        metadata = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])["__metadata__"]
-        save_file({**load_file(entry), **changed}, entry, metadata)
+        save_file({**load_file(entry), **changed}, entry, read_metadata(entry))
         return entry.read_bytes()
 
     arrays = {name: array.copy() for name, array in load_file(entry).items()}
@@ -238,6 +241,26 @@ def test_a_file_that_is_not_sound_is_made_again(file: Path, tmp_path: Path) -> N
     entry.unlink()
     entry.mkdir()
     assert same(read(file, cache), expected)
+
+
+def test_a_file_that_is_cut_off_once_its_header_has_been_read(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank of the machine has looked at every byte; this one maps it, and may come too late."""
+    cache = folder(tmp_path)
+    read(file, cache)
+    [entry] = kept(cache)
+    read_header = token_cache.read_header
+
+    def cut_off(*given: Any) -> Any:
+        header = read_header(*given)
+        os.truncate(entry, entry.stat().st_size // 2)
+        return header
+
+    monkeypatch.setattr(token_cache, "read_header", cut_off)
+    key = json.loads(read_metadata(entry)["shardwise"])["key"]
+    with pytest.raises(FormatError, match="cannot be mapped"):
+        token_cache.map_table(entry.parent, key, token_cache.CheckSizes())
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(

@@ -1,4 +1,7 @@
-"""``shardwise train``'s configuration: its sections. What a key may be is said once, here, as types."""
+"""``shardwise train``'s configuration: its sections. What a key may be is said once, here, as types.
+
+Longer than other files, since it is one list: all keys, in the order that ``shardwise train --keys`` tells them in.
+"""
 
 from __future__ import annotations
 

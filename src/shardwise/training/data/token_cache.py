@@ -181,12 +181,15 @@ def _mapped(path: Path, header: FileHeader) -> dict[str, Any]:
         found[name].dtype is not dtype or len(found[name].shape) != 1 for name, (dtype, _) in _ARRAYS.items()
     ):
         raise FormatError(f"{_FILE}: it has other arrays than tokens are kept in")
-    return {
-        # Copied on write: torch makes tensors of nothing that cannot be written to.
-        name: np.memmap(path, kind, "c", entry.start, entry.shape) if entry.numel else np.empty(0, kind)
-        for name, (_, kind) in _ARRAYS.items()
-        for entry in (found[name],)
-    }
+    try:
+        return {
+            # Copied on write: torch makes tensors of nothing that cannot be written to.
+            name: np.memmap(path, kind, "c", entry.start, entry.shape) if entry.numel else np.empty(0, kind)
+            for name, (_, kind) in _ARRAYS.items()
+            for entry in (found[name],)
+        }
+    except (OSError, ValueError) as error:  # replaced since its header was read
+        raise FormatError(f"{path}: it cannot be mapped ({error}); start again") from error
 
 
 def _require_sound(arrays: Mapping[str, Any], facts: Mapping[str, Any], examples: Examples) -> None:
