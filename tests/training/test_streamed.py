@@ -75,6 +75,18 @@ def test_every_row_comes_once_an_epoch_in_another_order(file: Path) -> None:
     assert all(abs(place - int(text[4:6])) < 7 + 5 for place, text in enumerate(epochs[0]))
 
 
+def test_a_file_that_is_replaced_while_it_is_streamed(file: Path) -> None:
+    """By as many bytes, on the same lines: nothing else would tell."""
+    stream = loader(file, buffer=4, batch=2)
+    assert texts(stream, 1)
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes().replace(b"row", b"wor"))
+    os.utime(other, ns=(1, 1))
+    other.replace(file)
+    with pytest.raises(ConfigError, match=rf"{file.name}: it was changed while it was streamed"):
+        texts(stream)
+
+
 @pytest.mark.slow
 def test_several_processes_read_what_one_reads(file: Path) -> None:
     one = texts(loader(file, batch=5, steps=8))

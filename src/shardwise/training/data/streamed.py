@@ -17,7 +17,7 @@ import hashlib
 import json
 import threading
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -89,6 +89,8 @@ class BufferedStream:
         seed: int,
     ) -> None:
         self.files = files
+        self.seen = [_facts_of(file) for file in files]
+        """What each file was when the stream was opened: a position counts rows of just these bytes."""
         self.encoding = encoding
         self.asked = asked
         self.layout = layout
@@ -156,8 +158,10 @@ class BufferedStream:
             )
         examples: list[Example] = []
         lines: list[int] = []
+        read: set[int] = set()
         at = position.start
         for number, block in self._blocks:
+            read.add(number)
             if number != at.file:
                 at = BlockStart(number)
             self._require_usable(self.files[number], at.place, block)
@@ -179,6 +183,7 @@ class BufferedStream:
                     f"max_length={self.encoding.max_length}"
                 )
         self._at = after
+        self._require_unchanged(read)
         packs = [[number] for number in range(len(examples))]
         if not isinstance(self.layout, Padded):
             packs = pack_rows([len(example.tokens) for example in examples], self.layout.length)
@@ -188,6 +193,20 @@ class BufferedStream:
             for number in order.tolist()
         ]
         return _BufferFill(items, after)
+
+    def _require_unchanged(self, numbers: Iterable[int]) -> None:
+        """Files that have just been read are those that were there when the stream was opened.
+
+        Raises:
+            ConfigError: naming one that was written to or replaced.
+        """
+        for number in numbers:
+            file = self.files[number]
+            if _facts_of(file) != self.seen[number]:
+                raise ConfigError(
+                    f"{file.name}: it was changed while it was streamed, so that a position in it says nothing any "
+                    "more; put back what was there and go on, or start a new training"
+                )
 
     def _require_usable(self, file: RowFile, before: int, block: EncodedBlock) -> None:
         if (broken := block.broken) is not None:
@@ -373,7 +392,7 @@ def stream_loader(
             encoding = Encoding(encoder, group[0].words, asked.max_length)
             stream = BufferedStream(files, encoding, asked, layout, rows=buffer_rows, seed=options.seed)
             streams.append(stream)
-            seen.append([[file.name, _facts_of(file)] for file in files])
+            seen.append([[file.name, facts] for file, facts in zip(files, stream.seen, strict=True)])
         decides = [seen, encoder.facts(), [name.words.facts() for name in names], [name.weight for name in names]]
         effort = asked.options.effort
         whole = [decides, asked.max_length, repr(layout), buffer_rows, options.seed, effort.block_bytes]
