@@ -10,7 +10,7 @@ rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -83,7 +83,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         case "compressed-tensors":
             return _of_compressed_tensors(config)
         case "modelopt":
-            algorithm = str(config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo"))
+            inner = config.get("quantization")
+            told = config if config.get("quant_algo") or not isinstance(inner, Mapping) else inner
+            algorithm = str(told.get("quant_algo"))
             if algorithm == "FP8":
                 return Float8()
             if algorithm == "NVFP4":
@@ -113,15 +115,16 @@ def _of_group(group: Any, form: object) -> Scheme:
         raise unknown_form("compressed-tensors with zero points or another order of columns")
     size = weights.get("group_size")
     block = size if strategy in ("group", "tensor_group") else None
-    if block is not None and (not isinstance(block, int) or block < 1):
+    if block is not None and (type(block) is not int or block < 1):
         raise unknown_form(f"compressed-tensors with group_size {shown(repr(size))}")
-    match (kind, bits, form):
+    width = bits if type(bits) is int else 0
+    match (kind, width, form):
         case ("float", 8, _):
             return Float8(_pair(weights.get("block_structure")) if strategy == "block" else None)
         case ("float", 4, "nvfp4-pack-quantized"):
             return Float4() if block is None else Float4(block)
         case ("int", 4 | 8, "pack-quantized"):
-            return PackedIntegers(bits, block)
+            return PackedIntegers(width, block)
         case ("int", 8, _):
             return Integers(block)
         case _:
@@ -133,7 +136,7 @@ def _of_group(group: Any, form: object) -> Scheme:
 def _pair(value: object) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
     raise ConfigError(f"quantization_config: a block of {shown(repr(value))} makes no sense; wanted are two sizes")
 
@@ -184,6 +187,8 @@ _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[Tens
 class _Pairing:
     index: CheckpointIndex
     scheme: Scheme
+    words: Set[str] = frozenset()
+    """Keys of what was words of 32 bits, and is seen as bytes."""
     composed: dict[str, Composed] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
@@ -192,6 +197,11 @@ class _Pairing:
         for entry in self.index.entries.values():
             if (made := self._made_of(entry)) is not None:
                 key, values, scales, overall = made
+                if isinstance(self.scheme, PackedIntegers) and entry.key not in self.words:
+                    self.faults.append(
+                        f"{shown(entry.key)} is stored as {entry.dtype.label}, and I32 is wanted, with columns"
+                    )
+                    continue
                 if scales is None:
                     self.faults.append(f"{shown(entry.key)} is stored as {entry.dtype.label}, and has no scale")
                     continue
@@ -339,11 +349,13 @@ def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> Chec
         FormatError: naming elements without scales, scales without elements, and shapes that do not go together.
     """
     scheme = scheme_of(config)
-    dropped = sorted(key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key))
+    dropped = {key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key)}
     entries = {key: entry for key, entry in index.entries.items() if key not in dropped}
+    words: set[str] = set()
     if isinstance(scheme, PackedIntegers):
-        entries = {key: _as_bytes(entry) if key.endswith("_packed") else entry for key, entry in entries.items()}
-    pairing = _Pairing(replace(index, entries=entries), scheme)
+        words = {key for key, entry in entries.items() if key.endswith("_packed") and _are_words(entry)}
+        entries |= {key: _as_bytes(entries[key]) for key in words}
+    pairing = _Pairing(replace(index, entries=entries), scheme, words)
     pairing.pair()
     if pairing.faults:
         told = "\n  ".join([*pairing.faults[:_SHOWN], *_more(pairing.faults)])
@@ -353,14 +365,16 @@ def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> Chec
         index,
         entries={key: replace(entry, dtype=DType.U8) if key in read else entry for key, entry in entries.items()},
         composed={**index.composed, **pairing.composed},
-        ignored=(*index.ignored, *dropped),
+        ignored=(*index.ignored, *sorted(dropped)),
     )
+
+
+def _are_words(entry: TensorEntry) -> bool:
+    return entry.dtype is DType.I32 and bool(entry.shape)
 
 
 def _as_bytes(words: TensorEntry) -> TensorEntry:
     """The same elements as bytes, of which each has the lower ones first."""
-    if words.dtype is not DType.I32 or not words.shape:
-        return words
     return replace(words, dtype=DType.U8, shape=(*words.shape[:-1], 4 * words.shape[-1]))
 
 
