@@ -531,6 +531,13 @@ def test_an_object_store_that_refuses_what_it_does_not_have() -> None:
             open_checkpoint(f"{store.url}/m")
 
 
+def test_an_object_store_that_refuses_a_file_that_need_not_be_there() -> None:
+    with HttpStore(INDEXED) as store:
+        store.inject(Status(403), file="m/head.safetensors")
+        index = open_checkpoint(f"{store.url}/m", extra_files=["head.safetensors"])
+        assert list(index.files) == ["x.safetensors", "y.safetensors"]
+
+
 def test_a_file_that_the_index_names_and_the_server_lacks() -> None:
     with HttpStore({**INDEXED}) as store:
         store.replace("m/y.safetensors", None)

@@ -85,3 +85,14 @@ def test_chunks_that_do_not_belong_together(chunks: list[tuple[torch.Tensor, obj
 def test_metadata_that_are_no_json() -> None:
     for told in ("", "[]", "{", '{"g": 1, "g": 2}'):
         assert "DCP_SHARDING_INFO" in refusal(MemoryReader({"x.safetensors": file_of_chunks({"g": GRID}, told)}))
+
+
+def test_a_tensor_that_is_there_in_chunks_and_whole_is_there_twice() -> None:
+    chunks = {
+        "b.safetensors": file_of_chunks({"g": GRID[:2]}, {"g": at(0, 0)}),
+        "c.safetensors": file_of_chunks({"g": GRID[2:]}, {"g": at(2, 0)}),
+    }
+    for name in ("a.safetensors", "z.safetensors"):
+        text = refusal(MemoryReader({**chunks, name: save({"g": GRID})}))
+        assert "keys held twice" in text
+        assert f"g: in chunks, and whole in {name}" in text

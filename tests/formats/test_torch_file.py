@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from tests.formats.building import file_with
 from tests.formats.torch_building import archive, same, saved, tensor, torch_file, values_of
 from torch import nn
@@ -258,3 +259,10 @@ def test_one_key_in_two_files_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "pytorch_model-00002-of-00002.bin")
     with pytest.raises(FormatError, match="keys held twice: 1\n *a: "):
         open_checkpoint(tmp_path)
+
+
+def test_what_is_there_in_parts_is_not_there_again_beside_it() -> None:
+    turned = torch.arange(16.0).reshape(4, 4).t()
+    files = {"pytorch_model.bin": saved({"w": turned}), "extra.safetensors": save({"w": torch.zeros(4, 4)})}
+    with pytest.raises(FormatError, match=r"w: in extra\.safetensors, and elsewhere in parts"):
+        open_checkpoint(MemoryReader(files), extra_files=["extra.safetensors"])

@@ -78,7 +78,7 @@ def _formats() -> Iterator[CheckpointFormat]:
 def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence[str]) -> CheckpointIndex:
     faults = FormatFaults(reader.root)
     chosen, selection = _select(reader, weights_name, faults)
-    extras = [name for name in extra_files if is_there(reader, name)]
+    extras = [name for name in extra_files if _may_be_read(reader, name)]
     safetensors: CheckpointFormat = found_at(_SAFETENSORS)
     found = IndexSoFar()
     if chosen is safetensors:  # together, so that what lies in both is found
@@ -101,6 +101,16 @@ def _open(reader: StorageReader, weights_name: str | None, extra_files: Sequence
         wrapper=found.wrapper,
         ignored=tuple(ignored),
     )
+
+
+def _may_be_read(reader: StorageReader, name: str) -> bool:
+    """Whether a file is there that need not be: an object store may refuse those it does not have."""
+    try:
+        return is_there(reader, name)
+    except StorageError as error:
+        if reader.policy.is_remote and isinstance(error.__cause__, PermissionError):
+            return False
+        raise
 
 
 def _check_weight_map(weight_map: Mapping[str, str], held: Mapping[str, set[str]], faults: FormatFaults) -> None:

@@ -112,6 +112,9 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
             if entry.key in offsets:
                 chunks[entry.key].append((offsets[entry.key], entry))
                 continue
+            if entry.key in found.composed:  # of a file of torch's, read before
+                faults.add("keys held twice", f"{shown(entry.key)}: in {shown(entry.file)}, and elsewhere in parts")
+                continue
             first = found.entries.setdefault(entry.key, entry)
             if first is not entry:
                 faults.add(
@@ -120,6 +123,12 @@ def _add_headers(headers: Iterable[FileHeader], found: IndexSoFar, faults: Forma
                     "remove the file that does not belong",
                 )
     for key, parts in chunks.items():
+        if key in found.entries:
+            whole = shown(found.entries[key].file)
+            faults.add(
+                "keys held twice", f"{shown(key)}: in chunks, and whole in {whole}; remove what does not belong"
+            )
+            continue
         try:
             add_tensor(key, from_chunks(key, parts), found, faults)
         except FormatError as error:
