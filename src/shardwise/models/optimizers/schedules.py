@@ -1,6 +1,8 @@
 """Whether the state of a schedule of learning rates is one of a schedule that is there.
 
 torch takes any state: it puts what is in there into the object, and what does not fit shows steps later, or never.
+What a name of torch's stands for is held against what is there only where that is as torch has it: a schedule of
+somebody's own may keep anything under the same name.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _why_unlike_values(present: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
     for name in _OF_EACH_GROUP:
-        if name not in present:
+        here = present.get(name)
+        if not isinstance(here, list) or not all(map(_is_number, here)):
             continue
-        if why := _why_unlike_lists(name, present[name], stored[name]):
+        if why := _why_unlike_lists(name, here, stored[name]):
             return why
         if not all(map(_is_number, stored[name])):
             return f"its {name} are not numbers"
@@ -55,11 +58,12 @@ def _why_unlike_values(present: Mapping[str, Any], stored: Mapping[str, Any]) ->
     for name, value in present.items():
         if type(value) in (int, float) and not _is_number(stored.get(name, value)):
             return f"its {name} is a {type(stored[name]).__name__}, and no number"
-    if _INNER not in present:
+    inner = present.get(_INNER)
+    if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
         return None
-    if why := _why_unlike_lists(_INNER, present[_INNER], stored[_INNER], of="schedulers"):
+    if why := _why_unlike_lists(_INNER, inner, stored[_INNER], of="schedulers"):
         return why
-    found = [why_unlike(here, there) for here, there in zip(present[_INNER], stored[_INNER], strict=True)]
+    found = [why_unlike(here, there) for here, there in zip(inner, stored[_INNER], strict=True)]
     return next((f"of scheduler {number} in it, {why}" for number, why in enumerate(found) if why), None)
 
 
@@ -78,13 +82,18 @@ def _why_unlike_lists(name: str, here: list[Any], there: object, of: str = "grou
 def _why_unlike_calls(present: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
     """What is kept of callables has to have somewhere to go."""
     pairs: list[tuple[Any, Any]] = []
-    if _CALLED in present:
-        if why := _why_unlike_lists(_CALLED, present[_CALLED], stored[_CALLED]):
+    called = present.get(_CALLED)
+    if isinstance(called, list) and all(map(_is_kept_of_call, called)):
+        if why := _why_unlike_lists(_CALLED, called, stored[_CALLED]):
             return why
-        pairs += zip(present[_CALLED], stored[_CALLED], strict=True)
-    if _CALLED_FOR_ALL in present:
+        pairs += zip(called, stored[_CALLED], strict=True)
+    if _CALLED_FOR_ALL in present and _is_kept_of_call(present[_CALLED_FOR_ALL]):
         pairs.append((present[_CALLED_FOR_ALL], stored[_CALLED_FOR_ALL]))
     for here, there in pairs:
-        if not isinstance(there, (dict, type(None))) or (there or {}).keys() != (here or {}).keys():
+        if not _is_kept_of_call(there) or (there or {}).keys() != (here or {}).keys():
             return "it was made with a function of another kind"
     return None
+
+
+def _is_kept_of_call(value: object) -> bool:
+    return isinstance(value, (dict, type(None)))
