@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise._face import found_at
 
 ROOMS = [shardwise, shardwise.integrations, shardwise.options, shardwise.report, shardwise.storage]
 
@@ -50,3 +51,13 @@ def test_every_stub_is_installed_with_its_package():
     assert stubs == {room.__name__ for room in ROOMS}
     for package in stubs:
         assert any("*.pyi" in patterns.get(name, ()) for name in (package, "*")), package
+
+
+@pytest.mark.parametrize(
+    "place", ["no.such.module:name", "shardwise.errors:NoSuchName", "shardwise.no_such_module"]
+)
+def test_a_line_of_a_table_that_leads_nowhere_is_an_error_that_names_it(place):
+    with pytest.raises(
+        shardwise.errors.ConfigError, match=rf"{place} .*(No module|no attribute).*correct the line"
+    ):
+        found_at(place)

@@ -43,10 +43,21 @@ def found_at(place: str) -> Any:
     """What a ``package.module:name``, or a ``package.module``, names, imported now: a line of a table.
 
     The table says of what type its lines are, and ``tests/test_house.py`` looks every one of them up.
+
+    Raises:
+        ConfigError: it leads nowhere, or what it names needs something that is not installed.
     """
     module, _, name = place.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
+    except (ImportError, AttributeError) as error:
+        from shardwise.errors import ConfigError  # of what is imported with the package, nothing needs it
+
+        raise ConfigError(
+            f"{place} is in a table of shardwise, and cannot be had ({error}); install what it imports, or correct "
+            "the line"
+        ) from error
 
 
 def homes_of(init_file: str) -> dict[str, str]:

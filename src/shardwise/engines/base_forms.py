@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from torch import nn
 
 from shardwise._face import found_at
 from shardwise.conversion import Bindings
+from shardwise.errors import ConfigError
 from shardwise.execution.ranks.world import World
 from shardwise.layout import ModelLayout
 from shardwise.models.modules import modules_in
@@ -87,6 +88,16 @@ class BaseForms:
 
 
 def forms_of(model: nn.Module) -> BaseForms:
-    """The forms that layers of a model are kept in."""
-    kept: list[Any] = [getattr(type(module), "kept_as", None) for module in modules_in(model)]
+    """The forms that layers of a model are kept in.
+
+    Raises:
+        ConfigError: a class of layers says one that has no line in :data:`FORMS`.
+    """
+    kinds = {type(module) for module in modules_in(model)}
+    said = {kind.__name__: getattr(kind, "kept_as", None) for kind in kinds}
+    kept = {form: name for name, form in said.items() if isinstance(form, str)}
+    if unknown := sorted(f"{kept[form]} ({form!r})" for form in kept.keys() - FORMS.keys()):
+        raise ConfigError(
+            f"layers are kept in a form that nobody knows: {', '.join(unknown)}; add a line for it to FORMS"
+        )
     return BaseForms(tuple(found_at(place) for form, place in FORMS.items() if form in kept))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engines.base_forms import forms_of
+from shardwise.engines.base_forms import BaseForms, forms_of
 from shardwise.engines.clock import Clock
 from shardwise.engines.load_options import LoadOptions, load_words
 from shardwise.engines.load_plan import LoadRequest, tie_declared
@@ -54,11 +54,13 @@ def load_checkpoint(world: World, model: nn.Module, call: LoadCall, clock: Clock
     """Open a checkpoint and fill a model from it; ranks have agreed on the call. Collective: yes."""
     options = call.options
     transforms: list[Any] = []
-    base = forms_of(model)
+    base = BaseForms(())
     with clock.phase("index"):
         source = open_source(world, call.checkpoint, call.hub, options.copies, options.budget_bytes)
 
     def ask() -> LoadRequest:
+        nonlocal base
+        base = forms_of(model)
         transforms.extend(pretrained.conversion_transforms(model, call.key_mapping))
         held = look_inside(model)
         layout = base.in_numbers(layout_of(held, lambda item: Origin.NOWHERE), held)

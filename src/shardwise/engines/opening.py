@@ -132,7 +132,7 @@ def resolve_everywhere(
                 "put it on every machine, or on a file system that all of them share"
             )
         return cast(Path, found[world.rank])
-    repo_id, known = os.fspath(name_or_path), repositories()
+    repo_id, known = os.fspath(name_or_path), world.together(repositories)
     commit = world.from_first(lambda: known.commit_of(repo_id, hub))
     pinned = replace(hub, revision=commit)
     downloads = world.is_first_of(f"{file_space()} {known.place_of_cache(hub)}")
@@ -149,11 +149,14 @@ def resolve_everywhere(
 
 
 def at_one_commit(world: World, url: str, hub: HubOptions) -> tuple[str, HubOptions]:
-    """A URL, which of a storage with revisions (the hub) names the state that is meant now. Collective: yes, there.
+    """A URL, which of a storage with revisions (the hub) names the state that is meant now. Collective: yes.
 
     With it, the options that go with it.
     """
-    pinned = pinner_of(url)
-    if pinned is None:
-        return url, hub
-    return world.from_first(lambda: pinned(url, hub)), replace(hub, revision=None)
+
+    def pinned() -> str | None:
+        pin = pinner_of(url)
+        return None if pin is None else pin(url, hub)
+
+    named = world.from_first(pinned)
+    return (url, hub) if named is None else (named, replace(hub, revision=None))
