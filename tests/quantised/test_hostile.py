@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import time
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 from shardwise.errors import ConfigError, FormatError
 from shardwise.formats.checkpoint_index import CheckpointIndex
 from shardwise.formats.entries import TensorEntry
-from shardwise.formats.quantisation import form_of
+from shardwise.formats.opening import open_checkpoint
+from shardwise.formats.quantisation import as_the_model_has_it, form_of
 from shardwise.formats.quantised import dequantised_index
-from shardwise.tensors import DType, numel
+from shardwise.storage import MemoryReader
+from shardwise.tensors import DType, Form4, numel
 
 
 def index_of(*told: tuple[str, DType, tuple[int, ...]]) -> CheckpointIndex:
@@ -65,3 +69,53 @@ def test_what_is_said_of_activations_is_passed_over_quickly() -> None:
     found = dequantised_index(index, {"quant_method": "fp8"})
     assert time.process_time() - before < 6
     assert len(found.composed) == len(found.ignored) == len(matrices)
+
+
+def in_four_bits(state: dict[str, Any], dtype: str = "U8") -> MemoryReader:
+    """Two rows of 64 in NF4, with scales that are nested."""
+    width = {"U8": 1, "F4": 2}[dtype]
+    told = json.dumps(state).encode()
+    parts = {
+        "m.weight": (dtype, [64 * width, 1], bytes(64)),
+        "m.weight.absmax": ("U8", [2], bytes(2)),
+        "m.weight.quant_map": ("F32", [16], struct.pack("<16f", *Form4.NF4.numbers)),
+        "m.weight.nested_absmax": ("F32", [1], struct.pack("<f", 1.0)),
+        "m.weight.nested_quant_map": ("F32", [256], bytes(1024)),
+        "m.weight.quant_state.bitsandbytes__nf4": ("U8", [len(told)], told),
+    }
+    header: dict[str, Any] = {}
+    body = b""
+    for key, (name, shape, content) in parts.items():
+        header[key] = {"dtype": name, "shape": shape, "data_offsets": [len(body), len(body) + len(content)]}
+        body += content
+    text = json.dumps(header).encode()
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    return MemoryReader(
+        {
+            "model.safetensors": struct.pack("<Q", len(text)) + text + body,
+            "config.json": json.dumps(config).encode(),
+        }
+    )
+
+
+STATE = {
+    "shape": [2, 64],
+    "blocksize": 64,
+    "quant_type": "nf4",
+    "dtype": "bfloat16",
+    "nested_blocksize": 256,
+    "nested_offset": 0.5,
+}
+
+
+@pytest.mark.parametrize("dtype", ["U8", "F4"])
+def test_packed_bytes_may_be_stored_under_any_dtype(dtype: str) -> None:
+    reader = in_four_bits(STATE, dtype)
+    assert as_the_model_has_it(reader, open_checkpoint(reader)).composed["m.weight"].shape == (2, 64)
+
+
+@pytest.mark.parametrize("offset", [10**400, -(10**39), 1e39, True, "1", None], ids=lambda value: str(value)[:6])
+def test_an_offset_of_scales_that_is_no_float32_is_an_error_that_says_so(offset: object) -> None:
+    reader = in_four_bits({**STATE, "nested_offset": offset})
+    with pytest.raises(FormatError, match="m.weight: its quant_state has the nested_offset"):
+        as_the_model_has_it(reader, open_checkpoint(reader))

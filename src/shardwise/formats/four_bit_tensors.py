@@ -9,7 +9,6 @@ read, and held against what is known: a map that is another one would make other
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,9 @@ _MOST_STATE_BYTES = 1 << 16
 _READERS = 8
 _NESTED_BLOCK = 256
 _BYTES_OF_MAP = 4 * 256
+_MOST_OFFSET = 3.4e38
+"""A float32, nearly; an integer of JSON may be too large for any float."""
+
 _SHOWN = 5
 
 
@@ -158,7 +160,7 @@ def _composed(values: TensorEntry, beside: _Companions, texts: Mapping[str, byte
         raise FormatError(f"its quant_state has blocks of {shown(repr(block))}")
     if told.get("quant_type") != beside.form.value:
         raise FormatError(f"its quant_state says {shown(repr(told.get('quant_type')))}, not {beside.form.value}")
-    if values.dtype.itemsize * numel(values.shape) * 2 != numel(shape):
+    if values.nbytes * 2 != numel(shape):
         raise FormatError(f"it has {values.nbytes} bytes, and its quant_state the shape {shape}")
     if shape[-1] % block:
         raise FormatError(f"its rows of {shape[-1]} are no whole blocks of {block}, which are not read in parts")
@@ -187,7 +189,7 @@ def _nested(
     found, offset = beside.entries.get(NESTED_ABSMAX), told.get("nested_offset")
     if found is None or NESTED_MAP not in beside.entries or scales.dtype is not DType.U8:
         raise FormatError("its scales are nested, and only a part of what belongs to that is stored")
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MOST_OFFSET:
         raise FormatError(f"its quant_state has the nested_offset {shown(repr(offset))}")
     if told.get("nested_blocksize") != _NESTED_BLOCK:
         raise FormatError(
