@@ -41,6 +41,25 @@ def test_integers_are_packed_into_words_of_32_bits_and_nothing_else(dtype: DType
         dequantised_index(index, packed())
 
 
+INT8 = packed(num_bits=8, strategy="group", group_size=8)
+INT8["config_groups"]["group_0"]["format"] = "int-quantized"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "scales"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, DType.U8, DType.F8_E4M3),
+        (INT8, DType.I8, DType.F32),
+    ],
+)
+def test_one_number_is_no_matrix_in_blocks(config: dict[str, Any], dtype: DType, scales: DType) -> None:
+    told = [("m.weight", dtype, ()), ("m.weight_scale", scales, (1,))]
+    if dtype is DType.U8:
+        told.append(("m.weight_scale_2", DType.F32, (1,)))
+    with pytest.raises(FormatError, match=r"m.weight, \(\) in blocks of"):
+        dequantised_index(index_of(*told), config)
+
+
 @pytest.mark.parametrize(
     "config",
     [

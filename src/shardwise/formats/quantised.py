@@ -317,7 +317,7 @@ class _Pairing:
             case _:
                 shape, block = stored, None
         if block is not None:
-            return shape, (*(1 for _ in shape[:-1]), block)
+            return shape, (*(1 for _ in shape[:-1]), block) if shape else ()
         if numel(scales.shape) == 1:
             return shape, tuple(max(1, size) for size in shape)
         # Of each row, of each expert: as many as there are in front, 1 behind.
