@@ -10,7 +10,7 @@ rows in blocks of 128 have two scales, as 128 rows in blocks of 80 would. The na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -187,8 +187,6 @@ _ScaledParts: TypeAlias = tuple[str, TensorEntry, TensorEntry | None, tuple[Tens
 class _Pairing:
     index: CheckpointIndex
     scheme: Scheme
-    words: Set[str] = frozenset()
-    """Keys of what was words of 32 bits, and is seen as bytes."""
     composed: dict[str, Composed] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
@@ -197,9 +195,11 @@ class _Pairing:
         for entry in self.index.entries.values():
             if (made := self._made_of(entry)) is not None:
                 key, values, scales, overall = made
-                if isinstance(self.scheme, PackedIntegers) and entry.key not in self.words:
+                if isinstance(self.scheme, PackedIntegers) and (entry.dtype is not DType.U8 or not entry.shape):
+                    self.used |= set() if scales is None else {scales.key}
                     self.faults.append(
-                        f"{shown(entry.key)} is stored as {entry.dtype.label}, and I32 is wanted, with columns"
+                        f"{shown(entry.key)} is stored as {entry.dtype.label} {entry.shape}, and I32 (or its "
+                        "bytes) with columns is wanted"
                     )
                     continue
                 if scales is None:
@@ -351,11 +351,9 @@ def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> Chec
     scheme = scheme_of(config)
     dropped = {key for key in index.entries if _OF_ACTIVATIONS.fullmatch(key)}
     entries = {key: entry for key, entry in index.entries.items() if key not in dropped}
-    words: set[str] = set()
     if isinstance(scheme, PackedIntegers):
-        words = {key for key, entry in entries.items() if key.endswith("_packed") and _are_words(entry)}
-        entries |= {key: _as_bytes(entries[key]) for key in words}
-    pairing = _Pairing(replace(index, entries=entries), scheme, words)
+        entries = {key: _as_bytes(entry) if key.endswith("_packed") else entry for key, entry in entries.items()}
+    pairing = _Pairing(replace(index, entries=entries), scheme)
     pairing.pair()
     if pairing.faults:
         told = "\n  ".join([*pairing.faults[:_SHOWN], *_more(pairing.faults)])
@@ -369,12 +367,10 @@ def dequantised_index(index: CheckpointIndex, config: Mapping[str, Any]) -> Chec
     )
 
 
-def _are_words(entry: TensorEntry) -> bool:
-    return entry.dtype is DType.I32 and bool(entry.shape)
-
-
 def _as_bytes(words: TensorEntry) -> TensorEntry:
     """The same elements as bytes, of which each has the lower ones first."""
+    if words.dtype is not DType.I32 or not words.shape:
+        return words
     return replace(words, dtype=DType.U8, shape=(*words.shape[:-1], 4 * words.shape[-1]))
 
 
